@@ -1,0 +1,122 @@
+#pragma once
+// From torch tensors to the plain structs of the kernels. Python has checked what users may get wrong; what is checked
+// again here keeps a direct call of an operator from reading outside its tensors.
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "../kernels/softmax/params.h"
+
+namespace megasoftmax {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline DType dtype_of(ScalarType type, const char* argument) {
+  switch (type) {
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    default:
+      STD_TORCH_CHECK(false, argument, " must be float16, bfloat16 or float32");
+  }
+}
+
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& on_device_of) {
+  return torch::stable::empty({sizes.data(), sizes.size()}, type, std::nullopt, on_device_of.device());
+}
+
+// The sizes of a tensor without its last dimension, seen as [batches, heads, queries].
+using Rows = std::array<int64_t, 3>;
+
+inline Rows rows_of(const Tensor& tensor) {
+  Rows rows{1, 1, 1};
+  const int64_t leading = tensor.dim() - 1;
+  for (int64_t i = 0; i < leading; ++i) {
+    const int64_t from_end = leading - 1 - i;  // 0: queries, 1: heads, 2 and above: batches
+    rows[from_end < 2 ? 2 - from_end : 0] *= tensor.size(i);
+  }
+  return rows;
+}
+
+inline Shape shape_of(const Tensor& scores) {
+  const Rows rows = rows_of(scores);
+  return {rows[0], rows[1], rows[2], scores.size(scores.dim() - 1)};
+}
+
+// `tensor`, broadcast to the sizes of `scores`, as the kernels see it.
+inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* argument) {
+  STD_TORCH_CHECK(tensor.get_device_index() == scores.get_device_index() && tensor.is_cuda(), argument,
+                  " must be on the device of scores");
+  const int64_t rank = scores.dim(), missing = rank - tensor.dim();
+  STD_TORCH_CHECK(missing >= 0, argument, " has more dimensions than scores");
+  std::vector<int64_t> strides(rank, 0);
+  for (int64_t i = missing; i < rank; ++i) {
+    const int64_t size = tensor.size(i - missing);
+    STD_TORCH_CHECK(size == scores.size(i) || size == 1, argument, " does not broadcast to scores in dimension ", i);
+    strides[i] = size == 1 ? 0 : tensor.stride(i - missing);
+  }
+  Strided result;
+  result.data = tensor.data_ptr();
+  if (rank >= 1) result.column_stride = strides[rank - 1];
+  if (rank >= 2) result.query_stride = strides[rank - 2];
+  if (rank >= 3) result.head_stride = strides[rank - 3];
+  // Leading dimensions are one: each stride is that of its successor times the successor's size.
+  int64_t inner = -1, extent = 1;
+  for (int64_t i = rank - 4; i >= 0; --i) {
+    const int64_t size = scores.size(i);
+    if (size == 1) continue;
+    if (inner < 0) {
+      inner = strides[i];
+    } else {
+      STD_TORCH_CHECK(strides[i] == inner * extent, argument, ": leading dimensions do not form a view of one dimension");
+    }
+    extent *= size;
+  }
+  result.batch_stride = inner < 0 ? 0 : inner;
+  if (scores.size(rank - 1) == 1) result.column_stride = 1;  // never stepped along, but tells whole chunks
+  return result;
+}
+
+inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value, const Tensor& scores) {
+  SinkLogit result;
+  if (value) result.value = static_cast<float>(*value);
+  if (!sink) return result;
+  const int64_t count = sink->numel(), heads = scores.dim() >= 3 ? scores.size(scores.dim() - 3) : 1;
+  STD_TORCH_CHECK(sink->is_cuda() && sink->get_device_index() == scores.get_device_index(),
+                  "sink must be on the device of scores");
+  STD_TORCH_CHECK(count == 1 || (count == heads && sink->dim() == 1), "sink must hold one logit per head, or one");
+  result.data = sink->data_ptr();
+  result.type = dtype_of(sink->scalar_type(), "sink");
+  result.stride = count == 1 ? 0 : sink->stride(0);
+  return result;
+}
+
+inline Window window_of(bool causal, int64_t left, int64_t right) {
+  return {left, causal ? (right < 0 ? 0 : std::min<int64_t>(right, 0)) : right};
+}
+
+}  // namespace megasoftmax

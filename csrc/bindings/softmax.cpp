@@ -1,0 +1,129 @@
+// megasoftmax::softmax_forward and softmax_backward for CUDA tensors. Schemas are defined in megasoftmax/ops.py.
+
+#include "../kernels/softmax/softmax.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace megasoftmax {
+namespace {
+
+std::vector<int64_t> row_sizes(const Tensor& tensor) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) sizes.push_back(tensor.size(i));
+  return sizes;
+}
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes = row_sizes(tensor);
+  sizes.push_back(tensor.size(tensor.dim() - 1));
+  return sizes;
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                                   bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
+                                   std::optional<double> sink_value, ScalarType dtype, bool return_lse) {
+  STD_TORCH_CHECK(scores.dim() >= 1, "scores must have at least one dimension");
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
+  Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0}, ScalarType::Float, scores);
+
+  ForwardParams params;
+  params.shape = shape_of(scores);
+  params.scores = strided(scores, scores, "scores");
+  params.scores.type = dtype_of(scores.scalar_type(), "scores");
+  if (mask) {
+    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "mask must be bool");
+    params.mask = strided(*mask, scores, "mask");
+  }
+  if (bias) {
+    params.bias = strided(*bias, scores, "bias");
+    params.bias.type = dtype_of(bias->scalar_type(), "bias");
+  }
+  params.sink = sink_of(sink, sink_value, scores);
+  params.window = window_of(causal, window_left, window_right);
+  params.scale = static_cast<float>(scale);
+  params.probabilities = probabilities.data_ptr();
+  params.probabilities_type = dtype_of(dtype, "dtype");
+  if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
+  check_cuda(softmax_forward(params, current_stream(scores)), "softmax_forward");
+  return {std::move(probabilities), std::move(log_sum_exp)};
+}
+
+// Sums the parts of a bias gradient and gives it the bias's type.
+Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
+  const std::array<int64_t, 1> first{0};
+  const Tensor sum = splits == 1 ? torch::stable::select(parts, 0, 0)
+                                 : torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(first.data(), 1));
+  return bias.scalar_type() == sum.scalar_type() ? sum : torch::stable::to(sum, bias.scalar_type());
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
+                                            std::optional<Tensor> lse, double scale, std::optional<Tensor> bias,
+                                            bool causal, int64_t window_left, int64_t window_right,
+                                            std::optional<Tensor> sink, std::optional<double> sink_value,
+                                            ScalarType dtype, bool bias_gradient, bool sink_gradient) {
+  STD_TORCH_CHECK(gradient.scalar_type() == probabilities.scalar_type(), "gradient must have the type of probabilities");
+  const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
+  Tensor scores_gradient = new_tensor(sizes_of(probabilities), dtype, probabilities);
+  Tensor sink_rows =
+      new_tensor(sink_gradient ? row_sizes(probabilities) : std::vector<int64_t>{0}, ScalarType::Float, probabilities);
+
+  BackwardParams params;
+  params.shape = shape_of(probabilities);
+  params.gradient = strided(gradient, probabilities, "gradient");
+  params.probabilities = strided(probabilities, probabilities, "probabilities");
+  params.gradient.type = params.probabilities.type = dtype_of(probabilities.scalar_type(), "probabilities");
+  const auto float_rows = [](const Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "lse and its gradient must be float32");
+    return torch::stable::contiguous(tensor);
+  };
+  Tensor lse_gradient_rows, lse_rows;
+  if (lse_gradient) {
+    lse_gradient_rows = float_rows(*lse_gradient);
+    params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_rows.data_ptr());
+  }
+  if (sink_gradient) {
+    STD_TORCH_CHECK(lse.has_value(), "the sink's gradient needs lse");
+    lse_rows = float_rows(*lse);
+    params.log_sum_exp = static_cast<const float*>(lse_rows.data_ptr());
+    params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
+  }
+  params.sink = sink_of(sink, sink_value, probabilities);
+  params.window = window_of(causal, window_left, window_right);
+  params.scale = static_cast<float>(scale);
+  params.scores_gradient = scores_gradient.data_ptr();
+  params.scores_gradient_type = dtype_of(dtype, "dtype");
+
+  Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
+  if (bias_gradient) {
+    STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
+    const int64_t columns = params.shape.columns;
+    STD_TORCH_CHECK(bias->size(bias->dim() - 1) == columns, "the gradient of a bias that is broadcast over keys is not fused");
+    const Rows rows = rows_of(*bias);
+    params.bias_shape = {rows[0], rows[1], rows[2], columns};
+    STD_TORCH_CHECK((rows[0] == 1 || rows[0] == params.shape.batches), "bias must be broadcast in all leading dimensions or in none");
+    const BiasGradientPlan plan = plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type);
+    const bool in_float = plan.splits > 1 || plan.accumulates;
+    std::vector<int64_t> sizes = sizes_of(*bias);
+    sizes.insert(sizes.begin(), plan.splits);
+    bias_parts = new_tensor(sizes, in_float ? ScalarType::Float : bias->scalar_type(), probabilities);
+    params.splits = plan.splits;
+    params.bias_gradient = bias_parts.data_ptr();
+    params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");
+  }
+  check_cuda(softmax_backward(params, current_stream(probabilities)), "softmax_backward");
+  if (bias_gradient) bias_parts = sum_of_parts(bias_parts, params.splits, *bias);
+  return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
+}
+
+}  // namespace
+}  // namespace megasoftmax
+
+STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
+  library.impl("softmax_forward", TORCH_BOX(&megasoftmax::forward));
+  library.impl("softmax_backward", TORCH_BOX(&megasoftmax::backward));
+}

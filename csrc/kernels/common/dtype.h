@@ -1,0 +1,14 @@
+#pragma once
+// The element types of scores, probabilities, biases and sinks. Compiles without nvcc.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace megasoftmax {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
+
+__host__ __device__ constexpr int size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace megasoftmax

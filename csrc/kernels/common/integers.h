@@ -1,0 +1,42 @@
+#pragma once
+// Integer arithmetic for grids and row indices. Compiles without nvcc.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace megasoftmax {
+
+template <class Integer>
+__host__ __device__ constexpr Integer divide_up(Integer a, Integer b) {
+  return (a + b - 1) / b;
+}
+
+// Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31 bits.
+struct Divider {
+  int64_t divisor = 1;
+  uint32_t magic = 0;
+  uint32_t shift = 0;
+
+  Divider() = default;
+  explicit Divider(int64_t value) : divisor(value) {
+    if (value > INT32_MAX) return;
+    while ((int64_t{1} << shift) < value) ++shift;
+    magic = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
+  }
+
+  __host__ __device__ void split(int64_t dividend, int64_t& quotient, int64_t& remainder) const {
+    if ((dividend | divisor) >> 31 == 0) {
+      const uint32_t n = static_cast<uint32_t>(dividend);
+      const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(magic) * n) >> 32);
+      const uint32_t q = (high + n) >> shift;
+      quotient = q;
+      remainder = n - q * static_cast<uint32_t>(divisor);
+    } else {
+      quotient = dividend / divisor;
+      remainder = dividend - quotient * divisor;
+    }
+  }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,173 @@
+#pragma once
+// Packs of elements: the unit in which every kernel moves memory. A pack is held as 32-bit words, so that it stays in
+// whole registers from the load to the arithmetic.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "dtype.h"
+
+namespace megasoftmax {
+
+template <class T>
+inline constexpr int kPackElements = 16 / sizeof(T);
+
+template <class T, int kElements = kPackElements<T>>
+struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
+  static constexpr int kBytes = sizeof(T) * kElements;
+  static constexpr int kWords = kBytes / 4;
+  static constexpr int kLaneBits = 8 * sizeof(T);
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+
+  uint32_t words[kWords];
+
+  __device__ float operator[](int lane) const {
+    const uint32_t word = words[lane * sizeof(T) / 4];
+    if constexpr (std::is_same_v<T, float>) {
+      return __uint_as_float(word);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      return __half2float(__ushort_as_half(static_cast<uint16_t>(lane % 2 == 0 ? word : word >> 16)));
+    } else {
+      return __uint_as_float(lane % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
+  }
+
+  // To the nearest, ties to even.
+  __device__ static Pack round(const float (&values)[kElements]) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (std::is_same_v<T, float>) {
+        pack.words[i] = __float_as_uint(values[i]);
+      } else if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        pack.words[i] = reinterpret_cast<const uint32_t&>(pair);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        pack.words[i] = reinterpret_cast<const uint32_t&>(pair);
+      }
+    }
+    return pack;
+  }
+
+  __device__ Bits bits(int lane) const {
+    const uint32_t word = words[lane * sizeof(T) / 4];
+    return static_cast<Bits>(kLaneBits == 32 || lane % 2 == 0 ? word : word >> 16);
+  }
+
+  __device__ void clear(int lane) {
+    words[lane * sizeof(T) / 4] &= sizeof(T) == 4 ? 0u : lane % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+  }
+
+  __device__ void flip_signs() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] ^= sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+  }
+
+  // The pack as a queue of elements: drops the first, appends one.
+  __device__ void shift_in(Bits element) {
+    if constexpr (kLaneBits == 32) {
+#pragma unroll
+      for (int i = 0; i + 1 < kWords; ++i) words[i] = words[i + 1];
+      words[kWords - 1] = element;
+    } else {
+#pragma unroll
+      for (int i = 0; i + 1 < kWords; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], kLaneBits);
+      words[kWords - 1] = words[kWords - 1] >> kLaneBits | static_cast<uint32_t>(element) << kLaneBits;
+    }
+  }
+};
+
+// One branch per element type: `body` is called with a value of the type that `type` names.
+template <class Body>
+__host__ __device__ decltype(auto) with_dtype(DType type, Body&& body) {
+  switch (type) {
+    case DType::kFloat16:
+      return body(__half{});
+    case DType::kBFloat16:
+      return body(__nv_bfloat16{});
+    default:
+      return body(float{});
+  }
+}
+
+__host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(__half x) { return __half2float(x); }
+__host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ inline bool is_aligned(const T* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+// Stops the compiler from computing an address anew for every access with a constant offset.
+template <class T>
+__device__ inline const T* keep_in_register(const T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
+// Whole packs at addresses aligned to their size, or to 16 bytes. `.cs`: used once, do not displace what caches hold.
+template <class T, int kElements>
+__device__ inline Pack<T, kElements> load_streaming(const T* source) {
+  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
+  Pack<T, kElements> pack;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i) {
+    reinterpret_cast<Word*>(&pack)[i] = __ldcs(reinterpret_cast<const Word*>(source) + i);
+  }
+  return pack;
+}
+template <class T, int kElements>
+__device__ inline void store_streaming(T* destination, const Pack<T, kElements>& pack) {
+  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i) {
+    __stcs(reinterpret_cast<Word*>(destination) + i, reinterpret_cast<const Word*>(&pack)[i]);
+  }
+}
+
+// Lane j is source[j * stride] where begin <= j < end, 0 elsewhere. With kUnroll = 1 the elements come one after the
+// other: slower than all at once, but it costs the fast path beside it no registers.
+template <class T, int kElements, int kUnroll = 1>
+__device__ inline Pack<T, kElements> load_partial(const T* source, int64_t stride, int begin, int end) {
+  using Bits = typename Pack<T, kElements>::Bits;
+  const auto* bits = reinterpret_cast<const Bits*>(source);
+  Pack<T, kElements> pack = {};
+#pragma unroll kUnroll
+  for (int j = 0; j < kElements; ++j) pack.shift_in(j >= begin && j < end ? bits[j * stride] : Bits{0});
+  return pack;
+}
+
+// destination[j] is lane j where begin <= j < end.
+template <class T, int kElements>
+__device__ inline void store_partial(T* destination, const Pack<T, kElements>& pack, int begin, int end) {
+  auto* bits = reinterpret_cast<typename Pack<T, kElements>::Bits*>(destination);
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) {
+    if (j >= begin && j < end) bits[j] = pack.bits(j);
+  }
+}
+
+// Zeros to [begin, end), shared out over the threads: 16 bytes each, 2 bytes each at the ends.
+template <int kThreads>
+__device__ inline void fill_zero(char* begin, char* end, int thread) {
+  const auto first = reinterpret_cast<uintptr_t>(begin), last = reinterpret_cast<uintptr_t>(end);
+  const auto* const stop = reinterpret_cast<uint4*>(last & ~uintptr_t{15});
+  auto* at = reinterpret_cast<uint4*>((first + 15) & ~uintptr_t{15}) + thread;
+#pragma unroll 2
+  for (; at < stop; at += kThreads) __stcs(at, uint4{0, 0, 0, 0});
+  if (((first | last) & 15) == 0) return;
+#pragma unroll 1
+  for (int i = thread * 2; i < 16; i += kThreads * 2) {
+    char* const head = begin + i;
+    char* const tail = reinterpret_cast<char*>(last & ~uintptr_t{15}) + i;
+    if (i < static_cast<int>(-first & 15) && head < end) *reinterpret_cast<uint16_t*>(head) = 0;
+    if (i < static_cast<int>(last & 15) && tail >= begin) *reinterpret_cast<uint16_t*>(tail) = 0;
+  }
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,132 @@
+#pragma once
+// From run-time parameters to one kernel: policies from what is present, the regime from the table in limits.h.
+
+#include <algorithm>
+#include <utility>
+
+#include "../common/launch.cuh"
+#include "backward.cuh"
+#include "layout.h"
+#include "softmax.h"
+
+namespace megasoftmax {
+
+template <int kCount, class Body, int... kIndices>
+cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndices...>) {
+  cudaError_t error = cudaErrorInvalidValue;
+  static_cast<void>(((index == kIndices && (error = body.template operator()<kIndices>(), true)) || ...));
+  return error;
+}
+
+// Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
+template <int kCount, class Body>
+cudaError_t with_regime(const RowRegime (&)[kCount], int index, Body&& body) {
+  return with_regime<kCount>(index, std::forward<Body>(body), std::make_integer_sequence<int, kCount>{});
+}
+
+// Columns that the widest row sees.
+inline int64_t visible_columns(const Shape& shape, const Window& window) {
+  if (window.left < 0 || window.right < 0) return shape.columns;
+  return std::min(shape.columns, window.left + window.right + 1);
+}
+
+// Launches one owner per query, head and batch of `shape`, in slices that a grid can hold.
+template <class Params>
+cudaError_t launch_rows(void (*kernel)(Params, RowIndex), const RowRegime& regime, const Shape& shape, bool heads_first,
+                        int shared_bytes, cudaStream_t stream, const Params& params) {
+  constexpr int64_t kMaxX = INT32_MAX, kMaxYZ = 65535;
+  const int64_t max_tiles = heads_first ? kMaxYZ : kMaxX, max_heads = heads_first ? kMaxX : kMaxYZ;
+  const auto count = [](int64_t left, int64_t most) { return static_cast<unsigned>(std::min(left, most)); };
+  for (int64_t batch = 0; batch < shape.batches; batch += kMaxYZ) {
+    for (int64_t head = 0; head < shape.heads; head += max_heads) {
+      for (int64_t query = 0; query < shape.queries; query += max_tiles * regime.rows_per_block) {
+        const unsigned tiles = count(divide_up<int64_t>(shape.queries - query, regime.rows_per_block), max_tiles);
+        const unsigned heads = count(shape.heads - head, max_heads), batches = count(shape.batches - batch, kMaxYZ);
+        const dim3 grid = heads_first ? dim3(heads, tiles, batches) : dim3(tiles, heads, batches);
+        const RowIndex first{static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            launch(kernel, grid, dim3(regime.threads()), shared_bytes, stream, params, first));
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+// Shared memory that holds a row between two passes, each thread's chunks in a column of its own.
+inline int shared_bytes(const RowRegime& regime, int64_t chunks, int bytes_per_chunk) {
+  if (regime.storage != Storage::kShared) return 0;
+  return static_cast<int>(divide_up<int64_t>(chunks, regime.threads_per_row)) * regime.threads_per_row * bytes_per_chunk;
+}
+
+template <class T, class Mask, class Bias>
+cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
+  const int64_t chunks = max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window),
+                                            kPackElements<T>);
+  return with_regime(kForwardRegimes, regime_for(kForwardRegimes, chunks), [&]<int kIndex>() {
+    constexpr RowRegime kRegime = kForwardRegimes[kIndex];
+    return launch_rows(softmax_forward_kernel<T, Mask, Bias, kIndex>, kRegime, params.shape,
+                       params.heads_first, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream, params);
+  });
+}
+
+template <class T, class Mask>
+cudaError_t launch_forward_with_bias(const ForwardParams& params, cudaStream_t stream) {
+  if (params.bias.data == nullptr) return launch_forward<T, Mask, NoBias>(params, stream);
+  if (params.bias.type == DType::kFloat32) return launch_forward<T, Mask, AddedBias<float>>(params, stream);
+  return params.bias.type == params.scores.type ? launch_forward<T, Mask, AddedBias<T>>(params, stream)
+                                                : cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t softmax_forward_instance(ForwardParams params, cudaStream_t stream) {
+  params.rows = params.shape.rows();
+  if (params.rows == 0 || params.shape.columns == 0) return cudaSuccess;
+  if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
+  drop_idle_limits(params.window, params.shape);
+  merge_dimensions(params.shape, params.window, params.sink, {&params.scores, &params.mask, &params.bias});
+  params.heads_first = shares_between_heads(params.mask, params.shape) || shares_between_heads(params.bias, params.shape);
+  return params.mask.data != nullptr ? launch_forward_with_bias<T, BoolMask>(params, stream)
+                                     : launch_forward_with_bias<T, NoMask>(params, stream);
+}
+
+// Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
+inline int64_t backward_chunks(const BackwardParams& params, int pack_elements) {
+  if (params.bias_gradient == nullptr) {
+    return max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+  }
+  return divide_up<int64_t>(params.shape.columns, pack_elements);
+}
+
+template <class T, template <int, int> class BiasGradientOf>
+cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
+  const int64_t chunks = backward_chunks(params, kPackElements<T>);
+  return with_regime(kBackwardRegimes, regime_for(kBackwardRegimes, chunks), [&]<int kIndex>() {
+    constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
+    Shape owners = params.bias_shape;
+    owners.batches *= params.splits;
+    return launch_rows(softmax_backward_kernel<T, BiasGradientOf, kIndex>, kRegime, owners, false,
+                       shared_bytes(kRegime, chunks, 2 * sizeof(Pack<T>)), stream, params);
+  });
+}
+
+template <class T>
+cudaError_t softmax_backward_instance(BackwardParams params, cudaStream_t stream) {
+  params.rows = params.shape.rows();
+  if (params.rows == 0 || params.shape.columns == 0) return cudaSuccess;
+  if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
+  drop_idle_limits(params.window, params.shape);
+  if (params.bias_gradient == nullptr) {
+    merge_dimensions(params.shape, params.window, params.sink, {&params.gradient, &params.probabilities});
+    params.bias_shape = params.shape;
+    return launch_backward<T, NoBiasGradient>(params, stream);
+  }
+  const Shape &shape = params.shape, &bias = params.bias_shape;
+  const Shape shared{shape.batches / bias.batches, shape.heads / bias.heads, shape.queries / bias.queries, 0};
+  params.shared_by_queries = Divider(shared.queries);
+  params.shared_by_heads = Divider(shared.heads);
+  params.rows_per_owner = shared.rows();
+  params.rows_per_split = divide_up(shared.rows(), params.splits);
+  return launch_backward<T, BiasGradient>(params, stream);
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,217 @@
+#pragma once
+// p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias, excluded entries 0.
+//
+// A group of threads owns a row. One pass reads the visible chunks and keeps a maximum and a sum per thread, one
+// reduction merges them, one pass writes. Every visible score is read once and every probability written once
+// (bf16: 4 bytes per element, 3 when causal); rows too long for shared memory are read twice.
+
+#include "chunks.cuh"
+#include "row_block.cuh"
+#include "row_warp.cuh"
+#include "sink.cuh"
+
+namespace megasoftmax {
+
+template <int kThreadsPerRow, int kRowsPerBlock>
+struct RowOwnerOf {
+  using type = WarpRow<kThreadsPerRow, kRowsPerBlock>;
+};
+template <int kThreadsPerRow>
+  requires(kThreadsPerRow > 32)
+struct RowOwnerOf<kThreadsPerRow, 1> {
+  using type = BlockRow<kThreadsPerRow>;
+};
+template <int kThreadsPerRow, int kRowsPerBlock>
+using RowOwner = typename RowOwnerOf<kThreadsPerRow, kRowsPerBlock>::type;
+
+// Blocks lie over the tensor as (query tile, head, batch), from `first` on: no division tells a thread its row. Heads go
+// first where they share a mask or bias, so that its row stays in the caches.
+__device__ inline RowIndex row_of_thread(const RowIndex& first, bool heads_first, int rows_per_block, int row_in_block) {
+  const int tile = static_cast<int>(heads_first ? blockIdx.y : blockIdx.x);
+  const int head = static_cast<int>(heads_first ? blockIdx.x : blockIdx.y);
+  return {first.batch + static_cast<int>(blockIdx.z), first.head + head,
+          first.query + tile * rows_per_block + row_in_block};
+}
+
+// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the exponent makes good.
+template <class T, class Mask, class Bias>
+struct Logits {
+  static constexpr int kElements = kPackElements<T>;
+
+  const ForwardParams& params;
+  const RowIndex& index;
+  const Bounds& bounds;
+  ChunkGrid<kElements> grid;
+  Mask mask;
+
+  __device__ Logits(const ForwardParams& params, const RowIndex& index, const Bounds& bounds,
+                    ChunkGrid<kElements> grid)
+      : params(params), index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
+
+  // exp(z - max) = 2^((logit - max logit) * this)
+  __device__ float exponent_scale() const { return Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E; }
+
+  template <int kChunks>
+  __device__ static void unpack(const Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[i][j] = raw[i][j];
+    }
+  }
+
+  // Of chunks at column, column + kStride, ...; unspecified for chunks behind the bounds.
+  template <int kStride, int kChunks>
+  __device__ void of(int column, Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) const {
+    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+    if constexpr (Mask::kPresent) mask.template load<kElements, kStride>(column, bounds, excluded);
+    [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
+    if constexpr (Bias::kPresent) {
+      const RowReader<typename Bias::Element, kElements, false> bias(params.bias, index, grid, bounds,
+                                                                     static_cast<int>(params.shape.columns), true);
+      bias.template load<kStride>(column, added);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (at >= bounds.end) continue;
+      if (!Bias::kPresent && params.scale < 0) raw[i].flip_signs();
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
+        if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
+      }
+      if (bounds.contains(at, kElements)) continue;
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
+    }
+  }
+};
+
+template <class T, class Mask, class Bias, int kRegimeIndex>
+__global__ void __launch_bounds__(kForwardRegimes[kRegimeIndex].threads(),
+                                  (Bias::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm)))
+softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex first) {
+  constexpr RowRegime kRegime = kForwardRegimes[kRegimeIndex];
+  constexpr Storage kStorage = kRegime.storage;
+  constexpr int kElements = kPackElements<T>, kChunks = kRegime.chunks_per_thread;
+  constexpr int kThreads = kRegime.threads_per_row;
+  constexpr int kStride = kThreads * kElements, kBatch = kChunks * kStride;  // in columns
+  extern __shared__ __align__(16) char shared_memory[];
+
+  RowOwner<kRegime.threads_per_row, kRegime.rows_per_block> owner;
+  const int thread = owner.thread();
+  const int columns = static_cast<int>(params.shape.columns);
+
+  RowIndex index = row_of_thread(first, params.heads_first, kRegime.rows_per_block, owner.row_in_block());
+  const bool is_row = kRegime.rows_per_block == 1 || index.query < static_cast<int>(params.shape.queries);
+  // Spare threads shadow the last row and write nothing.
+  if (!is_row) index.query = static_cast<int>(params.shape.queries) - 1;
+  const int64_t row = index.row(params.shape);
+
+  const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
+  const auto grid = ChunkGrid<kElements>::aligned_to(row * columns);
+  const int first_column = grid.begin(bounds) + thread * kElements;  // of this thread's first chunk
+  const RowReader<T, kElements, true> scores(params.scores, index, grid, bounds, columns, row + 1 == params.rows);
+  const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
+  const float c = logits.exponent_scale();
+
+  // Scores in shared memory take the mask in, as -inf, so that it is read once.
+  constexpr bool kFoldsMask = kStorage == Storage::kShared && Mask::kPresent && !Bias::kPresent;
+  [[maybe_unused]] auto* const kept = reinterpret_cast<Pack<T>*>(shared_memory) + thread;
+  const auto load = [&](int column, int batch, Pack<T>(&raw)[kChunks]) {
+    if constexpr (kStorage == Storage::kShared) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (column + i * kStride < bounds.end) raw[i] = kept[(batch + i) * kThreads];
+      }
+    } else {
+      scores.template load<kStride>(column, raw);
+    }
+  };
+  if constexpr (kStorage == Storage::kShared) {
+    scores.template start_copies<kStride>(first_column, kept, kThreads);
+  }
+
+  float z[kChunks][kElements];
+  MaxAndSum mine{kLowest, 0.f};
+  for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
+    Pack<T> raw[kChunks];
+    if constexpr (kStorage != Storage::kShared) load(column, batch, raw);
+    if (batch == 0) {  // while the loads are in flight
+      if (is_row) {
+        fill_outside<kThreads>(params.probabilities, params.probabilities_type, row, columns, grid.begin(bounds),
+                               grid.end(bounds), thread);
+      }
+      if constexpr (kStorage == Storage::kShared) wait_for_copies();
+    }
+    if constexpr (kStorage == Storage::kShared) load(column, batch, raw);
+    logits.template of<kStride>(column, raw, z);
+    float max = mine.max;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (column + i * kStride >= bounds.end) continue;
+      if constexpr (kFoldsMask) kept[(batch + i) * kThreads] = Pack<T>::round(z[i]);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) max = fmaxf(max, z[i][j]);
+    }
+    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exp2_approximate((mine.max - max) * c);
+    mine.max = max;
+    const Exponential exponential(max, c);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (column + i * kStride >= bounds.end) continue;
+      exponential.apply(z[i]);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) mine.sum += z[i][j];
+    }
+    if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
+  }
+
+  const MaxAndSum total = owner.merge(mine, c);
+  const Denominator denominator(total, c, params.sink, index.head);
+  if (params.log_sum_exp != nullptr && thread == 0 && is_row) params.log_sum_exp[row] = denominator.log_sum_exp();
+  // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded, NaN elsewhere.
+  const bool is_special = !denominator.is_regular();
+  const bool can_exclude = Mask::kPresent || Bias::kPresent || params.window.is_limited();
+  const float special = denominator.is_empty() && can_exclude ? 0.f : NAN;
+  // Exponentials in registers are relative to this thread's own maximum.
+  const float factor = kStorage == Storage::kRegisters
+                           ? denominator.factor * exp2_approximate((mine.max - total.max) * c)
+                           : denominator.factor;
+
+  [[maybe_unused]] const Exponential exponential(total.max, c);
+  const auto write = [&](auto output_tag) {
+    const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns, columns);
+    for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
+      if constexpr (kStorage != Storage::kRegisters) {
+        Pack<T> raw[kChunks];
+        load(column, batch, raw);
+        if constexpr (kFoldsMask) {
+          Logits<T, NoMask, NoBias>::unpack(raw, z);
+        } else {
+          logits.template of<kStride>(column, raw, z);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = column + i * kStride;
+        if (at >= bounds.end) continue;
+        if constexpr (kStorage != Storage::kRegisters) exponential.apply(z[i]);
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        if (is_special) {
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) {
+            z[i][j] = bounds.contains(at + j) && !logits.mask.excluded(at + j) ? special : 0.f;
+          }
+        }
+        writer.store(at, z[i]);
+      }
+      if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
+    }
+  };
+  if (is_row) with_dtype(params.probabilities_type, write);
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,8 @@
+#include "../dispatch.cuh"
+#include "instances.h"
+
+namespace megasoftmax {
+cudaError_t softmax_backward_float32(const BackwardParams& params, cudaStream_t stream) {
+  return softmax_backward_instance<float>(params, stream);
+}
+}  // namespace megasoftmax

@@ -1,0 +1,8 @@
+#include "../dispatch.cuh"
+#include "instances.h"
+
+namespace megasoftmax {
+cudaError_t softmax_forward_float32(const ForwardParams& params, cudaStream_t stream) {
+  return softmax_forward_instance<float>(params, stream);
+}
+}  // namespace megasoftmax

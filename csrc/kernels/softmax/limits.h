@@ -1,0 +1,98 @@
+#pragma once
+// Row regimes of the softmax, forward and backward: the family's only limits. Plain C++, no CUDA, no torch.
+//
+// A row is cut into chunks of 16 bytes. A regime says how many threads own a row, how many chunks each of them
+// takes at a time, and where the row waits between the pass that sums and the pass that writes.
+
+#include <cstdint>
+
+namespace megasoftmax {
+
+enum class Storage {
+  kRegisters,  // one batch of chunks per thread, exponentials stay in registers
+  kShared,     // any number of batches, the packed row waits in shared memory
+  kReread,     // any number of batches, the row is read a second time
+};
+
+struct RowRegime {
+  char name[16];  // by value, so that a row can be a template argument
+  Storage storage;
+  int threads_per_row;
+  int rows_per_block;
+  int chunks_per_thread;  // loads in flight per thread
+  int max_chunks;         // visible chunks of a row
+  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
+
+  constexpr int threads() const { return threads_per_row * rows_per_block; }
+};
+
+inline constexpr int kUnlimited = INT32_MAX;
+
+// clang-format off
+inline constexpr RowRegime kForwardRegimes[] = {
+    // name          storage              threads  rows  chunks   max chunks  blocks
+    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     16},
+    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     14},
+    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     14},
+    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     14},
+    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     12},
+    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     14},
+    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     12},
+    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     18},
+    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     16},
+    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      9},
+    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      8},
+    {"shared_128",   Storage::kShared,      128,    1,      2,        1026,      8},
+    {"shared_256",   Storage::kShared,      256,    1,      2,        4098,      4},
+    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      2},
+};
+inline constexpr RowRegime kBackwardRegimes[] = {
+    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     14},
+    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     12},
+    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     12},
+    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     12},
+    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     12},
+    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     10},
+    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     14},
+    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     12},
+    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      7},
+    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      6},
+    {"shared_256",   Storage::kShared,      256,    1,      2,        3072,      4},
+    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1},
+};
+// clang-format on
+
+inline constexpr int kNumForwardRegimes = sizeof(kForwardRegimes) / sizeof(RowRegime);
+inline constexpr int kNumBackwardRegimes = sizeof(kBackwardRegimes) / sizeof(RowRegime);
+
+template <int kCount>
+constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks) {
+  for (int i = 0; i < kCount; ++i) {
+    if (chunks <= table[i].max_chunks) return i;
+  }
+  return kCount - 1;
+}
+
+template <int kCount>
+constexpr bool is_consistent(const RowRegime (&table)[kCount]) {
+  for (int i = 0; i < kCount; ++i) {
+    const RowRegime& regime = table[i];
+    if (i > 0 && regime.max_chunks <= table[i - 1].max_chunks) return false;
+    if (regime.storage == Storage::kRegisters &&
+        regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread) return false;
+    if (regime.threads() % 32 != 0 || (regime.threads_per_row > 32 && regime.rows_per_block != 1)) return false;
+  }
+  return table[kCount - 1].max_chunks == kUnlimited;
+}
+static_assert(is_consistent(kForwardRegimes) && is_consistent(kBackwardRegimes));
+
+// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need not either.
+constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
+  const int64_t straddling = 2 * (pack_elements - 1);
+  const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements
+                                                     : (columns + straddling) / pack_elements;
+  const int64_t visible = (visible_columns + straddling) / pack_elements;
+  return visible_columns < columns && visible < whole ? visible : whole;
+}
+
+}  // namespace megasoftmax

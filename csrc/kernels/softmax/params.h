@@ -1,0 +1,85 @@
+#pragma once
+// What a softmax launch needs, as plain structs. Every tensor is seen as [batches, heads, queries, columns].
+
+#include <cmath>
+#include <cstdint>
+
+#include "../common/dtype.h"
+#include "../common/integers.h"
+
+namespace megasoftmax {
+
+// A tensor with any strides (in elements, 0 where it is broadcast); absent when data is null.
+struct Strided {
+  const void* data = nullptr;
+  DType type = DType::kFloat32;  // masks are bytes and have none
+  int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
+};
+
+struct Shape {
+  int64_t batches = 0, heads = 0, queries = 0;
+  int64_t columns = 0;
+
+  __host__ __device__ int64_t rows() const { return batches * heads * queries; }
+};
+
+// Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1 lifts the limit of a
+// side. Causal is right = 0.
+struct Window {
+  int64_t left = -1, right = -1;
+
+  __host__ __device__ bool is_limited() const { return left >= 0 || right >= 0; }
+};
+
+// A logit that joins the denominator: one per head, one for all (stride 0), or a number. -infinity joins nothing.
+struct SinkLogit {
+  const void* data = nullptr;
+  DType type = DType::kFloat32;
+  int64_t stride = 0;
+  float value = -INFINITY;
+
+  __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
+};
+
+struct ForwardParams {
+  Shape shape;
+  Strided scores, mask, bias;
+  SinkLogit sink;
+  Window window;
+  float scale = 1;
+
+  void* probabilities = nullptr;  // contiguous, 16-byte aligned
+  DType probabilities_type = DType::kFloat32;
+  float* log_sum_exp = nullptr;  // [rows], or null
+
+  int64_t rows = 0;          // set by the launcher, as is
+  bool heads_first = false;  // the order of blocks
+};
+
+struct BackwardParams {
+  Shape shape;
+  Strided gradient, probabilities;              // of one type
+  const float* log_sum_exp_gradient = nullptr;  // [rows], or null
+  const float* log_sum_exp = nullptr;           // [rows], read for the sink's gradient only
+  SinkLogit sink;
+  Window window;
+  float scale = 1;
+
+  void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
+  DType scores_gradient_type = DType::kFloat32;
+  float* sink_gradient = nullptr;  // [rows], to be summed over the rows that share a sink; or null
+
+  // [splits, bias batches, bias heads, bias queries, columns], contiguous, or null. Every row that shares a bias row
+  // belongs to one owner, cut into `splits` parts so that there are enough owners; the parts are to be summed.
+  void* bias_gradient = nullptr;
+  DType bias_gradient_type = DType::kFloat32;  // float32 when splits > 1 or the plan says so
+  Shape bias_shape;                            // each dimension 1 or that of `shape`
+  int64_t splits = 1;
+
+  // Set by the launcher: how many rows there are, and which of them an owner takes in turn.
+  int64_t rows = 0;
+  Divider shared_by_queries, shared_by_heads;
+  int64_t rows_per_owner = 1, rows_per_split = 1;
+};
+
+}  // namespace megasoftmax

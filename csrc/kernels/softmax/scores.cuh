@@ -1,0 +1,132 @@
+#pragma once
+// From raw scores to logits: which columns a row sees, then mask and bias, element by element.
+//
+// To add a mask: a struct with `excluded`, an alternative in dispatch.cuh, a branch in reference.py, a test row.
+
+#include "../common/math.cuh"
+#include "../common/vector.cuh"
+#include "params.h"
+
+namespace megasoftmax {
+
+// A row's place in the tensor.
+struct RowIndex {
+  int batch, head, query;
+
+  __host__ __device__ int64_t row(const Shape& shape) const {
+    return int64_t{batch * static_cast<int>(shape.heads) + head} * static_cast<int>(shape.queries) + query;
+  }
+  __host__ __device__ int64_t offset_in(const Strided& tensor) const {
+    return batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.query_stride;
+  }
+};
+
+// Columns [begin, end) that window and causality leave to a row; what lies outside is never read.
+struct Bounds {
+  int begin, end;
+
+  __host__ __device__ static Bounds of(const Window& window, const Shape& shape, int query) {
+    const int columns = static_cast<int>(shape.columns);
+    if (!window.is_limited()) return {0, columns};
+    const int diagonal = query + columns - static_cast<int>(shape.queries);
+    int begin = diagonal - static_cast<int>(window.left), end = diagonal + static_cast<int>(window.right) + 1;
+    begin = window.left < 0 || begin < 0 ? 0 : begin;
+    end = window.right < 0 || end > columns ? columns : end;
+    return end > begin ? Bounds{begin, end} : Bounds{0, 0};
+  }
+  __host__ __device__ bool contains(int column) const { return column >= begin && column < end; }
+  __host__ __device__ bool contains(int first, int count) const {
+    return first >= begin && first + count <= end;
+  }
+};
+
+// Bytes that are not 0 where a column is excluded, four to a word.
+template <int kElements>
+struct alignas(kElements) MaskBytes {
+  static constexpr int kWords = kElements / 4;
+  uint32_t words[kWords];
+
+  __device__ bool is_set(int j) const { return (words[j / 4] >> j % 4 * 8 & 0xff) != 0; }
+  __device__ void shift_out(int count, uint32_t next_word) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = __funnelshift_r(words[i], i + 1 < kWords ? words[i + 1] : next_word, count * 8);
+    }
+  }
+  __device__ void shift_in(uint32_t byte) {
+#pragma unroll
+    for (int i = 0; i + 1 < kWords; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], 8);
+    words[kWords - 1] = words[kWords - 1] >> 8 | byte << 24;
+  }
+};
+
+struct NoMask {
+  static constexpr bool kPresent = false;
+  __host__ __device__ NoMask(const Strided&, const RowIndex&) {}
+  __host__ __device__ bool excluded(int) const { return false; }
+};
+
+struct BoolMask {
+  static constexpr bool kPresent = true;
+  const Strided& mask;
+  const uint8_t* row;
+
+  __host__ __device__ BoolMask(const Strided& mask, const RowIndex& index)
+      : mask(mask), row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)) {}
+
+  __host__ __device__ bool excluded(int column) const { return row[column * mask.column_stride] != 0; }
+
+  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Where the mask's chunks are aligned,
+  // those at the ends of a row are read whole: up to seven bytes beside it, in the aligned eight that hold its end.
+  template <int kElements, int kStride, int kChunks>
+  __device__ void load(int column, const Bounds& bounds, MaskBytes<kElements> (&bytes)[kChunks]) const {
+    constexpr int kWords = MaskBytes<kElements>::kWords;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % 4);
+    const auto is_inside = [&](int at) { return bounds.contains(at - shift, kElements + 4); };
+    if (mask.column_stride == 1 && is_aligned(row + column, kElements)) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = column + i * kStride;
+        if (at < bounds.end) bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
+      }
+      return;
+    }
+    if (mask.column_stride == 1) {  // a word more than the chunk has, then shift them into place
+      const auto* const words = reinterpret_cast<const uint32_t*>(row + column - shift);
+      uint32_t last[kChunks];
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (!is_inside(column + i * kStride)) continue;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) bytes[i].words[j] = words[i * kStride / 4 + j];
+        last[i] = words[i * kStride / 4 + kWords];
+      }
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, last[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (at >= bounds.end || (mask.column_stride == 1 && is_inside(at))) continue;
+#pragma unroll 1
+      for (int j = 0; j < kElements; ++j) bytes[i].shift_in(bounds.contains(at + j) && excluded(at + j) ? 1 : 0);
+    }
+  }
+};
+
+struct NoBias {
+  static constexpr bool kPresent = false;
+  static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
+  using Element = float;
+};
+
+// A bias in its own type; chunks.cuh reads it as it reads scores.
+template <class T>
+struct AddedBias {
+  static constexpr bool kPresent = true;
+  // Its packs need registers of their own.
+  static constexpr int blocks_per_sm(int of_regime) { return (2 * of_regime + 2) / 3; }
+  using Element = T;
+};
+
+}  // namespace megasoftmax

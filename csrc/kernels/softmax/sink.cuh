@@ -1,0 +1,38 @@
+#pragma once
+// The sink: a logit that joins the denominator but has no column.
+
+#include "../common/reduce.cuh"
+#include "../common/vector.cuh"
+#include "params.h"
+
+namespace megasoftmax {
+
+__host__ __device__ inline float sink_logit(const SinkLogit& sink, int64_t head) {
+  if (sink.data == nullptr) return sink.value;
+  return with_dtype(sink.type, [&](auto tag) {
+    return to_float(static_cast<const decltype(tag)*>(sink.data)[head * sink.stride]);
+  });
+}
+
+// The denominator of a row: p = 2^((x - columns.max) * c) * factor.
+struct Denominator {
+  float max_log2;  // of columns and sink, in units of log 2
+  float sum;       // relative to that maximum
+  float factor;
+
+  __device__ Denominator(MaxAndSum columns, float exponent_scale, const SinkLogit& sink, int64_t head)
+      : max_log2(fmaxf(columns.max * exponent_scale, kLowest)), sum(columns.sum), factor(1.f) {
+    if (sink.is_present()) {
+      const float columns_log2 = max_log2, sink_log2 = sink_logit(sink, head) * kLog2E;
+      max_log2 = fmaxf(columns_log2, sink_log2);
+      factor = exp2_approximate(columns_log2 - max_log2);
+      sum = columns.sum * factor + exp2_approximate(sink_log2 - max_log2);
+    }
+    factor *= reciprocal_approximate(sum);
+  }
+  __device__ bool is_empty() const { return sum == 0.f; }
+  __device__ bool is_regular() const { return sum > 0.f; }  // neither empty nor NaN
+  __device__ float log_sum_exp() const { return is_empty() ? -INFINITY : max_log2 * kLn2 + logf(sum); }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,1 @@
+"""Adapters that put megasoftmax into other libraries: each imports what it adapts, no more."""
