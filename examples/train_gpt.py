@@ -32,9 +32,9 @@ TEXT_BYTES = 2_000_000
 WARM_UP_STEPS = 20  # in which the learning rate rises to its value
 TABLE_ROWS = 10
 
-# The largest difference that two losses at the same step may have. The two round differently from
-# the first step on, and training amplifies that.
-TOLERANCE = {"fp32": 0.01, "bf16": 0.1}
+# How far two losses of one step may be apart. The two runs round differently and training amplifies
+# that: the default settings came to 3e-6 in fp32 and, depending on the seed, 4e-2 in bf16.
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-1}
 
 console = Console()
 
@@ -128,7 +128,7 @@ def train(settings: Settings, trainers: list[Trainer]) -> None:
     """Take turns on random pieces of the text. The seed decides the pieces."""
     text = read_text()
     generator = torch.Generator().manual_seed(settings.seed)
-    columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    columns = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("", total=settings.steps)
         for _ in range(settings.steps):

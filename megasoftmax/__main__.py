@@ -90,12 +90,13 @@ def _regimes(direction: str, regimes: tuple[_extension.RowRegime, ...]) -> Table
     table = Table(title=f"{direction}, row regimes", title_justify="left", box=box.SIMPLE)
     table.add_column("regime")
     table.add_column("row waits in")
+    table.add_column("rows")
     for heading in ("bytes up to", "threads/row", "rows/block", "blocks/SM"):
         table.add_column(heading, justify="right")
     for regime in regimes:
         longest = "any" if regime.max_chunks is None else f"{regime.max_chunks * 16:,}"
         numbers = (regime.threads_per_row, regime.rows_per_block, regime.blocks_per_sm)
-        table.add_row(regime.name, regime.storage, longest, *map(str, numbers))
+        table.add_row(regime.name, regime.storage, regime.serves, longest, *map(str, numbers))
     return table
 
 

@@ -34,6 +34,7 @@ class RowRegime:
     chunks_per_thread: int
     max_chunks: int | None  # None: any length
     blocks_per_sm: int
+    serves: str  # "any" row, or "masked": rows with a bool mask only
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,22 @@ def _read_table(header: str, name: str) -> tuple[RowRegime, ...]:
 
 def _read_row(line: str) -> RowRegime:
     number = r"(\d+), "
-    pattern = rf'\{{"(\w+)", Storage::k(\w+), {number * 3}(\d+|kUnlimited), (\d+)\}},'
+    longest = r"(\d+|kUnlimited), "
+    pattern = rf'\{{"(\w+)", Storage::k(\w+), {number * 3}{longest}{number}Serves::k(\w+) ?\}},'
     row = re.fullmatch(pattern, re.sub(r"\s+", " ", line))
     if row is None:
         raise ValueError(f"limits.h: cannot read the row {line!r}")
-    name, storage, threads, rows, chunks, longest, blocks = row.groups()
+    name, storage, threads, rows, chunks, longest, blocks, serves = row.groups()
     max_chunks = None if longest == "kUnlimited" else int(longest)
     return RowRegime(
-        name, storage.lower(), int(threads), int(rows), int(chunks), max_chunks, int(blocks)
+        name,
+        storage.lower(),
+        int(threads),
+        int(rows),
+        int(chunks),
+        max_chunks,
+        int(blocks),
+        serves.lower(),
     )
 
 

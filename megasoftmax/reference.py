@@ -1,13 +1,18 @@
-"""The semantics of megasoftmax in plain torch: the oracle of every test and the fallback of every op.
+"""The semantics of megasoftmax in plain torch: the specification, and the fallback of every op.
 
-    z = scale * scores + bias                       in float32 (float64 for float64 scores)
-    p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),   excluded entries exactly 0
+    z = scale * scores + bias
+    p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
 
-`softmax_forward` and `softmax_backward` are the two halves that the kernels compute as well, as pure
-functions; `softmax` joins them into one differentiable function.
+and exactly 0 for excluded entries, in float32, or float64 for float64 scores. `softmax_forward` and
+`softmax_backward` have the signatures of the ops and are pure, without autograd. `SoftmaxFunction`
+makes one differentiable function of any such pair; `softmax` of the pair here.
+
+On a CPU, memory that is touched for the first time costs ten times what a pass over it costs
+(measured at 32 MiB), so each half makes one buffer and changes it in place.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,47 +21,55 @@ Window = tuple[int, int]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums and exponentials are computed in: float32, or float64 for float64."""
+    """The type of logits, sums and log-sum-exp: float32, or float64 for float64 scores."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def excluded_by_window(
-    queries: int, keys: int, causal: bool, window: Window | None, device: torch.device
+    queries: int, keys: int, causal: bool, left: int, right: int, device: torch.device
 ) -> Tensor | None:
-    """Bool [queries, keys], True = excluded by causality or window; None when neither is given.
+    """Bool [queries, keys], True = excluded by causality or window; None when neither limits.
 
-    Query i and key j meet on the bottom-right aligned diagonal j = i + keys - queries.
+    Query i stands on the bottom-right aligned diagonal, at key i + keys - queries.
     """
-    left, right = window if window is not None else (-1, -1)
     if causal:
-        right = 0 if right < 0 else min(right, 0)
+        right = 0
     if left < 0 and right < 0:
         return None
-    query = torch.arange(queries, device=device).unsqueeze(-1)
-    distance = torch.arange(keys, device=device) - query - (keys - queries)
+    diagonal = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
+    distance = torch.arange(keys, device=device) - diagonal
     if left < 0:
         return distance > right
     if right < 0:
         return distance < -left
-    return (distance > right) | (distance < -left)
+    return (distance > right).logical_or_(distance < -left)
 
 
 def excluded_entries(
-    scores: Tensor, mask: Tensor | None, causal: bool, window: Window | None
+    scores: Tensor, mask: Tensor | None, causal: bool, left: int, right: int
 ) -> Tensor | None:
     """Bool, broadcastable to `scores`, True = excluded by mask, causality or window; or None."""
     queries = scores.shape[-2] if scores.dim() > 1 else 1
-    outside = excluded_by_window(queries, scores.shape[-1], causal, window, scores.device)
+    outside = excluded_by_window(queries, scores.shape[-1], causal, left, right, scores.device)
     if mask is None or outside is None:
-        return mask if outside is None else outside
+        return outside if mask is None else mask
     return mask | outside
 
 
-def per_row(sink: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """A sink as something that broadcasts against [..., heads, queries, 1]."""
-    if not isinstance(sink, Tensor):
-        return sink
-    return sink.to(dtype).reshape(-1, 1, 1) if sink.numel() > 1 else sink.to(dtype).reshape(())
+def sink_logit(
+    sink: Tensor | None, sink_value: float | None, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The sink as a tensor that broadcasts to [..., heads, queries]; None without a sink.
+
+    A sink of +inf becomes NaN: it makes the row NaN, as +inf among the scores would.
+    """
+    if sink is not None:
+        logit = sink.to(dtype).reshape((-1, 1) if sink.numel() > 1 else ())
+    elif sink_value is not None:
+        logit = torch.full((), sink_value, dtype=dtype, device=device)
+    else:
+        return None
+    return logit.masked_fill(logit == torch.inf, torch.nan)
 
 
 def softmax_forward(
@@ -65,30 +78,506 @@ def softmax_forward(
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
-    window: Window | None,
-    sink: Tensor | float | None,
+    window_left: int,
+    window_right: int,
+    sink: Tensor | None,
+    sink_value: float | None,
     dtype: torch.dtype,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities [..., queries, keys] in `dtype` and the log-sum-exp [..., queries], float32."""
-    compute = accumulation_dtype(scores.dtype)
-    excluded = excluded_entries(scores, mask, causal, window)
-    can_exclude = excluded is not None or bias is not None
-    if scores.shape[-1] == 0:
-        return scores.to(dtype, copy=True), _log_sum_exp_of_nothing(scores, sink, compute)
+    """Probabilities and log-sum-exp.
 
-    z = scores.to(compute)
-    z = z * scale if z is scores else z.mul_(scale)  # from here on z is ours to change in place
+    Args:
+        scores: floating, [..., heads, queries, keys]; any rank from 1 on.
+        scale: factor of the scores.
+        mask: bool, broadcastable to scores, True = excluded; or None.
+        bias: floating, broadcastable to scores, added to the scaled scores; or None.
+        causal: query i sees keys up to i + keys - queries.
+        window_left: query i sees keys from i + keys - queries - window_left on; -1 = from 0 on.
+        window_right: and up to i + keys - queries + window_right; -1 = up to the last.
+        sink: [heads] or one element, a logit that joins the denominator; or None.
+        sink_value: the same as a number; at most one of the two.
+        dtype: of the probabilities.
+        return_lse: False saves the work of the log-sum-exp.
+
+    Returns:
+        Probabilities, contiguous, of the shape of scores, in `dtype`. Log-sum-exp, natural, sink
+        included, [..., heads, queries], float32 (float64 for float64 scores), or (0,).
+
+        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window
+        or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN or +inf
+        makes the visible part of a row NaN.
+    """
+    compute = accumulation_dtype(scores.dtype)
+    z = torch.empty_like(scores, dtype=compute, memory_format=torch.contiguous_format)
+    z.copy_(scores).mul_(scale)
     if bias is not None:
-        z += bias
+        z.add_(bias)
+    excluded = excluded_entries(scores, mask, causal, window_left, window_right)
     if excluded is not None:
         z.masked_fill_(excluded, -torch.inf)
 
-    largest = z.amax(-1, keepdim=True)
-    if sink is None:
-        probabilities = z.softmax(-1)
-        shifted_sum = None
-    else:
-        logit = per_row(sink, compute)
-        largest = torch.maximum(largest, torch.as_tensor(logit, dtype=compute, device=z.device))
-    del logit
-    raise NotImplementedError
+    largest = _max(z, -torch.inf)
+    empty = largest == -torch.inf
+    # torch reads a row, several times, before it writes it: the result can take its place.
+    probabilities = torch.softmax(z, -1, out=z)
+
+    lse = z.new_empty(0)
+    logit = sink_logit(sink, sink_value, compute, scores.device)
+    if return_lse or logit is not None:
+        # The largest probability is 1 / sum exp(z - max z).
+        lse = (largest - _max(probabilities, 1).log_()).masked_fill_(empty, -torch.inf)
+    can_be_empty = excluded is not None or bias is not None
+    if logit is not None:
+        probabilities.mul_(torch.sigmoid(lse - logit).unsqueeze(-1))
+        lse = torch.logaddexp(lse, logit)
+        empty &= logit >= -torch.inf if can_be_empty else logit > -torch.inf
+
+    probabilities = probabilities.to(dtype)
+    if can_be_empty or logit is not None:
+        clear = empty.unsqueeze(-1)
+        if excluded is not None:  # these are 0 already, but in rows that are NaN throughout
+            clear = (clear | excluded).logical_and_(probabilities[..., :1].isnan())
+        probabilities.masked_fill_(clear, 0)
+    return probabilities, lse if return_lse else z.new_empty(0)
+
+
+def softmax_backward(
+    gradient: Tensor,
+    probabilities: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients, from those of probabilities g and log-sum-exp h.
+
+        D = sum(g * p) - h,  dz = p * (g - D),  dscores = scale * dz,
+        dbias = dz summed over what was broadcast,  dsink = -exp(sink - lse) * D
+
+    Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there.
+
+    Args:
+        gradient: of the probabilities, with their shape and dtype, any strides.
+        probabilities: what `softmax_forward` returned.
+        lse_gradient: of the log-sum-exp, or None.
+        lse: what `softmax_forward` returned; needed for the gradient of the sink only.
+        scale: as in `softmax_forward`.
+        bias: read for its shape and dtype only.
+        causal, window_left, window_right: as in `softmax_forward`. What they exclude has
+            probability 0, so that nothing depends on them here; kernels skip it.
+        sink, sink_value: as in `softmax_forward`.
+        dtype: of the scores and of their gradient.
+        bias_gradient, sink_gradient: whether these are asked for.
+
+    Returns:
+        The gradients of the scores, contiguous; of the bias, in its shape and dtype; and of the
+        sink for each row, float32 (float64 for float64 scores), [..., heads, queries]. (0,) for
+        what is not asked for.
+    """
+    compute = accumulation_dtype(dtype)
+    p = probabilities.to(compute)
+    dz = torch.empty_like(p, memory_format=torch.contiguous_format).copy_(gradient)
+    _clear_where_zero(dz, p)
+    d = dz.mul_(p).sum(-1)
+    if lse_gradient is not None:
+        d -= lse_gradient
+    dz.addcmul_(p, d.unsqueeze(-1), value=-1)
+    _clear_where_zero(dz, p)
+
+    d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype)
+    d_bias = dz.new_empty(0)
+    if bias_gradient:
+        assert bias is not None
+        d_bias = dz.sum_to_size(bias.shape).to(bias.dtype)
+    d_sink = dz.new_empty(0)
+    if sink_gradient:
+        d_sink = -_sink_share(sink, sink_value, lse) * d
+    return d_scores, d_bias, d_sink
+
+
+def softmax_double_backward(
+    scores_cotangent: Tensor | None,
+    bias_cotangent: Tensor | None,
+    sink_cotangent: Tensor | None,
+    gradient: Tensor,
+    probabilities: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of `softmax_backward`, itself differentiable as often as wanted.
+
+    With v the cotangent of dz, s that of a row's dsink, and e = sum(v * p) + exp(sink - lse) * s:
+
+        dg = p * (v - e),  dp = v * (g - D) - g * e,  dh = e,  dlse = exp(sink - lse) * D * s
+
+    Args:
+        scores_cotangent, bias_cotangent, sink_cotangent: of what `softmax_backward` returned.
+        gradient, ...: what it was given.
+
+    Returns:
+        The gradients of gradient, probabilities, lse_gradient and lse (None without a
+        sink_cotangent), in the accumulation type. That of a row's sink is minus that of lse.
+    """
+    compute = accumulation_dtype(dtype)
+    p = probabilities.to(compute)
+    visible = p != 0
+    v = torch.zeros_like(p)
+    if scores_cotangent is not None:
+        v = v + scale * scores_cotangent.to(compute)
+    if bias_cotangent is not None:
+        v = v + bias_cotangent.to(compute)
+    v = torch.where(visible, v, 0)
+    g = torch.where(visible, gradient.to(compute), 0)
+    d = (g * p).sum(-1)
+    if lse_gradient is not None:
+        d = d - lse_gradient
+    e = (v * p).sum(-1)
+    d_lse = None
+    if sink_cotangent is not None:
+        weight = _sink_share(sink, sink_value, lse) * sink_cotangent
+        e = e + weight
+        d_lse = weight * d
+    d, e_column = d.unsqueeze(-1), e.unsqueeze(-1)
+    d_gradient = torch.where(visible, p * (v - e_column), 0)
+    d_probabilities = torch.where(visible, v * (g - d) - g * e_column, 0)
+    return d_gradient, d_probabilities, e, d_lse
+
+
+def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
+    """What the rows [..., heads, queries] that share a sink add up to, in its shape and dtype."""
+    if sink.numel() == 1:
+        return rows.sum().reshape(sink.shape).to(sink.dtype)
+    return rows.movedim(-2, 0).flatten(1).sum(1).to(sink.dtype)
+
+
+def _max(z: Tensor, of_nothing: float) -> Tensor:
+    return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
+
+
+def _clear_where_zero(values: Tensor, probabilities: Tensor) -> None:
+    """values[probabilities == 0] = 0 in one pass: it is what the gradient of relu does."""
+    torch.ops.aten.threshold_backward.grad_input(values, probabilities, 0, grad_input=values)
+
+
+def _sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
+    """exp(sink - lse) of each row: the probability that goes to the sink; 0 for a sink of -inf."""
+    assert lse is not None, "the gradient of the sink needs the log-sum-exp"
+    logit = sink_logit(sink, sink_value, lse.dtype, lse.device)
+    assert logit is not None
+    return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
+
+
+# Autograd and vmap, for this pair of functions and for any other of the same signatures
+
+
+class Halves(NamedTuple):
+    """A forward and a backward with the signatures of `softmax_forward` and `softmax_backward`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class ForwardSlots(NamedTuple):
+    """Something for each argument of `softmax_forward`: its value, gradient or vmap dimension."""
+
+    scores: Any = None
+    scale: Any = None
+    mask: Any = None
+    bias: Any = None
+    causal: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    sink: Any = None
+    sink_value: Any = None
+    dtype: Any = None
+    return_lse: Any = None
+
+
+class BackwardSlots(NamedTuple):
+    """The same for `softmax_backward`."""
+
+    gradient: Any = None
+    probabilities: Any = None
+    lse_gradient: Any = None
+    lse: Any = None
+    scale: Any = None
+    bias: Any = None
+    causal: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    sink: Any = None
+    sink_value: Any = None
+    dtype: Any = None
+    bias_gradient: Any = None
+    sink_gradient: Any = None
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` are the arguments of `softmax_forward`."""
+    given, wants = ForwardSlots(*inputs), ForwardSlots(*ctx.needs_input_grad[: len(inputs)])
+    probabilities, lse = output
+    wants_sink = given.sink is not None and wants.sink
+    if wants_sink and not given.return_lse:
+        raise ValueError("return_lse: expected True where the sink requires a gradient, got False")
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(probabilities, *((lse, given.sink) if wants_sink else ()))
+    # Of the bias only shape and dtype matter: it is not kept, and may change before the backward.
+    has_bias = given.bias is not None and wants.bias
+    ctx.bias = (given.bias.shape, given.bias.dtype) if has_bias else None
+    ctx.given = given._replace(scores=None, mask=None, bias=None, sink=None)
+    ctx.scores_dtype = given.scores.dtype
+
+
+def gradients(
+    ctx: Any,
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+) -> ForwardSlots:
+    """The gradients of the arguments of `softmax_forward`."""
+    given = ctx.given
+    probabilities, *rest = ctx.saved_tensors
+    lse, sink = rest or (None, None)
+    if gradient is None:
+        gradient = probabilities.new_zeros(()).expand(probabilities.shape)
+    bias = None
+    if ctx.bias is not None:
+        shape, dtype = ctx.bias
+        bias = probabilities.new_empty((), dtype=dtype).expand(shape)
+    d_scores, d_bias, d_rows = backward(
+        gradient,
+        probabilities,
+        lse_gradient if given.return_lse else None,
+        lse,
+        given.scale,
+        bias,
+        given.causal,
+        given.window_left,
+        given.window_right,
+        sink,
+        None,
+        ctx.scores_dtype,
+        bias is not None,
+        sink is not None,
+    )
+    return ForwardSlots(
+        scores=d_scores,
+        bias=None if bias is None else d_bias,
+        sink=None if sink is None else sum_over_rows(d_rows, sink),
+    )
+
+
+def save_for_double_gradients(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    """Keeps for `double_gradients` what it needs. `inputs` as for `softmax_backward`."""
+    given = BackwardSlots(*inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        given.gradient, given.probabilities, given.lse_gradient, given.lse, given.sink
+    )
+    ctx.given = given._replace(
+        gradient=None, probabilities=None, lse_gradient=None, lse=None, bias=None, sink=None
+    )
+
+
+def double_gradients(
+    ctx: Any, scores: Tensor | None, bias: Tensor | None, sink: Tensor | None
+) -> BackwardSlots:
+    """The gradients of the arguments of `softmax_backward`, from those of its results."""
+    gradient, probabilities, lse_gradient, lse, sink_logits = ctx.saved_tensors
+    given = ctx.given
+    d_gradient, d_probabilities, d_lse_gradient, d_lse = softmax_double_backward(
+        scores,
+        bias if given.bias_gradient else None,
+        sink if given.sink_gradient else None,
+        gradient,
+        probabilities,
+        lse_gradient,
+        lse,
+        given.scale,
+        sink_logits,
+        given.sink_value,
+        given.dtype,
+    )
+    d_sink = None
+    if d_lse is not None and sink_logits is not None:
+        d_sink = -sum_over_rows(d_lse, sink_logits)
+    return BackwardSlots(
+        gradient=d_gradient.to(gradient.dtype),
+        probabilities=d_probabilities.to(probabilities.dtype),
+        lse_gradient=None if lse_gradient is None else d_lse_gradient,
+        lse=d_lse,
+        sink=d_sink,
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
+    """`forward` under vmap: batches become the first dimension of the scores."""
+    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
+    if dims.sink is not None:  # a sink per example
+        return _one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
+    scores = _batch_first(given.scores, dims.scores, info.batch_size)
+    batched = given._replace(
+        scores=scores,
+        mask=_batch_aligned(given.mask, dims.mask, scores.dim()),
+        bias=_batch_aligned(given.bias, dims.bias, scores.dim()),
+    )
+    return forward(*batched), (0, 0 if given.return_lse else None)
+
+
+def batch_backward(
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    info: Any,
+    in_dims: tuple[Any, ...],
+    *args: Any,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int | None, ...]]:
+    """`backward` under vmap."""
+    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
+    if dims.sink is not None:
+        return _one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
+    probabilities = _batch_first(given.probabilities, dims.probabilities, info.batch_size)
+    bias = None
+    if given.bias_gradient:  # one for each example, whether or not they share the bias
+        bias = _batch_first(given.bias, dims.bias, info.batch_size)
+    batched = given._replace(
+        gradient=_batch_first(given.gradient, dims.gradient, info.batch_size),
+        probabilities=probabilities,
+        lse_gradient=_batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
+        lse=_batch_first(given.lse, dims.lse, info.batch_size),
+        bias=_batch_aligned(bias, 0, probabilities.dim()),
+    )
+    d_scores, d_bias, d_rows = backward(*batched)
+    if bias is not None:
+        d_bias = d_bias.reshape(bias.shape)
+    asked_for = (True, given.bias_gradient, given.sink_gradient)
+    return (d_scores, d_bias, d_rows), tuple(0 if asked else None for asked in asked_for)
+
+
+def _one_by_one(
+    function: Callable[..., Any], count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> Any:
+    def example(i: int) -> list[Any]:
+        pairs = zip(args, in_dims, strict=True)
+        return [arg if dim is None else arg.select(dim, i) for arg, dim in pairs]
+
+    outputs = [function(*example(i)) for i in range(count)]
+    return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
+
+
+def _batch_first(tensor: Any, dim: int | None, count: int) -> Any:
+    if tensor is None:
+        return None
+    return tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _batch_aligned(tensor: Any, dim: int | None, rank: int) -> Any:
+    """[batch, 1, ..., 1, *shape] of `rank` dimensions; as it is when not batched."""
+    if tensor is None or dim is None:
+        return tensor
+    tensor = tensor.movedim(dim, 0)
+    return tensor[(slice(None), *[None] * (rank - tensor.dim()))]
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """`apply(*arguments of softmax_forward, halves)`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        *inputs, halves = args
+        return halves.forward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.halves = inputs[-1]
+        save_for_gradients(ctx, inputs[:-1], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        def backward(*args: Any) -> Any:
+            if torch.is_grad_enabled():  # somebody may differentiate this once more
+                return SoftmaxBackwardFunction.apply(*args, ctx.halves)
+            return ctx.halves.backward(*args)
+
+        return *gradients(ctx, backward, *grads), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def forward(*inputs: Any) -> Any:
+            return SoftmaxFunction.apply(*inputs, args[-1])
+
+        return batch_forward(forward, info, in_dims[:-1], *args[:-1])
+
+
+class SoftmaxBackwardFunction(torch.autograd.Function):
+    """`apply(*arguments of softmax_backward, halves)`."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        *inputs, halves = args
+        return halves.backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save_for_double_gradients(ctx, inputs[:-1], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *double_gradients(ctx, *grads), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def backward(*inputs: Any) -> Any:
+            return SoftmaxBackwardFunction.apply(*inputs, args[-1])
+
+        return batch_backward(backward, info, in_dims[:-1], *args[:-1])
+
+
+HALVES = Halves(softmax_forward, softmax_backward)
+
+
+def softmax(
+    scores: Tensor,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The specification of `megasoftmax.softmax`, differentiable, without its checks."""
+    left, right = (-1, -1) if window is None else window
+    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    probabilities, lse = SoftmaxFunction.apply(
+        scores,
+        scale,
+        mask,
+        bias,
+        causal,
+        left,
+        right,
+        sink_tensor,
+        sink_value,
+        scores.dtype if dtype is None else dtype,
+        return_lse or sink_tensor is not None,
+        HALVES,
+    )
+    return (probabilities, lse) if return_lse else probabilities

@@ -1,7 +1,5 @@
 #pragma once
-// Exponentials and the constants around them.
-
-#include <cmath>
+// Constants and helpers of the arithmetic that the kernels share.
 
 #include "ptx.cuh"
 
@@ -12,24 +10,18 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // Running maxima start here, not at -inf: a chunk of -inf then adds 0, and (-inf) - (-inf) never happens.
 inline constexpr float kLowest = -3.402823466e+38f;
 
-// 2^((x - max) * c) for many x. One multiply-add serves where max * c stays finite: its rounding error is the same for
-// every x and cancels against the sum.
-struct Exponential {
-  float max, c, max_log2;
-  bool is_fused;
-
-  __device__ Exponential(float max, float c) : max(max), c(c), max_log2(max * c), is_fused(fabsf(max_log2) < 1e38f) {}
-
-  template <int kCount>
-  __device__ void apply(float (&x)[kCount]) const {
-    if (is_fused) {
+// Pairwise, so that few operations wait for each other.
+template <int kCount, class Operation>
+__device__ inline float reduce_pairwise(const float (&values)[kCount], Operation&& operation) {
+  static_assert((kCount & (kCount - 1)) == 0);
+  if constexpr (kCount == 1) {
+    return values[0];
+  } else {
+    float halves[kCount / 2];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = exp2_approximate(fmaf(x[i], c, -max_log2));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = exp2_approximate((x[i] - max) * c);
-    }
+    for (int i = 0; i < kCount / 2; ++i) halves[i] = operation(values[2 * i], values[2 * i + 1]);
+    return reduce_pairwise(halves, operation);
   }
-};
+}
 
 }  // namespace megasoftmax

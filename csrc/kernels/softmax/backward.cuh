@@ -174,10 +174,10 @@ softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex 
       for (int i = 0; i < kChunks; ++i) {
         if (column + i * kStride >= bounds.end) continue;
         clear_outside(p[i], column + i * kStride, bounds);
+        float products[kElements];
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if (p[i][j] != 0.f) dot = fmaf(p[i][j], g[i][j], dot);
-        }
+        for (int j = 0; j < kElements; ++j) products[j] = p[i][j] != 0.f ? p[i][j] * g[i][j] : 0.f;
+        dot += reduce_pairwise(products, [](float a, float b) { return a + b; });
       }
       if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
     }

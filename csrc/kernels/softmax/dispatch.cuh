@@ -62,7 +62,7 @@ template <class T, class Mask, class Bias>
 cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const int64_t chunks = max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window),
                                             kPackElements<T>);
-  return with_regime(kForwardRegimes, regime_for(kForwardRegimes, chunks), [&]<int kIndex>() {
+  return with_regime(kForwardRegimes, regime_for(kForwardRegimes, chunks, Mask::kPresent), [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     return launch_rows(softmax_forward_kernel<T, Mask, Bias, kIndex>, kRegime, params.shape,
                        params.heads_first, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream, params);

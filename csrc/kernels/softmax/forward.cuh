@@ -90,7 +90,7 @@ struct Logits {
 
 template <class T, class Mask, class Bias, int kRegimeIndex>
 __global__ void __launch_bounds__(kForwardRegimes[kRegimeIndex].threads(),
-                                  (Bias::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm)))
+                                  (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm))))
 softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex first) {
   constexpr RowRegime kRegime = kForwardRegimes[kRegimeIndex];
   constexpr Storage kStorage = kRegime.storage;
@@ -152,18 +152,16 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
     for (int i = 0; i < kChunks; ++i) {
       if (column + i * kStride >= bounds.end) continue;
       if constexpr (kFoldsMask) kept[(batch + i) * kThreads] = Pack<T>::round(z[i]);
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) max = fmaxf(max, z[i][j]);
+      max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
     }
-    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exp2_approximate((mine.max - max) * c);
+    if constexpr (kStorage != Storage::kRegisters) mine.sum *= MaxAndSum::carry(mine.max, max, c);
     mine.max = max;
-    const Exponential exponential(max, c);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       if (column + i * kStride >= bounds.end) continue;
-      exponential.apply(z[i]);
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) mine.sum += z[i][j];
+      for (int j = 0; j < kElements; ++j) z[i][j] = exp2_approximate((z[i][j] - max) * c);
+      mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
     }
     if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
   }
@@ -174,13 +172,10 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
   // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded, NaN elsewhere.
   const bool is_special = !denominator.is_regular();
   const bool can_exclude = Mask::kPresent || Bias::kPresent || params.window.is_limited();
-  const float special = denominator.is_empty() && can_exclude ? 0.f : NAN;
   // Exponentials in registers are relative to this thread's own maximum.
-  const float factor = kStorage == Storage::kRegisters
-                           ? denominator.factor * exp2_approximate((mine.max - total.max) * c)
-                           : denominator.factor;
+  const float factor =
+      denominator.factor * (kStorage == Storage::kRegisters ? MaxAndSum::carry(mine.max, total.max, c) : 1.f);
 
-  [[maybe_unused]] const Exponential exponential(total.max, c);
   const auto write = [&](auto output_tag) {
     const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns, columns);
     for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
@@ -197,10 +192,13 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
-        if constexpr (kStorage != Storage::kRegisters) exponential.apply(z[i]);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        for (int j = 0; j < kElements; ++j) {
+          if constexpr (kStorage != Storage::kRegisters) z[i][j] = exp2_approximate((z[i][j] - total.max) * c);
+          z[i][j] *= factor;
+        }
         if (is_special) {
+          const float special = denominator.is_empty() && can_exclude ? 0.f : NAN;
 #pragma unroll
           for (int j = 0; j < kElements; ++j) {
             z[i][j] = bounds.contains(at + j) && !logits.mask.excluded(at + j) ? special : 0.f;

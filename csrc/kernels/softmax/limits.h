@@ -14,6 +14,8 @@ enum class Storage {
   kReread,     // any number of batches, the row is read a second time
 };
 
+enum class Serves { kAny, kMasked };  // kMasked: rows with a bool mask, which two passes over would be read twice
+
 struct RowRegime {
   char name[16];  // by value, so that a row can be a template argument
   Storage storage;
@@ -22,6 +24,7 @@ struct RowRegime {
   int chunks_per_thread;  // loads in flight per thread
   int max_chunks;         // visible chunks of a row
   int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
+  Serves serves;
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
 };
@@ -30,35 +33,36 @@ inline constexpr int kUnlimited = INT32_MAX;
 
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
-    // name          storage              threads  rows  chunks   max chunks  blocks
-    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     16},
-    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     14},
-    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     14},
-    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     14},
-    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     12},
-    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     14},
-    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     12},
-    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     18},
-    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     16},
-    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      9},
-    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      8},
-    {"shared_128",   Storage::kShared,      128,    1,      2,        1026,      8},
-    {"shared_256",   Storage::kShared,      256,    1,      2,        4098,      4},
-    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      2},
+    // name          storage              threads  rows  chunks   max chunks  blocks  serves
+    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     16, Serves::kAny      },
+    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     16, Serves::kAny      },
+    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     16, Serves::kAny      },
+    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     16, Serves::kAny      },
+    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     15, Serves::kAny      },
+    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     18, Serves::kAny      },
+    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     15, Serves::kAny      },
+    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     18, Serves::kAny      },
+    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     16, Serves::kAny      },
+    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      9, Serves::kAny      },
+    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      8, Serves::kAny      },
+    {"block_256x4",  Storage::kRegisters,   256,    1,      4,        1024,      4, Serves::kMasked   },
+    {"shared_128",   Storage::kShared,      128,    1,      2,        1026,      9, Serves::kAny      },
+    {"shared_256",   Storage::kShared,      256,    1,      2,        4098,      4, Serves::kAny      },
+    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1, Serves::kAny      },
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     14},
-    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     12},
-    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     12},
-    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     12},
-    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     12},
-    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     10},
-    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     14},
-    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     12},
-    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      7},
-    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      6},
-    {"shared_256",   Storage::kShared,      256,    1,      2,        3072,      4},
-    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1},
+    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     14, Serves::kAny      },
+    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     12, Serves::kAny      },
+    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     12, Serves::kAny      },
+    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     12, Serves::kAny      },
+    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     12, Serves::kAny      },
+    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     10, Serves::kAny      },
+    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     14, Serves::kAny      },
+    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     12, Serves::kAny      },
+    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      7, Serves::kAny      },
+    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      6, Serves::kAny      },
+    {"shared_256",   Storage::kShared,      256,    1,      2,        3072,      4, Serves::kAny      },
+    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1, Serves::kAny      },
 };
 // clang-format on
 
@@ -66,9 +70,9 @@ inline constexpr int kNumForwardRegimes = sizeof(kForwardRegimes) / sizeof(RowRe
 inline constexpr int kNumBackwardRegimes = sizeof(kBackwardRegimes) / sizeof(RowRegime);
 
 template <int kCount>
-constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks) {
+constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, bool is_masked = false) {
   for (int i = 0; i < kCount; ++i) {
-    if (chunks <= table[i].max_chunks) return i;
+    if (chunks <= table[i].max_chunks && (is_masked || table[i].serves == Serves::kAny)) return i;
   }
   return kCount - 1;
 }

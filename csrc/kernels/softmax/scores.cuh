@@ -62,12 +62,14 @@ struct alignas(kElements) MaskBytes {
 
 struct NoMask {
   static constexpr bool kPresent = false;
+  static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   __host__ __device__ NoMask(const Strided&, const RowIndex&) {}
   __host__ __device__ bool excluded(int) const { return false; }
 };
 
 struct BoolMask {
   static constexpr bool kPresent = true;
+  static constexpr int blocks_per_sm(int of_regime) { return (4 * of_regime + 4) / 5; }  // its bytes need registers
   const Strided& mask;
   const uint8_t* row;
 
@@ -81,35 +83,35 @@ struct BoolMask {
   template <int kElements, int kStride, int kChunks>
   __device__ void load(int column, const Bounds& bounds, MaskBytes<kElements> (&bytes)[kChunks]) const {
     constexpr int kWords = MaskBytes<kElements>::kWords;
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % 4);
-    const auto is_inside = [&](int at) { return bounds.contains(at - shift, kElements + 4); };
-    if (mask.column_stride == 1 && is_aligned(row + column, kElements)) {
+    if (mask.column_stride != 1) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = column + i * kStride;
+        if (at >= bounds.end) continue;
+#pragma unroll 1
+        for (int j = 0; j < kElements; ++j) bytes[i].shift_in(bounds.contains(at + j) && excluded(at + j) ? 1 : 0);
+      }
+    } else if (is_aligned(row + column, kElements)) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
         if (at < bounds.end) bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
       }
-      return;
-    }
-    if (mask.column_stride == 1) {  // a word more than the chunk has, then shift them into place
+    } else {  // a word more than the chunk has, then shift them into place
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % 4);
       const auto* const words = reinterpret_cast<const uint32_t*>(row + column - shift);
       uint32_t last[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        if (!is_inside(column + i * kStride)) continue;
 #pragma unroll
-        for (int j = 0; j < kWords; ++j) bytes[i].words[j] = words[i * kStride / 4 + j];
-        last[i] = words[i * kStride / 4 + kWords];
+        for (int j = 0; j <= kWords; ++j) {
+          const int at = column - shift + i * kStride + j * 4;
+          const bool is_visible = at < bounds.end && at + 4 > bounds.begin;
+          (j < kWords ? bytes[i].words[j] : last[i]) = is_visible ? words[i * kStride / 4 + j] : 0;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, last[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int at = column + i * kStride;
-      if (at >= bounds.end || (mask.column_stride == 1 && is_inside(at))) continue;
-#pragma unroll 1
-      for (int j = 0; j < kElements; ++j) bytes[i].shift_in(bounds.contains(at + j) && excluded(at + j) ? 1 : 0);
     }
   }
 };
@@ -125,7 +127,7 @@ template <class T>
 struct AddedBias {
   static constexpr bool kPresent = true;
   // Its packs need registers of their own.
-  static constexpr int blocks_per_sm(int of_regime) { return (2 * of_regime + 2) / 3; }
+  static constexpr int blocks_per_sm(int of_regime) { return (of_regime + 1) / 2; }
   using Element = T;
 };
 

@@ -20,8 +20,10 @@ struct Denominator {
   float sum;       // relative to that maximum
   float factor;
 
-  __device__ Denominator(MaxAndSum columns, float exponent_scale, const SinkLogit& sink, int64_t head)
-      : max_log2(fmaxf(columns.max * exponent_scale, kLowest)), sum(columns.sum), factor(1.f) {
+  __device__ Denominator(MaxAndSum columns, float exponent_scale, const SinkLogit& sink, int64_t head) {
+    max_log2 = fmaxf(columns.max * exponent_scale, kLowest);
+    sum = columns.sum;
+    factor = 1.f;
     if (sink.is_present()) {
       const float columns_log2 = max_log2, sink_log2 = sink_logit(sink, head) * kLog2E;
       max_log2 = fmaxf(columns_log2, sink_log2);

@@ -1,0 +1,251 @@
+"""Attention-shaped softmax beside its peers, on one GPU; writes benchmarks/results/softmax.csv.
+
+A case is a shape, a variant (causal, masked, ...) and a pass. Its fewest bytes are what the pass
+must read and write once; the copy is a device-to-device copy of a tensor of the same shape.
+The variants of a case are timed in turn, round after round, with the L2 cache flushed before
+each call; a figure is the median over the rounds.
+"""
+
+import csv
+import datetime
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import typer
+from rich.progress import track
+from torch import Tensor
+
+import megasoftmax
+
+RESULTS = Path(__file__).parent / "results" / "softmax.csv"
+FIELDS = (
+    "gpu torch commit date shape dtype variant pass implementation microseconds bytes "
+    "percent_of_copy"
+).split()
+SCALE = 0.125
+
+TABLE = [
+    ([8, 32, 2048, 2048], ["causal", "masked", "scaled"]),
+    ([4, 16, 1024, 1024], ["causal", "masked", "scaled"]),
+    ([32, 16, 512, 512], ["causal", "masked", "scaled"]),
+    ([2, 32, 4096, 4096], ["causal", "masked", "scaled"]),
+    ([1, 16, 8192, 8192], ["causal", "masked", "scaled"]),
+    ([1, 8, 16384, 16384], ["causal", "scaled"]),
+    ([8, 32, 2047, 2047], ["causal", "masked", "scaled"]),
+    ([4, 16, 1023, 1023], ["causal", "masked", "scaled"]),
+    ([2, 32, 4096, 4097], ["causal", "masked", "scaled"]),
+    ([1, 16, 8192, 8192], ["window"]),
+    ([8, 32, 2048, 2048], ["sink", "causal+sink", "key mask", "head bias", "bias", "float32"]),
+]
+
+
+@dataclass
+class Case:
+    """Inputs of one benchmark case, and what the arguments of the softmax are for it."""
+
+    shape: list[int]
+    variant: str
+    scores: Tensor
+    arguments: dict = field(default_factory=dict)
+    extra_bytes: int = 0  # of mask or bias, read once
+
+    @classmethod
+    def make(cls, shape: list[int], variant: str) -> "Case":
+        batch, heads, queries, keys = shape
+        dtype = torch.float32 if variant == "float32" else torch.bfloat16
+        case = cls(shape, variant, torch.randn(shape, device="cuda", dtype=dtype))
+        arguments = case.arguments
+        if variant.startswith("causal"):
+            arguments["causal"] = True
+        if variant.endswith("sink"):
+            arguments["sink"] = torch.randn(heads, device="cuda")
+        if variant == "window":
+            arguments |= {"window": (256, 0)}
+        if variant == "masked":
+            arguments["mask"] = torch.rand(batch, 1, queries, keys, device="cuda") < 0.25
+        if variant == "key mask":
+            arguments["mask"] = torch.rand(batch, 1, 1, keys, device="cuda") < 0.25
+        if variant in ("bias", "head bias"):
+            size = (1 if variant == "head bias" else batch, heads, queries, keys)
+            arguments["bias"] = torch.randn(size, device="cuda", dtype=dtype)
+        for name in ("mask", "bias"):
+            if name in arguments:
+                case.extra_bytes += arguments[name].numel() * arguments[name].element_size()
+        return case
+
+    def visible(self) -> float:
+        """The share of scores that causality and window leave."""
+        queries, keys = self.shape[-2:]
+        if self.arguments.get("causal"):
+            return sum(min(i + 1 + keys - queries, keys) for i in range(queries)) / (queries * keys)
+        if "window" in self.arguments:
+            left, right = self.arguments["window"]
+            offset = keys - queries
+            spans = (
+                min(keys - 1, i + offset + right) - max(0, i + offset - left) + 1
+                for i in range(queries)
+            )
+            return sum(spans) / (queries * keys)
+        return 1.0
+
+    def excluded(self) -> Tensor | None:
+        """What a peer without windows and causality needs as a mask."""
+        queries, keys = self.shape[-2:]
+        if "mask" in self.arguments:
+            return self.arguments["mask"]
+        if not (self.arguments.get("causal") or "window" in self.arguments):
+            return None
+        distance = torch.arange(keys, device="cuda") - torch.arange(queries, device="cuda")[:, None]
+        distance -= keys - queries
+        excluded = distance > 0
+        if "window" in self.arguments:
+            excluded |= distance < -self.arguments["window"][0]
+        return excluded
+
+
+def eager(case: Case, excluded: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """What a model without fused kernels runs: scale, bias, masked_fill, softmax in float32, cast."""
+    bias, sink = case.arguments.get("bias"), case.arguments.get("sink")
+
+    def softmax(scores: Tensor) -> Tensor:
+        logits = scores * SCALE
+        if bias is not None:
+            logits = logits + bias
+        if excluded is not None:
+            logits = logits.masked_fill(excluded, torch.finfo(logits.dtype).min)
+        if sink is None:
+            return logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        joined = torch.cat([logits, column], -1).softmax(-1, dtype=torch.float32)
+        return joined[..., :-1].to(scores.dtype)
+
+    return softmax
+
+
+def implementations(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Every softmax that takes the case: ours, eager torch, torch.compile, and installed ones."""
+    yield "megasoftmax", lambda scores: megasoftmax.softmax(
+        scores, scale=SCALE, fused=True, **case.arguments
+    )
+    plain = eager(case, case.excluded())
+    yield "eager", plain
+    torch._dynamo.reset()
+    yield "torch.compile", torch.compile(plain, dynamic=False)
+    if case.variant == "scaled":
+        yield "torch.softmax", lambda scores: scores.softmax(-1)
+        try:
+            from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+            yield "liger", LigerSoftmaxFunction.apply
+        except ImportError:
+            pass
+        try:
+            from quack.softmax import softmax as quack_softmax
+
+            yield "quack", quack_softmax
+        except ImportError:
+            pass
+
+
+def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median microseconds of each function; they take turns, with a flushed L2 cache."""
+    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            function()
+            stop.record()
+            stop.synchronize()
+            times[name].append(1e3 * start.elapsed_time(stop))
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
+    """The rows of one case: forward, backward and both through autograd, with the copy."""
+    scores = case.scores
+    gradient = torch.randn_like(scores)
+    target = torch.empty_like(scores)
+    size = scores.numel() * scores.element_size()
+    share = case.visible()
+    fewest = {
+        "forward": round((1 + share) * size) + case.extra_bytes,
+        "backward": round((1 + 2 * share) * size),
+    }
+    fewest["forward+backward"] = sum(fewest.values())
+
+    calls: dict[str, dict[str, Callable[[], object]]] = {name: {} for name in fewest}
+    for name, softmax in implementations(case):
+        if not peers and name != "megasoftmax":
+            continue
+        leaf = scores.detach().requires_grad_()
+
+        def both(softmax=softmax, leaf=leaf) -> None:
+            leaf.grad = None
+            softmax(leaf).backward(gradient)
+
+        try:
+            output = softmax(leaf)
+            both()
+        except Exception as error:  # a peer that refuses the case is a result too
+            print(f"{name} refuses {case.shape} {case.variant}: {str(error).splitlines()[0]}")
+            continue
+        calls["forward"][name] = lambda softmax=softmax: softmax(scores)
+        calls["backward"][name] = lambda output=output, leaf=leaf: torch.autograd.grad(
+            output, leaf, gradient, retain_graph=True
+        )
+        calls["forward+backward"][name] = both
+    for direction, functions in calls.items():
+        with torch.set_grad_enabled(direction != "forward"):
+            times = interleaved({"copy": lambda: target.copy_(scores)} | functions, rounds)
+        bandwidth = 2 * size / times["copy"]
+        for name, microseconds in times.items():
+            bytes_moved = 2 * size if name == "copy" else fewest[direction]
+            yield {
+                "shape": "x".join(map(str, case.shape)),
+                "dtype": str(scores.dtype).removeprefix("torch."),
+                "variant": case.variant,
+                "pass": direction,
+                "implementation": name,
+                "microseconds": f"{microseconds:.1f}",
+                "bytes": bytes_moved,
+                "percent_of_copy": f"{100 * bytes_moved / bandwidth / microseconds:.1f}",
+            }
+
+
+def main(rounds: int = 21, peers: bool = True, out: Path = RESULTS, only: str = "") -> None:
+    """Runs the table; `only` keeps the cases whose "shape variant" contains it."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
+    ).stdout.strip()
+    common = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+    cases = [(shape, variant) for shape, variants in TABLE for variant in variants]
+    cases = [case for case in cases if only in f"{'x'.join(map(str, case[0]))} {case[1]}"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for shape, variant in track(cases, "softmax"):
+            for row in run_case(Case.make(shape, variant), rounds, peers):
+                writer.writerow(common | row)
+                file.flush()
+                if row["implementation"] == "megasoftmax":
+                    print(*(row[name] for name in FIELDS[4:]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,16 @@
+"""Exact, fused attention softmax, and the attention around it."""
+
+try:
+    import torch as _torch
+except ModuleNotFoundError as error:
+    raise ImportError("megasoftmax needs torch >= 2.11: pip install torch") from error
+
+if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
+    raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
+
+from megasoftmax.dispatch import Reason
+from megasoftmax.functional import softmax, why_not_fused
+
+__version__ = "0.1.0"
+
+__all__ = ["Reason", "__version__", "softmax", "why_not_fused"]

@@ -1,0 +1,302 @@
+"""The public functions."""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from megasoftmax import dispatch, ops, reference
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
+
+Window = tuple[int, int]
+
+
+@overload
+def softmax(
+    scores: Tensor,
+    *,
+    scale: float = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def softmax(
+    scores: Tensor,
+    *,
+    scale: float = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def softmax(
+    scores: Tensor,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax of attention scores over the last dimension, fused on NVIDIA GPUs.
+
+        z = scale * scores + bias
+        p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
+
+    computed in float32 (float64 for float64 scores), whatever the types of the tensors. Exact: the
+    same rules hold on GPU and CPU, fused or not.
+
+    * An excluded entry (by mask, causal or window: their union) has probability exactly 0 and
+      gradient exactly 0, whatever scores, bias and incoming gradient hold there.
+    * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where
+      mask, bias, causal or window is given, and with a sink a log-sum-exp of the sink. The plain
+      softmax of a row of -inf is NaN.
+    * A NaN or +inf that is not excluded makes NaN of all that is not excluded in its row.
+
+    Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
+    modified. The same call gives the same bits on the same device, gradients included.
+
+    Args:
+        scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
+            on, any strides.
+        scale: factor of the scores, finite; never rounded to their type.
+        mask: bool, True = excluded, broadcastable to scores, any strides; not materialised.
+        bias: floating, broadcastable to scores, any strides. Its gradient, in its own type, is
+            summed in float32 over what was broadcast.
+        causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
+        window: (left, right), each from -1 on: query i sees key j where
+            i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
+            side. A window of W tokens that ends at the query is (W - 1, 0).
+        sink: a logit that joins the denominator but has no column: floating [heads], or one
+            element, or a number. 0 gives the off-by-one softmax.
+        dtype: of the probabilities; by default that of the scores.
+        return_lse: also return the log-sum-exp.
+        fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
+            False runs plain torch.
+
+    Returns:
+        The probabilities, contiguous, of the shape of scores. With return_lse also the natural
+        log of the denominator, sink included, [..., heads, queries], float32 (float64 for float64
+        scores).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
+            run fused; names the argument, what was expected and what came. Nothing was launched.
+
+    Source:
+        Online normalisation: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+        Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
+        by one", https://www.evanmiller.org/attention-is-off-by-one.html.
+    """
+    _check(scores, scale, mask, bias, causal, window, sink, dtype, fused)
+    halves = reference.HALVES
+    if fused or (fused is None and scores.is_cuda):
+        reasons = dispatch.reasons_against_fused_softmax(
+            scores, scale, mask, bias, causal, window, dtype
+        )
+        if not reasons:
+            halves = ops.HALVES
+            bias, sink = _as_kernels_take_it(scores, bias, sink)
+        elif fused:
+            raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+
+    left, right = (-1, -1) if window is None else window
+    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    needs_gradient = torch.is_grad_enabled() and (
+        scores.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink_tensor is not None and sink_tensor.requires_grad)
+    )
+    needs_lse = return_lse or (sink_tensor is not None and needs_gradient)
+    arguments = (
+        scores,
+        scale,
+        mask,
+        bias,
+        causal,
+        left,
+        right,
+        sink_tensor,
+        sink_value,
+        scores.dtype if dtype is None else dtype,
+        needs_lse,
+    )
+    if needs_gradient or torch._C._are_functorch_transforms_active():
+        probabilities, lse = reference.SoftmaxFunction.apply(*arguments, halves)
+    else:
+        probabilities, lse = halves.forward(*arguments)
+    return (probabilities, lse) if return_lse else probabilities
+
+
+def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[dispatch.Reason, ...]:
+    """Why `function(*args, **kwargs)` would not run fused.
+
+    Args:
+        function: `megasoftmax.softmax`, or a module of this package.
+        args, kwargs: what it would be called with; `fused` makes no difference.
+
+    Returns:
+        Every reason, not only the first; empty when the call would run fused.
+
+    Raises:
+        TypeError, ValueError: as the call would.
+    """
+    if function is softmax:
+        return _softmax_reasons(*args, **kwargs)
+    if hasattr(function, "why_not_fused"):
+        return function.why_not_fused(*args, **kwargs)
+    raise TypeError(
+        f"function: expected megasoftmax.softmax or a module of megasoftmax, got {function!r}"
+    )
+
+
+def _softmax_reasons(
+    scores: Tensor,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> tuple[dispatch.Reason, ...]:
+    _check(scores, scale, mask, bias, causal, window, sink, dtype, fused)
+    return dispatch.reasons_against_fused_softmax(scores, scale, mask, bias, causal, window, dtype)
+
+
+def _as_kernels_take_it(
+    scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
+) -> tuple[Tensor | None, Tensor | float | None]:
+    """The bias in the type of the scores or float32, the sink in one that kernels know."""
+    if bias is not None and bias.dtype != scores.dtype:
+        bias = bias.float()
+    if isinstance(sink, Tensor) and sink.dtype == torch.float64:
+        sink = sink.float()
+    return bias, sink
+
+
+# Checks of arguments, cheap: nothing is read, nothing is launched
+
+
+def _check(
+    scores: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    dtype: torch.dtype | None,
+    fused: bool | None,
+) -> None:
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores: expected a tensor, got {_kind(scores)}")
+    if scores.dtype not in _DTYPES:
+        raise TypeError(f"scores: expected {_DTYPE_NAMES}, got {scores.dtype}")
+    if scores.dim() == 0:
+        raise ValueError("scores: expected at least 1 dimension, got a tensor without dimensions")
+    if not isinstance(scale, (float, int)):
+        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
+        _check_companion("mask", mask, scores)
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dtype not in _DTYPES:
+            raise TypeError(f"bias: expected a tensor of {_DTYPE_NAMES}, got {_kind(bias)}")
+        _check_companion("bias", bias, scores)
+    if causal is not False:
+        if causal is not True:
+            raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+        _check_has_queries("causal", scores)
+    if window is not None:
+        _check_window(window)
+        _check_has_queries("window", scores)
+    if sink is not None:
+        _check_sink(sink, scores)
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype}")
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
+
+
+def _check_companion(name: str, tensor: Tensor, scores: Tensor) -> None:
+    """Same device, and broadcastable to the scores."""
+    if tensor.device != scores.device:
+        raise ValueError(f"{name}: expected device {scores.device}, as scores, got {tensor.device}")
+    shape, target = tensor.shape, scores.shape
+    if shape == target:
+        return
+    fits = len(shape) <= len(target) and all(
+        size == 1 or size == wanted
+        for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
+        )
+
+
+def _check_has_queries(name: str, scores: Tensor) -> None:
+    if scores.dim() < 2:
+        raise ValueError(
+            f"{name}: expected scores [..., queries, keys], got shape {tuple(scores.shape)}"
+        )
+
+
+def _check_window(window: Window) -> None:
+    expected = "window: expected (left, right), two integers from -1 on"
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"{expected}, got {_kind(window)}")
+    if len(window) != 2:
+        raise ValueError(f"{expected}, got {window}")
+    for limit in window:
+        if not isinstance(limit, int):
+            raise TypeError(f"{expected}, got {window}")
+        if limit < -1:
+            raise ValueError(f"{expected}, got {window}")
+
+
+def _check_sink(sink: Tensor | float, scores: Tensor) -> None:
+    if not isinstance(sink, Tensor):
+        if not isinstance(sink, (float, int)):
+            raise TypeError(f"sink: expected a tensor or a number, got {_kind(sink)}")
+        return
+    if sink.dtype not in _DTYPES:
+        raise TypeError(f"sink: expected a tensor of {_DTYPE_NAMES}, got {sink.dtype}")
+    if sink.device != scores.device:
+        raise ValueError(f"sink: expected device {scores.device}, as scores, got {sink.device}")
+    if sink.numel() == 1:
+        return
+    if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:
+        heads = f" or [{scores.shape[-3]}], one per head," if scores.dim() > 2 else ""
+        raise ValueError(f"sink: expected one element{heads} got shape {tuple(sink.shape)}")
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
