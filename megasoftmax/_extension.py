@@ -34,7 +34,7 @@ class RowRegime:
     chunks_per_thread: int
     max_chunks: int | None  # None: any length
     blocks_per_sm: int
-    serves: str  # "any" row, or "masked": rows with a bool mask only
+    serves: str  # "any" row, rows with a mask ("masked") or with a narrow window ("narrow")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ and exactly 0 for excluded entries, in float32, or float64 for float64 scores. `
 makes one differentiable function of any such pair; `softmax` of the pair here.
 
 On a CPU, memory that is touched for the first time costs ten times what a pass over it costs
-(measured at 32 MiB), so each half makes one buffer and changes it in place.
+(measured at 32 MiB), so each half makes as few buffers as it can and changes them in place.
 """
 
 from collections.abc import Callable
@@ -109,8 +109,8 @@ def softmax_forward(
         makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
-    z = torch.empty_like(scores, dtype=compute, memory_format=torch.contiguous_format)
-    z.copy_(scores).mul_(scale)
+    z = scores.contiguous()
+    z = z * scale if z.dtype == compute else z.to(compute).mul_(scale)  # a copy in either case
     if bias is not None:
         z.add_(bias)
     excluded = excluded_entries(scores, mask, causal, window_left, window_right)
@@ -135,10 +135,9 @@ def softmax_forward(
 
     probabilities = probabilities.to(dtype)
     if can_be_empty or logit is not None:
-        clear = empty.unsqueeze(-1)
-        if excluded is not None:  # these are 0 already, but in rows that are NaN throughout
-            clear = (clear | excluded).logical_and_(probabilities[..., :1].isnan())
-        probabilities.masked_fill_(clear, 0)
+        probabilities.masked_fill_(empty.unsqueeze(-1), 0)
+    if excluded is not None:  # 0 already, but in rows that are NaN throughout
+        probabilities.masked_fill_(excluded, 0)
     return probabilities, lse if return_lse else z.new_empty(0)
 
 
@@ -185,15 +184,14 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    dz = torch.empty_like(p, memory_format=torch.contiguous_format).copy_(gradient)
-    _clear_where_zero(dz, p)
+    dz = _zero_where_zero(gradient, probabilities).to(compute)
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
     dz.addcmul_(p, d.unsqueeze(-1), value=-1)
-    _clear_where_zero(dz, p)
+    _zero_where_zero_(dz, p)  # d may be NaN
 
-    d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype)
+    d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype).contiguous()
     d_bias = dz.new_empty(0)
     if bias_gradient:
         assert bias is not None
@@ -267,8 +265,13 @@ def _max(z: Tensor, of_nothing: float) -> Tensor:
     return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
 
 
-def _clear_where_zero(values: Tensor, probabilities: Tensor) -> None:
-    """values[probabilities == 0] = 0 in one pass: it is what the gradient of relu does."""
+def _zero_where_zero(values: Tensor, probabilities: Tensor) -> Tensor:
+    """A copy of the values, 0 where the probability is 0; one pass, which relu's gradient is too."""
+    return torch.ops.aten.threshold_backward(values, probabilities, 0)
+
+
+def _zero_where_zero_(values: Tensor, probabilities: Tensor) -> None:
+    """The same in place."""
     torch.ops.aten.threshold_backward.grad_input(values, probabilities, 0, grad_input=values)
 
 

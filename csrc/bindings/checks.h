@@ -1,7 +1,9 @@
 #pragma once
-// From torch tensors to the plain structs of the kernels. Python has checked what users may get wrong; what is checked
-// again here keeps a direct call of an operator from reading outside its tensors.
+// From torch tensors to the plain structs of the kernels. Python has checked what users may get
+// wrong; what is checked again here keeps a direct call of an operator from reading outside its
+// tensors.
 
+#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +11,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <cuda_runtime_api.h>
-
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -28,7 +29,8 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -45,8 +47,20 @@ inline DType dtype_of(ScalarType type, const char* argument) {
   }
 }
 
-inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& on_device_of) {
-  return torch::stable::empty({sizes.data(), sizes.size()}, type, std::nullopt, on_device_of.device());
+// A contiguous tensor. Not torch::stable::empty, which looks its operator up by name at every call.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type,
+                         const Tensor& on_device_of) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
+      aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 // The sizes of a tensor without its last dimension, seen as [batches, heads, queries].
@@ -69,14 +83,15 @@ inline Shape shape_of(const Tensor& scores) {
 
 // `tensor`, broadcast to the sizes of `scores`, as the kernels see it.
 inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* argument) {
-  STD_TORCH_CHECK(tensor.get_device_index() == scores.get_device_index() && tensor.is_cuda(), argument,
-                  " must be on the device of scores");
+  STD_TORCH_CHECK(tensor.get_device_index() == scores.get_device_index() && tensor.is_cuda(),
+                  argument, " must be on the device of scores");
   const int64_t rank = scores.dim(), missing = rank - tensor.dim();
   STD_TORCH_CHECK(missing >= 0, argument, " has more dimensions than scores");
   std::vector<int64_t> strides(rank, 0);
   for (int64_t i = missing; i < rank; ++i) {
     const int64_t size = tensor.size(i - missing);
-    STD_TORCH_CHECK(size == scores.size(i) || size == 1, argument, " does not broadcast to scores in dimension ", i);
+    STD_TORCH_CHECK(size == scores.size(i) || size == 1, argument,
+                    " does not broadcast to scores in dimension ", i);
     strides[i] = size == 1 ? 0 : tensor.stride(i - missing);
   }
   Strided result;
@@ -92,23 +107,28 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
     if (inner < 0) {
       inner = strides[i];
     } else {
-      STD_TORCH_CHECK(strides[i] == inner * extent, argument, ": leading dimensions do not form a view of one dimension");
+      STD_TORCH_CHECK(strides[i] == inner * extent, argument,
+                      ": leading dimensions do not form a view of one dimension");
     }
     extent *= size;
   }
   result.batch_stride = inner < 0 ? 0 : inner;
-  if (scores.size(rank - 1) == 1) result.column_stride = 1;  // never stepped along, but tells whole chunks
+  if (scores.size(rank - 1) == 1)
+    result.column_stride = 1;  // never stepped along, but tells whole chunks
   return result;
 }
 
-inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value, const Tensor& scores) {
+inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,
+                         const Tensor& scores) {
   SinkLogit result;
   if (value) result.value = static_cast<float>(*value);
   if (!sink) return result;
-  const int64_t count = sink->numel(), heads = scores.dim() >= 3 ? scores.size(scores.dim() - 3) : 1;
+  const int64_t count = sink->numel(),
+                heads = scores.dim() >= 3 ? scores.size(scores.dim() - 3) : 1;
   STD_TORCH_CHECK(sink->is_cuda() && sink->get_device_index() == scores.get_device_index(),
                   "sink must be on the device of scores");
-  STD_TORCH_CHECK(count == 1 || (count == heads && sink->dim() == 1), "sink must hold one logit per head, or one");
+  STD_TORCH_CHECK(count == 1 || (count == heads && sink->dim() == 1),
+                  "sink must hold one logit per head, or one");
   result.data = sink->data_ptr();
   result.type = dtype_of(sink->scalar_type(), "sink");
   result.stride = count == 1 ? 0 : sink->stride(0);

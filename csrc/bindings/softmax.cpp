@@ -1,4 +1,5 @@
-// megasoftmax::softmax_forward and softmax_backward for CUDA tensors. Schemas are defined in megasoftmax/ops.py.
+// megasoftmax::softmax_forward and softmax_backward for CUDA tensors. Schemas are defined in
+// megasoftmax/ops.py.
 
 #include "../kernels/softmax/softmax.h"
 
@@ -23,13 +24,16 @@ std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return sizes;
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                                   bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
-                                   std::optional<double> sink_value, ScalarType dtype, bool return_lse) {
+std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
+                                   std::optional<Tensor> bias, bool causal, int64_t window_left,
+                                   int64_t window_right, std::optional<Tensor> sink,
+                                   std::optional<double> sink_value, ScalarType dtype,
+                                   bool return_lse) {
   STD_TORCH_CHECK(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
-  Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0}, ScalarType::Float, scores);
+  Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0},
+                                  ScalarType::Float, scores);
 
   ForwardParams params;
   params.shape = shape_of(scores);
@@ -56,29 +60,34 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
 // Sums the parts of a bias gradient and gives it the bias's type.
 Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   const std::array<int64_t, 1> first{0};
-  const Tensor sum = splits == 1 ? torch::stable::select(parts, 0, 0)
-                                 : torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(first.data(), 1));
+  const Tensor sum =
+      splits == 1
+          ? torch::stable::select(parts, 0, 0)
+          : torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(first.data(), 1));
   return bias.scalar_type() == sum.scalar_type() ? sum : torch::stable::to(sum, bias.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
-                                            std::optional<Tensor> lse, double scale, std::optional<Tensor> bias,
-                                            bool causal, int64_t window_left, int64_t window_right,
-                                            std::optional<Tensor> sink, std::optional<double> sink_value,
-                                            ScalarType dtype, bool bias_gradient, bool sink_gradient) {
-  STD_TORCH_CHECK(gradient.scalar_type() == probabilities.scalar_type(), "gradient must have the type of probabilities");
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
+    std::optional<Tensor> lse, double scale, std::optional<Tensor> bias, bool causal,
+    int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
+    std::optional<double> sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) {
+  STD_TORCH_CHECK(gradient.scalar_type() == probabilities.scalar_type(),
+                  "gradient must have the type of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
   Tensor scores_gradient = new_tensor(sizes_of(probabilities), dtype, probabilities);
-  Tensor sink_rows =
-      new_tensor(sink_gradient ? row_sizes(probabilities) : std::vector<int64_t>{0}, ScalarType::Float, probabilities);
+  Tensor sink_rows = new_tensor(sink_gradient ? row_sizes(probabilities) : std::vector<int64_t>{0},
+                                ScalarType::Float, probabilities);
 
   BackwardParams params;
   params.shape = shape_of(probabilities);
   params.gradient = strided(gradient, probabilities, "gradient");
   params.probabilities = strided(probabilities, probabilities, "probabilities");
-  params.gradient.type = params.probabilities.type = dtype_of(probabilities.scalar_type(), "probabilities");
+  params.gradient.type = params.probabilities.type =
+      dtype_of(probabilities.scalar_type(), "probabilities");
   const auto float_rows = [](const Tensor& tensor) {
-    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "lse and its gradient must be float32");
+    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float,
+                    "lse and its gradient must be float32");
     return torch::stable::contiguous(tensor);
   };
   Tensor lse_gradient_rows, lse_rows;
@@ -102,15 +111,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor gradient, Tensor probabilitie
   if (bias_gradient) {
     STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
     const int64_t columns = params.shape.columns;
-    STD_TORCH_CHECK(bias->size(bias->dim() - 1) == columns, "the gradient of a bias that is broadcast over keys is not fused");
+    STD_TORCH_CHECK(bias->size(bias->dim() - 1) == columns,
+                    "the gradient of a bias that is broadcast over keys is not fused");
     const Rows rows = rows_of(*bias);
     params.bias_shape = {rows[0], rows[1], rows[2], columns};
-    STD_TORCH_CHECK((rows[0] == 1 || rows[0] == params.shape.batches), "bias must be broadcast in all leading dimensions or in none");
-    const BiasGradientPlan plan = plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type);
+    STD_TORCH_CHECK((rows[0] == 1 || rows[0] == params.shape.batches),
+                    "bias must be broadcast in all leading dimensions or in none");
+    const BiasGradientPlan plan =
+        plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type);
     const bool in_float = plan.splits > 1 || plan.accumulates;
     std::vector<int64_t> sizes = sizes_of(*bias);
     sizes.insert(sizes.begin(), plan.splits);
-    bias_parts = new_tensor(sizes, in_float ? ScalarType::Float : bias->scalar_type(), probabilities);
+    bias_parts =
+        new_tensor(sizes, in_float ? ScalarType::Float : bias->scalar_type(), probabilities);
     params.splits = plan.splits;
     params.bias_gradient = bias_parts.data_ptr();
     params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");

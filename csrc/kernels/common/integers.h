@@ -12,7 +12,8 @@ __host__ __device__ constexpr Integer divide_up(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-// Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31 bits.
+// Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31
+// bits.
 struct Divider {
   int64_t divisor = 1;
   uint32_t magic = 0;
@@ -22,7 +23,8 @@ struct Divider {
   explicit Divider(int64_t value) : divisor(value) {
     if (value > INT32_MAX) return;
     while ((int64_t{1} << shift) < value) ++shift;
-    magic = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
+    magic =
+        static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
   }
 
   __host__ __device__ void split(int64_t dividend, int64_t& quotient, int64_t& remainder) const {

@@ -1,10 +1,7 @@
 #pragma once
 // Reductions over the threads that own a row: part of a warp, a warp, or a block.
 
-#include <cmath>
-
 #include "math.cuh"
-#include "ptx.cuh"
 
 namespace megasoftmax {
 
@@ -13,20 +10,15 @@ struct MaxAndSum {
   float max;
   float sum;
 
-  // What carries a sum relative to `max` over to `new_max`. As a difference first: the product of a large maximum alone
-  // could overflow.
-  __device__ static float carry(float max, float new_max, float exponent_scale) {
-    return exp2_approximate((max - new_max) * exponent_scale);
-  }
-
-  __device__ void merge(MaxAndSum other, float exponent_scale) {
+  __device__ void merge(MaxAndSum other, Exponent exponent) {
     const float merged = fmaxf(max, other.max);
-    sum = sum * carry(max, merged, exponent_scale) + other.sum * carry(other.max, merged, exponent_scale);
+    sum = sum * exponent.carry(max, merged) + other.sum * exponent.carry(other.max, merged);
     max = merged;
   }
 };
 
-// Not for NaN. A whole warp takes one integer reduction: floats order as integers once negative ones are mirrored.
+// Not for NaN. A whole warp takes one integer reduction: floats order as integers once negative
+// ones are mirrored.
 template <int kThreads>
 __device__ inline float warp_max(float x) {
   if constexpr (kThreads == 32) {
@@ -51,9 +43,9 @@ __device__ inline float warp_sum(float x) {
 
 // One rescaling per thread, then a plain sum: cheaper than merging pairs.
 template <int kThreads>
-__device__ inline MaxAndSum warp_merge(MaxAndSum mine, float exponent_scale) {
+__device__ inline MaxAndSum warp_merge(MaxAndSum mine, Exponent exponent) {
   const float max = warp_max<kThreads>(mine.max);
-  return {max, warp_sum<kThreads>(mine.sum * MaxAndSum::carry(mine.max, max, exponent_scale))};
+  return {max, warp_sum<kThreads>(mine.sum * exponent.carry(mine.max, max))};
 }
 
 }  // namespace megasoftmax

@@ -1,6 +1,6 @@
 #pragma once
-// Packs of elements: the unit in which every kernel moves memory. A pack is held as 32-bit words, so that it stays in
-// whole registers from the load to the arithmetic.
+// Packs of elements: the unit in which every kernel moves memory. A pack is held as 32-bit words,
+// so that it stays in whole registers from the load to the arithmetic.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,7 +29,8 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     if constexpr (std::is_same_v<T, float>) {
       return __uint_as_float(word);
     } else if constexpr (std::is_same_v<T, __half>) {
-      return __half2float(__ushort_as_half(static_cast<uint16_t>(lane % 2 == 0 ? word : word >> 16)));
+      return __half2float(
+          __ushort_as_half(static_cast<uint16_t>(lane % 2 == 0 ? word : word >> 16)));
     } else {
       return __uint_as_float(lane % 2 == 0 ? word << 16 : word & 0xffff0000u);
     }
@@ -75,8 +76,10 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
       words[kWords - 1] = element;
     } else {
 #pragma unroll
-      for (int i = 0; i + 1 < kWords; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], kLaneBits);
-      words[kWords - 1] = words[kWords - 1] >> kLaneBits | static_cast<uint32_t>(element) << kLaneBits;
+      for (int i = 0; i + 1 < kWords; ++i)
+        words[i] = __funnelshift_r(words[i], words[i + 1], kLaneBits);
+      words[kWords - 1] = words[kWords - 1] >> kLaneBits | static_cast<uint32_t>(element)
+                                                               << kLaneBits;
     }
   }
 };
@@ -110,7 +113,8 @@ __device__ inline const T* keep_in_register(const T* pointer) {
   return pointer;
 }
 
-// Whole packs at addresses aligned to their size, or to 16 bytes. `.cs`: used once, do not displace what caches hold.
+// Whole packs at addresses aligned to their size, or to 16 bytes. `.cs`: used once, do not displace
+// what caches hold.
 template <class T, int kElements>
 __device__ inline Pack<T, kElements> load_streaming(const T* source) {
   using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
@@ -130,21 +134,25 @@ __device__ inline void store_streaming(T* destination, const Pack<T, kElements>&
   }
 }
 
-// Lane j is source[j * stride] where begin <= j < end, 0 elsewhere. With kUnroll = 1 the elements come one after the
-// other: slower than all at once, but it costs the fast path beside it no registers.
+// Lane j is source[j * stride] where begin <= j < end, 0 elsewhere. With kUnroll = 1 the elements
+// come one after the other: slower than all at once, but it costs the fast path beside it no
+// registers.
 template <class T, int kElements, int kUnroll = 1>
-__device__ inline Pack<T, kElements> load_partial(const T* source, int64_t stride, int begin, int end) {
+__device__ inline Pack<T, kElements> load_partial(const T* source, int64_t stride, int begin,
+                                                  int end) {
   using Bits = typename Pack<T, kElements>::Bits;
   const auto* bits = reinterpret_cast<const Bits*>(source);
   Pack<T, kElements> pack = {};
 #pragma unroll kUnroll
-  for (int j = 0; j < kElements; ++j) pack.shift_in(j >= begin && j < end ? bits[j * stride] : Bits{0});
+  for (int j = 0; j < kElements; ++j)
+    pack.shift_in(j >= begin && j < end ? bits[j * stride] : Bits{0});
   return pack;
 }
 
 // destination[j] is lane j where begin <= j < end.
 template <class T, int kElements>
-__device__ inline void store_partial(T* destination, const Pack<T, kElements>& pack, int begin, int end) {
+__device__ inline void store_partial(T* destination, const Pack<T, kElements>& pack, int begin,
+                                     int end) {
   auto* bits = reinterpret_cast<typename Pack<T, kElements>::Bits*>(destination);
 #pragma unroll
   for (int j = 0; j < kElements; ++j) {

@@ -1,17 +1,19 @@
 #pragma once
-// dz = p * (g - D),  D = sum(g * p) - h,  d scores = scale * dz,  d bias = sum of dz over what was broadcast,
-// d sink = -p_sink * D per row;  g and h are the gradients of probabilities and log-sum-exp. Where p is exactly 0
-// nothing is read into D and dz is exactly 0, whatever g holds there.
+// dz = p * (g - D),  D = sum(g * p) - h,  d scores = scale * dz,  d bias = sum of dz over what was
+// broadcast, d sink = -p_sink * D per row;  g and h are the gradients of probabilities and
+// log-sum-exp. Where p is exactly 0 nothing is read into D and dz is exactly 0, whatever g holds
+// there.
 //
-// A group of threads owns the rows that share a row of the bias gradient (a single row when there is none) and takes
-// them in turn. Both inputs are read once, the gradient is written once (bf16: 6 bytes per element, 4 when causal).
+// A group of threads owns the rows that share a row of the bias gradient (a single row when there
+// is none) and takes them in turn. Both inputs are read once, the gradient is written once (bf16: 6
+// bytes per element, 4 when causal).
 
 #include "forward.cuh"
 
 namespace megasoftmax {
 
-// Sums dz over an owner's rows: in registers where a row fits them, else in the owner's part of the output, which
-// stays in the L2 cache.
+// Sums dz over an owner's rows: in registers where a row fits them, else in the owner's part of the
+// output, which stays in the L2 cache.
 template <int kRegimeIndex, int kElements>
 struct BiasGradient {
   static constexpr bool kPresent = true;
@@ -19,13 +21,16 @@ struct BiasGradient {
   static constexpr bool kInRegisters = kRegime.storage == Storage::kRegisters;
   static constexpr int kChunks = kInRegisters ? kRegime.chunks_per_thread : 1;
 
-  static constexpr int blocks_per_sm() { return (kRegime.blocks_per_sm + 1) / 2; }  // for the sums' registers
+  static constexpr int blocks_per_sm() {
+    return (kRegime.blocks_per_sm + 1) / 2;
+  }  // for the sums' registers
 
   float sums[kChunks][kElements] = {};
   const BackwardParams& params;
   int64_t owner;
 
-  __device__ BiasGradient(const BackwardParams& params, int64_t owner) : params(params), owner(owner) {}
+  __device__ BiasGradient(const BackwardParams& params, int64_t owner)
+      : params(params), owner(owner) {}
 
   __device__ int columns() const { return static_cast<int>(params.shape.columns); }
 
@@ -51,8 +56,8 @@ struct BiasGradient {
   __device__ void finish(int thread) {
     if constexpr (kInRegisters) {
       with_dtype(params.bias_gradient_type, [&](auto tag) {
-        const RowWriter<decltype(tag), kElements> writer(params.bias_gradient, owner * columns(), columns(),
-                                                                    columns() % kElements == 0);
+        const RowWriter<decltype(tag), kElements> writer(params.bias_gradient, owner * columns(),
+                                                         columns(), columns() % kElements == 0);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           const int column = (i * kThreads + thread) * kElements;
@@ -88,7 +93,8 @@ __device__ inline void clear_outside(Pack<T>& probabilities, int column, const B
 template <class T, template <int, int> class BiasGradientOf, int kRegimeIndex>
 __global__ void __launch_bounds__(kBackwardRegimes[kRegimeIndex].threads(),
                                   (BiasGradientOf<kRegimeIndex, kPackElements<T>>::blocks_per_sm()))
-softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex first) {
+    softmax_backward_kernel(const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ Tiling tiling, RowIndex first) {
   constexpr RowRegime kRegime = kBackwardRegimes[kRegimeIndex];
   constexpr Storage kStorage = kRegime.storage;
   constexpr int kElements = kPackElements<T>, kChunks = kRegime.chunks_per_thread;
@@ -103,10 +109,14 @@ softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex 
   // In shared memory gradients and probabilities alternate.
   [[maybe_unused]] auto* const kept = reinterpret_cast<Pack<T>*>(shared_memory) + thread;
 
-  // Parts of one bias row's sum lie a whole bias apart, as if it had `splits` times as many batches.
-  RowIndex base = row_of_thread(first, false, kRegime.rows_per_block, owner.row_in_block());
-  const bool is_owner = kRegime.rows_per_block == 1 || base.query < static_cast<int>(params.bias_shape.queries);
-  if (!is_owner) base.query = static_cast<int>(params.bias_shape.queries) - 1;  // spare threads shadow an owner and write nothing
+  // Parts of one bias row's sum lie a whole bias apart, as if it had `splits` times as many
+  // batches.
+  RowIndex base = row_of_thread(first, tiling, kRegime.rows_per_block, owner.row_in_block());
+  const bool is_inside = base.query < static_cast<int>(params.bias_shape.queries);
+  if (kRegime.rows_per_block == 1 && !is_inside) return;
+  const bool is_owner = kRegime.rows_per_block == 1 || is_inside;
+  if (!is_owner)
+    base.query = static_cast<int>(params.bias_shape.queries) - 1;  // spare threads shadow an owner
   Biases biases(params, base.row(params.bias_shape));
   int split = 0;
   if constexpr (Biases::kPresent) {
@@ -133,13 +143,18 @@ softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex 
     const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
     // With a bias gradient every row of the owner must put a column into the same chunk.
     const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : row * columns);
-    constexpr int kUnroll = Biases::kPresent ? kElements : 1;  // whose odd rows are partial throughout
+    constexpr int kUnroll =
+        Biases::kPresent ? kElements : 1;  // whose odd rows are partial throughout
     const bool is_last = row + 1 == params.rows;
-    const RowReader<T, kElements, true, kUnroll> gradients(params.gradient, index, grid, bounds, columns, is_last);
-    const RowReader<T, kElements, true, kUnroll> probabilities(params.probabilities, index, grid, bounds, columns, is_last);
-    // In registers a chunk's sums belong to one thread, so there the batch starts at column 0, not at the window.
+    const RowReader<T, kElements, true, kUnroll> gradients(params.gradient, index, grid, bounds,
+                                                           columns, is_last);
+    const RowReader<T, kElements, true, kUnroll> probabilities(params.probabilities, index, grid,
+                                                               bounds, columns, is_last);
+    // In registers a chunk's sums belong to one thread, so there the batch starts at column 0, not
+    // at the window.
     const int first_column =
-        (Biases::kPresent && kStorage == Storage::kRegisters ? 0 : grid.begin(bounds)) + thread * kElements;
+        (Biases::kPresent && kStorage == Storage::kRegisters ? 0 : grid.begin(bounds)) +
+        thread * kElements;
     Pack<T> g[kChunks], p[kChunks];
     const auto load = [&](int column, int batch) {
       if constexpr (kStorage == Storage::kShared) {
@@ -164,8 +179,8 @@ softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex 
       if constexpr (kStorage != Storage::kShared) load(column, batch);
       if (batch == 0) {  // while the loads are in flight
         if (is_row) {
-          fill_outside<kThreads>(params.scores_gradient, params.scores_gradient_type, row, columns, grid.begin(bounds),
-                                 grid.end(bounds), thread);
+          fill_outside<kThreads>(params.scores_gradient, params.scores_gradient_type, row, columns,
+                                 grid.begin(bounds), grid.end(bounds), thread);
         }
         if constexpr (kStorage == Storage::kShared) wait_for_copies();
       }
@@ -191,8 +206,9 @@ softmax_backward_kernel(const __grid_constant__ BackwardParams params, RowIndex 
     }
 
     const auto write = [&](auto output_tag) {
-      const RowWriter<decltype(output_tag), kElements> writer(params.scores_gradient, row * columns, columns,
-                                                                       !Biases::kPresent || columns % kElements == 0);
+      const RowWriter<decltype(output_tag), kElements> writer(
+          params.scores_gradient, row * columns, columns,
+          !Biases::kPresent || columns % kElements == 0);
       for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
         if constexpr (kStorage != Storage::kRegisters) load(column, batch);
 #pragma unroll

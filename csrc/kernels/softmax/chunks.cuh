@@ -1,9 +1,9 @@
 #pragma once
 // A row as 16-byte chunks: which column a chunk starts at, reading it and writing it.
 //
-// Chunks follow the 16-byte boundaries of the row that is written, so every store but the two at the ends is whole.
-// Loads are whole too when the row that is read has the same phase, which rows of contiguous tensors have; otherwise
-// they are made element by element from the L1 cache.
+// Chunks follow the 16-byte boundaries of the row that is written, so every store but the two at
+// the ends is whole. Loads are whole too when the row that is read has the same phase, which rows
+// of contiguous tensors have; otherwise they are made element by element from the L1 cache.
 
 #include "limits.h"
 #include "scores.cuh"
@@ -20,14 +20,17 @@ struct ChunkGrid {
   }
   __device__ int column(int chunk) const { return chunk * kElements - phase; }
   // Where the first chunk that meets the bounds begins, and where the last one ends.
-  __device__ int begin(const Bounds& bounds) const { return column((bounds.begin + phase) / kElements); }
+  __device__ int begin(const Bounds& bounds) const {
+    return column((bounds.begin + phase) / kElements);
+  }
   __device__ int end(const Bounds& bounds) const {
-    return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements) : begin(bounds);
+    return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements)
+                                     : begin(bounds);
   }
 };
 
-// Loads chunks of kElements values from a row with any stride. With kMayOverhang, chunks at the ends of the row are
-// loaded whole too, and read what lies beside the row.
+// Loads chunks of kElements values from a row with any stride. With kMayOverhang, chunks at the
+// ends of the row are loaded whole too, and read what lies beside the row.
 template <class T, int kElements, bool kMayOverhang, int kUnroll = 1>
 struct RowReader {
   const Strided& tensor;
@@ -35,32 +38,41 @@ struct RowReader {
   const T* row;
   int last_whole;  // where the last whole chunk may begin
 
-  __device__ RowReader(const Strided& tensor, const RowIndex& index, ChunkGrid<kElements> grid, const Bounds& bounds,
-                       int columns, bool is_last_row)
-      : tensor(tensor), bounds(bounds), row(static_cast<const T*>(tensor.data) + index.offset_in(tensor)) {
+  __device__ RowReader(const Strided& tensor, const RowIndex& index, ChunkGrid<kElements> grid,
+                       const Bounds& bounds, int columns, bool is_last_row)
+      : tensor(tensor),
+        bounds(bounds),
+        row(static_cast<const T*>(tensor.data) + index.offset_in(tensor)) {
     constexpr int kBytes = sizeof(T) * kElements;
-    const bool is_whole = tensor.column_stride == 1 && is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16);
+    const bool is_whole =
+        tensor.column_stride == 1 && is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16);
     const int room = kMayOverhang && !is_last_row ? columns - 1 : columns - kElements;
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
   }
 
-  __device__ bool is_whole(int column) const { return column <= last_whole && (kMayOverhang || column >= 0); }
-  __device__ bool needs_partial() const { return last_whole < bounds.end - 1 || (!kMayOverhang && bounds.begin < kElements); }
+  __device__ bool is_whole(int column) const {
+    return column <= last_whole && (kMayOverhang || column >= 0);
+  }
+  __device__ bool needs_partial() const {
+    return last_whole < bounds.end - 1 || (!kMayOverhang && bounds.begin < kElements);
+  }
 
   // Lanes outside the bounds are 0.
   __device__ Pack<T, kElements> partial(int column) const {
-    return load_partial<T, kElements, kUnroll>(row + column * tensor.column_stride, tensor.column_stride,
-                                               bounds.begin - column, bounds.end - column);
+    return load_partial<T, kElements, kUnroll>(row + column * tensor.column_stride,
+                                               tensor.column_stride, bounds.begin - column,
+                                               bounds.end - column);
   }
 
-  // Several chunks at a time, all in flight together: at column, column + kStride, ... Those behind the bounds and
-  // lanes outside them are unspecified.
+  // Several chunks at a time, all in flight together: at column, column + kStride, ... Those behind
+  // the bounds and lanes outside them are unspecified.
   template <int kStride, int kChunks>
   __device__ void load(int column, Pack<T, kElements> (&packs)[kChunks]) const {
     const T* const source = keep_in_register(row + column);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (is_whole(column + i * kStride)) packs[i] = load_streaming<T, kElements>(source + i * kStride);
+      if (is_whole(column + i * kStride))
+        packs[i] = load_streaming<T, kElements>(source + i * kStride);
     }
     if (!needs_partial()) return;
 #pragma unroll
@@ -87,31 +99,35 @@ struct RowReader {
 template <class T, int kElements>
 struct RowWriter {
   T* row;
-  int columns;
+  Bounds columns;
   bool whole_chunks;
 
   __device__ RowWriter(void* data, int64_t first_element, int columns, bool whole_chunks = true)
-      : row(static_cast<T*>(data) + first_element), columns(columns), whole_chunks(whole_chunks) {}
+      : row(static_cast<T*>(data) + first_element),
+        columns{0, columns},
+        whole_chunks(whole_chunks) {}
 
   __device__ void store(int column, const float (&values)[kElements]) const {
     const auto pack = Pack<T, kElements>::round(values);
-    if (whole_chunks && column >= 0 && column + kElements <= columns) {
+    if (whole_chunks && columns.contains(column, kElements)) {
       store_streaming(row + column, pack);
     } else {
-      store_partial(row + column, pack, -column, columns - column);
+      store_partial(row + column, pack, -column, columns.end - column);
     }
   }
 };
 
 // Zeros for every column of a contiguous row outside [begin, end), which are borders of chunks.
 template <int kThreads>
-__device__ inline void fill_outside(void* data, DType type, int64_t row, int columns, int begin, int end, int thread) {
+__device__ inline void fill_outside(void* data, DType type, int64_t row, int columns, int begin,
+                                    int end, int thread) {
   if (begin <= 0 && end >= columns) return;
   const int bytes = size_of(type);
   char* const start = static_cast<char*>(data) + row * columns * bytes;
   if (begin > 0) fill_zero<kThreads>(start, start + int64_t{begin} * bytes, thread);
   if (end < columns) {
-    fill_zero<kThreads>(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes, thread);
+    fill_zero<kThreads>(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes,
+                        thread);
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// From run-time parameters to one kernel: policies from what is present, the regime from the table in limits.h.
+// From run-time parameters to one kernel: policies from what is present, the regime from the table
+// in limits.h.
 
 #include <algorithm>
 #include <utility>
@@ -14,14 +15,16 @@ namespace megasoftmax {
 template <int kCount, class Body, int... kIndices>
 cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndices...>) {
   cudaError_t error = cudaErrorInvalidValue;
-  static_cast<void>(((index == kIndices && (error = body.template operator()<kIndices>(), true)) || ...));
+  static_cast<void>(
+      ((index == kIndices && (error = body.template operator()<kIndices>(), true)) || ...));
   return error;
 }
 
 // Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
 template <int kCount, class Body>
 cudaError_t with_regime(const RowRegime (&)[kCount], int index, Body&& body) {
-  return with_regime<kCount>(index, std::forward<Body>(body), std::make_integer_sequence<int, kCount>{});
+  return with_regime<kCount>(index, std::forward<Body>(body),
+                             std::make_integer_sequence<int, kCount>{});
 }
 
 // Columns that the widest row sees.
@@ -32,49 +35,69 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
 
 // Launches one owner per query, head and batch of `shape`, in slices that a grid can hold.
 template <class Params>
-cudaError_t launch_rows(void (*kernel)(Params, RowIndex), const RowRegime& regime, const Shape& shape, bool heads_first,
-                        int shared_bytes, cudaStream_t stream, const Params& params) {
-  constexpr int64_t kMaxX = INT32_MAX, kMaxYZ = 65535;
-  const int64_t max_tiles = heads_first ? kMaxYZ : kMaxX, max_heads = heads_first ? kMaxX : kMaxYZ;
-  const auto count = [](int64_t left, int64_t most) { return static_cast<unsigned>(std::min(left, most)); };
-  for (int64_t batch = 0; batch < shape.batches; batch += kMaxYZ) {
-    for (int64_t head = 0; head < shape.heads; head += max_heads) {
-      for (int64_t query = 0; query < shape.queries; query += max_tiles * regime.rows_per_block) {
-        const unsigned tiles = count(divide_up<int64_t>(shape.queries - query, regime.rows_per_block), max_tiles);
-        const unsigned heads = count(shape.heads - head, max_heads), batches = count(shape.batches - batch, kMaxYZ);
-        const dim3 grid = heads_first ? dim3(heads, tiles, batches) : dim3(tiles, heads, batches);
-        const RowIndex first{static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            launch(kernel, grid, dim3(regime.threads()), shared_bytes, stream, params, first));
-      }
+cudaError_t launch_rows(void (*kernel)(Params, Tiling, RowIndex), const RowRegime& regime,
+                        const Shape& shape, int64_t queries_per_tile, int shared_bytes,
+                        cudaStream_t stream, const Params& params) {
+  constexpr int64_t kMaxYZ = 65535;
+  const int64_t blocks = divide_up<int64_t>(shape.queries, regime.rows_per_block);
+  const int64_t per_tile =
+      std::min(blocks, divide_up<int64_t>(queries_per_tile, regime.rows_per_block));
+  const Tiling tiling{static_cast<int>(per_tile), Divider(divide_up(blocks, per_tile))};
+  const int64_t batches_per_launch = std::max<int64_t>(kMaxYZ / tiling.tiles.divisor, 1);
+  for (int64_t batch = 0; batch < shape.batches; batch += batches_per_launch) {
+    for (int64_t head = 0; head < shape.heads; head += kMaxYZ) {
+      const int64_t batches = std::min(shape.batches - batch, batches_per_launch);
+      const dim3 grid(static_cast<unsigned>(per_tile),
+                      static_cast<unsigned>(std::min(shape.heads - head, kMaxYZ)),
+                      static_cast<unsigned>(batches * tiling.tiles.divisor));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          launch(kernel, grid, dim3(regime.threads()), shared_bytes, stream, params, tiling,
+                 RowIndex{static_cast<int>(batch), static_cast<int>(head), 0}));
     }
   }
   return cudaSuccess;
 }
 
+// What kind of rows a launch has, for the regimes that do not serve all.
+template <class T>
+Serves rows_served(const Shape& shape, int64_t visible_chunks, bool is_masked) {
+  const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, kPackElements<T>);
+  if (chunks >= kLongRow && visible_chunks * 2 <= chunks) return Serves::kNarrow;
+  return is_masked ? Serves::kMasked : Serves::kAny;
+}
+
 // Shared memory that holds a row between two passes, each thread's chunks in a column of its own.
 inline int shared_bytes(const RowRegime& regime, int64_t chunks, int bytes_per_chunk) {
   if (regime.storage != Storage::kShared) return 0;
-  return static_cast<int>(divide_up<int64_t>(chunks, regime.threads_per_row)) * regime.threads_per_row * bytes_per_chunk;
+  return static_cast<int>(divide_up<int64_t>(chunks, regime.threads_per_row)) *
+         regime.threads_per_row * bytes_per_chunk;
 }
 
 template <class T, class Mask, class Bias>
 cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  const int64_t chunks = max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window),
-                                            kPackElements<T>);
-  return with_regime(kForwardRegimes, regime_for(kForwardRegimes, chunks, Mask::kPresent), [&]<int kIndex>() {
+  const int64_t visible = visible_columns(params.shape, params.window);
+  const int64_t chunks = max_visible_chunks(params.shape.columns, visible, kPackElements<T>);
+  const bool shares = shares_between_heads(params.mask, params.shape) ||
+                      shares_between_heads(params.bias, params.shape);
+  const int64_t queries_per_tile = shares ? kQueriesPerSharedTile : params.shape.queries;
+  const int index =
+      regime_for(kForwardRegimes, chunks, rows_served<T>(params.shape, chunks, Mask::kPresent));
+  return with_regime(kForwardRegimes, index, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     return launch_rows(softmax_forward_kernel<T, Mask, Bias, kIndex>, kRegime, params.shape,
-                       params.heads_first, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream, params);
+                       queries_per_tile, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream,
+                       params);
   });
 }
 
 template <class T, class Mask>
 cudaError_t launch_forward_with_bias(const ForwardParams& params, cudaStream_t stream) {
   if (params.bias.data == nullptr) return launch_forward<T, Mask, NoBias>(params, stream);
-  if (params.bias.type == DType::kFloat32) return launch_forward<T, Mask, AddedBias<float>>(params, stream);
-  return params.bias.type == params.scores.type ? launch_forward<T, Mask, AddedBias<T>>(params, stream)
-                                                : cudaErrorInvalidValue;
+  if (params.bias.type == DType::kFloat32)
+    return launch_forward<T, Mask, AddedBias<float>>(params, stream);
+  return params.bias.type == params.scores.type
+             ? launch_forward<T, Mask, AddedBias<T>>(params, stream)
+             : cudaErrorInvalidValue;
 }
 
 template <class T>
@@ -83,8 +106,8 @@ cudaError_t softmax_forward_instance(ForwardParams params, cudaStream_t stream) 
   if (params.rows == 0 || params.shape.columns == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   drop_idle_limits(params.window, params.shape);
-  merge_dimensions(params.shape, params.window, params.sink, {&params.scores, &params.mask, &params.bias});
-  params.heads_first = shares_between_heads(params.mask, params.shape) || shares_between_heads(params.bias, params.shape);
+  merge_dimensions(params.shape, params.window, params.sink,
+                   {&params.scores, &params.mask, &params.bias});
   return params.mask.data != nullptr ? launch_forward_with_bias<T, BoolMask>(params, stream)
                                      : launch_forward_with_bias<T, NoMask>(params, stream);
 }
@@ -92,7 +115,8 @@ cudaError_t softmax_forward_instance(ForwardParams params, cudaStream_t stream) 
 // Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
 inline int64_t backward_chunks(const BackwardParams& params, int pack_elements) {
   if (params.bias_gradient == nullptr) {
-    return max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+    return max_visible_chunks(params.shape.columns, visible_columns(params.shape, params.window),
+                              pack_elements);
   }
   return divide_up<int64_t>(params.shape.columns, pack_elements);
 }
@@ -100,12 +124,15 @@ inline int64_t backward_chunks(const BackwardParams& params, int pack_elements) 
 template <class T, template <int, int> class BiasGradientOf>
 cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
   const int64_t chunks = backward_chunks(params, kPackElements<T>);
-  return with_regime(kBackwardRegimes, regime_for(kBackwardRegimes, chunks), [&]<int kIndex>() {
+  const int index =
+      regime_for(kBackwardRegimes, chunks, rows_served<T>(params.shape, chunks, false));
+  return with_regime(kBackwardRegimes, index, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
     Shape owners = params.bias_shape;
     owners.batches *= params.splits;
-    return launch_rows(softmax_backward_kernel<T, BiasGradientOf, kIndex>, kRegime, owners, false,
-                       shared_bytes(kRegime, chunks, 2 * sizeof(Pack<T>)), stream, params);
+    return launch_rows(softmax_backward_kernel<T, BiasGradientOf, kIndex>, kRegime, owners,
+                       owners.queries, shared_bytes(kRegime, chunks, 2 * sizeof(Pack<T>)), stream,
+                       params);
   });
 }
 
@@ -116,12 +143,14 @@ cudaError_t softmax_backward_instance(BackwardParams params, cudaStream_t stream
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   drop_idle_limits(params.window, params.shape);
   if (params.bias_gradient == nullptr) {
-    merge_dimensions(params.shape, params.window, params.sink, {&params.gradient, &params.probabilities});
+    merge_dimensions(params.shape, params.window, params.sink,
+                     {&params.gradient, &params.probabilities});
     params.bias_shape = params.shape;
     return launch_backward<T, NoBiasGradient>(params, stream);
   }
   const Shape &shape = params.shape, &bias = params.bias_shape;
-  const Shape shared{shape.batches / bias.batches, shape.heads / bias.heads, shape.queries / bias.queries, 0};
+  const Shape shared{shape.batches / bias.batches, shape.heads / bias.heads,
+                     shape.queries / bias.queries, 0};
   params.shared_by_queries = Divider(shared.queries);
   params.shared_by_heads = Divider(shared.heads);
   params.rows_per_owner = shared.rows();

@@ -1,9 +1,11 @@
 #pragma once
-// p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias, excluded entries 0.
+// p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias,
+// excluded entries 0.
 //
-// A group of threads owns a row. One pass reads the visible chunks and keeps a maximum and a sum per thread, one
-// reduction merges them, one pass writes. Every visible score is read once and every probability written once
-// (bf16: 4 bytes per element, 3 when causal); rows too long for shared memory are read twice.
+// A group of threads owns a row. One pass reads the visible chunks and keeps a maximum and a sum
+// per thread, one reduction merges them, one pass writes. Every visible score is read once and
+// every probability written once (bf16: 4 bytes per element, 3 when causal); rows too long for
+// shared memory are read twice.
 
 #include "chunks.cuh"
 #include "row_block.cuh"
@@ -24,16 +26,22 @@ struct RowOwnerOf<kThreadsPerRow, 1> {
 template <int kThreadsPerRow, int kRowsPerBlock>
 using RowOwner = typename RowOwnerOf<kThreadsPerRow, kRowsPerBlock>::type;
 
-// Blocks lie over the tensor as (query tile, head, batch), from `first` on: no division tells a thread its row. Heads go
-// first where they share a mask or bias, so that its row stays in the caches.
-__device__ inline RowIndex row_of_thread(const RowIndex& first, bool heads_first, int rows_per_block, int row_in_block) {
-  const int tile = static_cast<int>(heads_first ? blockIdx.y : blockIdx.x);
-  const int head = static_cast<int>(heads_first ? blockIdx.x : blockIdx.y);
-  return {first.batch + static_cast<int>(blockIdx.z), first.head + head,
-          first.query + tile * rows_per_block + row_in_block};
+// Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from `first` on:
+// a mask or bias that heads share stays in the caches from one head to the next when tiles are
+// short.
+__device__ inline RowIndex row_of_thread(const RowIndex& first, const Tiling& tiling,
+                                         int rows_per_block, int row_in_block) {
+  int64_t batch = blockIdx.z, tile = 0;
+  if (tiling.tiles.divisor > 1) tiling.tiles.split(blockIdx.z, batch, tile);
+  return {first.batch + static_cast<int>(batch), first.head + static_cast<int>(blockIdx.y),
+          first.query +
+              (static_cast<int>(tile) * tiling.blocks_per_tile + static_cast<int>(blockIdx.x)) *
+                  rows_per_block +
+              row_in_block};
 }
 
-// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the exponent makes good.
+// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
+// exponent makes good.
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
@@ -48,8 +56,10 @@ struct Logits {
                     ChunkGrid<kElements> grid)
       : params(params), index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
-  // exp(z - max) = 2^((logit - max logit) * this)
-  __device__ float exponent_scale() const { return Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E; }
+  // exp(z - max z) of what `of` gives.
+  __device__ Exponent exponent() const {
+    return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
+  }
 
   template <int kChunks>
   __device__ static void unpack(const Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) {
@@ -67,15 +77,18 @@ struct Logits {
     if constexpr (Mask::kPresent) mask.template load<kElements, kStride>(column, bounds, excluded);
     [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
     if constexpr (Bias::kPresent) {
-      const RowReader<typename Bias::Element, kElements, false> bias(params.bias, index, grid, bounds,
-                                                                     static_cast<int>(params.shape.columns), true);
+      const RowReader<typename Bias::Element, kElements, false> bias(
+          params.bias, index, grid, bounds, static_cast<int>(params.shape.columns), true);
       bias.template load<kStride>(column, added);
+    }
+    if (!Bias::kPresent && params.scale < 0) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
       if (at >= bounds.end) continue;
-      if (!Bias::kPresent && params.scale < 0) raw[i].flip_signs();
 #pragma unroll
       for (int j = 0; j < kElements; ++j) {
         z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
@@ -89,9 +102,11 @@ struct Logits {
 };
 
 template <class T, class Mask, class Bias, int kRegimeIndex>
-__global__ void __launch_bounds__(kForwardRegimes[kRegimeIndex].threads(),
-                                  (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm))))
-softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex first) {
+__global__ void __launch_bounds__(
+    kForwardRegimes[kRegimeIndex].threads(),
+    (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm))))
+    softmax_forward_kernel(const __grid_constant__ ForwardParams params,
+                           const __grid_constant__ Tiling tiling, RowIndex first) {
   constexpr RowRegime kRegime = kForwardRegimes[kRegimeIndex];
   constexpr Storage kStorage = kRegime.storage;
   constexpr int kElements = kPackElements<T>, kChunks = kRegime.chunks_per_thread;
@@ -103,18 +118,22 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
   const int thread = owner.thread();
   const int columns = static_cast<int>(params.shape.columns);
 
-  RowIndex index = row_of_thread(first, params.heads_first, kRegime.rows_per_block, owner.row_in_block());
-  const bool is_row = kRegime.rows_per_block == 1 || index.query < static_cast<int>(params.shape.queries);
-  // Spare threads shadow the last row and write nothing.
-  if (!is_row) index.query = static_cast<int>(params.shape.queries) - 1;
+  RowIndex index = row_of_thread(first, tiling, kRegime.rows_per_block, owner.row_in_block());
+  const bool is_inside = index.query < static_cast<int>(params.shape.queries);
+  if (kRegime.rows_per_block == 1 && !is_inside) return;
+  const bool is_row = kRegime.rows_per_block == 1 || is_inside;
+  if (!is_row)
+    index.query = static_cast<int>(params.shape.queries) -
+                  1;  // spare threads shadow a row, and write nothing
   const int64_t row = index.row(params.shape);
 
   const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
   const auto grid = ChunkGrid<kElements>::aligned_to(row * columns);
   const int first_column = grid.begin(bounds) + thread * kElements;  // of this thread's first chunk
-  const RowReader<T, kElements, true> scores(params.scores, index, grid, bounds, columns, row + 1 == params.rows);
+  const RowReader<T, kElements, true> scores(params.scores, index, grid, bounds, columns,
+                                             row + 1 == params.rows);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
-  const float c = logits.exponent_scale();
+  const Exponent exponent = logits.exponent();
 
   // Scores in shared memory take the mask in, as -inf, so that it is read once.
   constexpr bool kFoldsMask = kStorage == Storage::kShared && Mask::kPresent && !Bias::kPresent;
@@ -140,8 +159,8 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
     if constexpr (kStorage != Storage::kShared) load(column, batch, raw);
     if (batch == 0) {  // while the loads are in flight
       if (is_row) {
-        fill_outside<kThreads>(params.probabilities, params.probabilities_type, row, columns, grid.begin(bounds),
-                               grid.end(bounds), thread);
+        fill_outside<kThreads>(params.probabilities, params.probabilities_type, row, columns,
+                               grid.begin(bounds), grid.end(bounds), thread);
       }
       if constexpr (kStorage == Storage::kShared) wait_for_copies();
     }
@@ -154,30 +173,33 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
       if constexpr (kFoldsMask) kept[(batch + i) * kThreads] = Pack<T>::round(z[i]);
       max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
     }
-    if constexpr (kStorage != Storage::kRegisters) mine.sum *= MaxAndSum::carry(mine.max, max, c);
+    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exponent.carry(mine.max, max);
     mine.max = max;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       if (column + i * kStride >= bounds.end) continue;
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = exp2_approximate((z[i][j] - max) * c);
+      exponent.raise(z[i], max);
       mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
     }
     if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
   }
 
-  const MaxAndSum total = owner.merge(mine, c);
-  const Denominator denominator(total, c, params.sink, index.head);
-  if (params.log_sum_exp != nullptr && thread == 0 && is_row) params.log_sum_exp[row] = denominator.log_sum_exp();
-  // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded, NaN elsewhere.
+  const MaxAndSum total = owner.merge(mine, exponent);
+  const Denominator denominator(total, exponent, params.sink, index.head);
+  if (params.log_sum_exp != nullptr && thread == 0 && is_row)
+    params.log_sum_exp[row] = denominator.log_sum_exp();
+  // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
+  // NaN elsewhere.
   const bool is_special = !denominator.is_regular();
   const bool can_exclude = Mask::kPresent || Bias::kPresent || params.window.is_limited();
   // Exponentials in registers are relative to this thread's own maximum.
   const float factor =
-      denominator.factor * (kStorage == Storage::kRegisters ? MaxAndSum::carry(mine.max, total.max, c) : 1.f);
+      denominator.factor *
+      (kStorage == Storage::kRegisters ? exponent.carry(mine.max, total.max) : 1.f);
 
   const auto write = [&](auto output_tag) {
-    const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns, columns);
+    const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns,
+                                                            columns);
     for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
       if constexpr (kStorage != Storage::kRegisters) {
         Pack<T> raw[kChunks];
@@ -192,11 +214,9 @@ softmax_forward_kernel(const __grid_constant__ ForwardParams params, RowIndex fi
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
+        if constexpr (kStorage != Storage::kRegisters) exponent.raise(z[i], total.max);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if constexpr (kStorage != Storage::kRegisters) z[i][j] = exp2_approximate((z[i][j] - total.max) * c);
-          z[i][j] *= factor;
-        }
+        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
         if (is_special) {
           const float special = denominator.is_empty() && can_exclude ? 0.f : NAN;
 #pragma unroll

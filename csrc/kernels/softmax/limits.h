@@ -1,8 +1,10 @@
 #pragma once
-// Row regimes of the softmax, forward and backward: the family's only limits. Plain C++, no CUDA, no torch.
+// Row regimes of the softmax, forward and backward: the family's only limits. Plain C++, no CUDA,
+// no torch.
 //
-// A row is cut into chunks of 16 bytes. A regime says how many threads own a row, how many chunks each of them
-// takes at a time, and where the row waits between the pass that sums and the pass that writes.
+// A row is cut into chunks of 16 bytes. A regime says how many threads own a row, how many chunks
+// each of them takes at a time, and where the row waits between the pass that sums and the pass
+// that writes.
 
 #include <cstdint>
 
@@ -14,7 +16,11 @@ enum class Storage {
   kReread,     // any number of batches, the row is read a second time
 };
 
-enum class Serves { kAny, kMasked };  // kMasked: rows with a bool mask, which two passes over would be read twice
+enum class Serves {
+  kAny,
+  kMasked,  // rows with a bool mask
+  kNarrow,  // rows of which a window leaves less than half: most of the work is to write zeros
+};
 
 struct RowRegime {
   char name[16];  // by value, so that a row can be a template argument
@@ -30,6 +36,8 @@ struct RowRegime {
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
+inline constexpr int64_t kLongRow =
+    512;  // chunks from which on a narrow window has a regime of its own
 
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
@@ -38,10 +46,11 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     16, Serves::kAny      },
     {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     16, Serves::kAny      },
     {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     16, Serves::kAny      },
-    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     15, Serves::kAny      },
-    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     18, Serves::kAny      },
-    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     15, Serves::kAny      },
+    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     14, Serves::kAny      },
+    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     16, Serves::kAny      },
+    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     14, Serves::kAny      },
     {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     18, Serves::kAny      },
+    {"narrow_256x1", Storage::kRegisters,   256,    1,      1,         256,      6, Serves::kNarrow   },
     {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     16, Serves::kAny      },
     {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      9, Serves::kAny      },
     {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      8, Serves::kAny      },
@@ -58,6 +67,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     12, Serves::kAny      },
     {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     10, Serves::kAny      },
     {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     14, Serves::kAny      },
+    {"narrow_256x1", Storage::kRegisters,   256,    1,      1,         256,      5, Serves::kNarrow   },
     {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     12, Serves::kAny      },
     {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      7, Serves::kAny      },
     {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      6, Serves::kAny      },
@@ -70,9 +80,15 @@ inline constexpr int kNumForwardRegimes = sizeof(kForwardRegimes) / sizeof(RowRe
 inline constexpr int kNumBackwardRegimes = sizeof(kBackwardRegimes) / sizeof(RowRegime);
 
 template <int kCount>
-constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, bool is_masked = false) {
+constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, Serves rows) {
   for (int i = 0; i < kCount; ++i) {
-    if (chunks <= table[i].max_chunks && (is_masked || table[i].serves == Serves::kAny)) return i;
+    if (table[i].serves == rows && rows == Serves::kNarrow && chunks <= table[i].max_chunks)
+      return i;
+  }
+  for (int i = 0; i < kCount; ++i) {
+    if (chunks <= table[i].max_chunks &&
+        (table[i].serves == Serves::kAny || table[i].serves == rows))
+      return i;
   }
   return kCount - 1;
 }
@@ -81,16 +97,19 @@ template <int kCount>
 constexpr bool is_consistent(const RowRegime (&table)[kCount]) {
   for (int i = 0; i < kCount; ++i) {
     const RowRegime& regime = table[i];
-    if (i > 0 && regime.max_chunks <= table[i - 1].max_chunks) return false;
+    if (i > 0 && regime.max_chunks < table[i - 1].max_chunks) return false;
     if (regime.storage == Storage::kRegisters &&
-        regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread) return false;
-    if (regime.threads() % 32 != 0 || (regime.threads_per_row > 32 && regime.rows_per_block != 1)) return false;
+        regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread)
+      return false;
+    if (regime.threads() % 32 != 0 || (regime.threads_per_row > 32 && regime.rows_per_block != 1))
+      return false;
   }
   return table[kCount - 1].max_chunks == kUnlimited;
 }
 static_assert(is_consistent(kForwardRegimes) && is_consistent(kBackwardRegimes));
 
-// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need not either.
+// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need
+// not either.
 constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
   const int64_t straddling = 2 * (pack_elements - 1);
   const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements

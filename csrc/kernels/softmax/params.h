@@ -1,5 +1,6 @@
 #pragma once
-// What a softmax launch needs, as plain structs. Every tensor is seen as [batches, heads, queries, columns].
+// What a softmax launch needs, as plain structs. Every tensor is seen as [batches, heads, queries,
+// columns].
 
 #include <cmath>
 #include <cstdint>
@@ -23,15 +24,16 @@ struct Shape {
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
 };
 
-// Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1 lifts the limit of a
-// side. Causal is right = 0.
+// Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1
+// lifts the limit of a side. Causal is right = 0.
 struct Window {
   int64_t left = -1, right = -1;
 
   __host__ __device__ bool is_limited() const { return left >= 0 || right >= 0; }
 };
 
-// A logit that joins the denominator: one per head, one for all (stride 0), or a number. -infinity joins nothing.
+// A logit that joins the denominator: one per head, one for all (stride 0), or a number. -infinity
+// joins nothing.
 struct SinkLogit {
   const void* data = nullptr;
   DType type = DType::kFloat32;
@@ -39,6 +41,12 @@ struct SinkLogit {
   float value = -INFINITY;
 
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
+};
+
+// The order of blocks, see row_of_thread in forward.cuh.
+struct Tiling {
+  int blocks_per_tile = 0;
+  Divider tiles;  // of a batch
 };
 
 struct ForwardParams {
@@ -52,8 +60,7 @@ struct ForwardParams {
   DType probabilities_type = DType::kFloat32;
   float* log_sum_exp = nullptr;  // [rows], or null
 
-  int64_t rows = 0;          // set by the launcher, as is
-  bool heads_first = false;  // the order of blocks
+  int64_t rows = 0;  // set by the launcher
 };
 
 struct BackwardParams {
@@ -69,8 +76,9 @@ struct BackwardParams {
   DType scores_gradient_type = DType::kFloat32;
   float* sink_gradient = nullptr;  // [rows], to be summed over the rows that share a sink; or null
 
-  // [splits, bias batches, bias heads, bias queries, columns], contiguous, or null. Every row that shares a bias row
-  // belongs to one owner, cut into `splits` parts so that there are enough owners; the parts are to be summed.
+  // [splits, bias batches, bias heads, bias queries, columns], contiguous, or null. Every row that
+  // shares a bias row belongs to one owner, cut into `splits` parts so that there are enough
+  // owners; the parts are to be summed.
   void* bias_gradient = nullptr;
   DType bias_gradient_type = DType::kFloat32;  // float32 when splits > 1 or the plan says so
   Shape bias_shape;                            // each dimension 1 or that of `shape`

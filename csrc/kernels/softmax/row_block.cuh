@@ -1,5 +1,6 @@
 #pragma once
-// A block owns a row: one barrier per reduction, because consecutive ones alternate between two buffers.
+// A block owns a row: one barrier per reduction, because consecutive ones alternate between two
+// buffers.
 
 #include "../common/reduce.cuh"
 
@@ -22,16 +23,16 @@ struct BlockRow {
   __device__ int thread() const { return threadIdx.x; }
   __device__ int row_in_block() const { return 0; }
 
-  __device__ MaxAndSum merge(MaxAndSum mine, float exponent_scale) {
-    mine = warp_merge<32>(mine, exponent_scale);
+  __device__ MaxAndSum merge(MaxAndSum mine, Exponent exponent) {
+    mine = warp_merge<32>(mine, exponent);
     const MaxAndSum* all = exchange(mine);
     if constexpr (kWarps <= 4) {
       MaxAndSum total = all[0];
 #pragma unroll
-      for (int warp = 1; warp < kWarps; ++warp) total.merge(all[warp], exponent_scale);
+      for (int warp = 1; warp < kWarps; ++warp) total.merge(all[warp], exponent);
       return total;
     } else {
-      return warp_merge<kWarps>(all[threadIdx.x % kWarps], exponent_scale);
+      return warp_merge<kWarps>(all[threadIdx.x % kWarps], exponent);
     }
   }
 

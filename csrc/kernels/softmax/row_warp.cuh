@@ -13,8 +13,8 @@ struct WarpRow {
   __device__ int thread() const { return threadIdx.x % kThreadsPerRow; }
   __device__ int row_in_block() const { return threadIdx.x / kThreadsPerRow; }
 
-  __device__ MaxAndSum merge(MaxAndSum mine, float exponent_scale) {
-    return warp_merge<kThreads>(mine, exponent_scale);
+  __device__ MaxAndSum merge(MaxAndSum mine, Exponent exponent) {
+    return warp_merge<kThreads>(mine, exponent);
   }
   __device__ float sum(float mine) { return warp_sum<kThreads>(mine); }
 };

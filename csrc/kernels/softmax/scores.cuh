@@ -1,7 +1,8 @@
 #pragma once
 // From raw scores to logits: which columns a row sees, then mask and bias, element by element.
 //
-// To add a mask: a struct with `excluded`, an alternative in dispatch.cuh, a branch in reference.py, a test row.
+// To add a mask: a struct with `excluded`, an alternative in dispatch.cuh, a branch in
+// reference.py, a test row.
 
 #include "../common/math.cuh"
 #include "../common/vector.cuh"
@@ -14,7 +15,8 @@ struct RowIndex {
   int batch, head, query;
 
   __host__ __device__ int64_t row(const Shape& shape) const {
-    return int64_t{batch * static_cast<int>(shape.heads) + head} * static_cast<int>(shape.queries) + query;
+    return int64_t{batch * static_cast<int>(shape.heads) + head} * static_cast<int>(shape.queries) +
+           query;
   }
   __host__ __device__ int64_t offset_in(const Strided& tensor) const {
     return batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.query_stride;
@@ -29,14 +31,18 @@ struct Bounds {
     const int columns = static_cast<int>(shape.columns);
     if (!window.is_limited()) return {0, columns};
     const int diagonal = query + columns - static_cast<int>(shape.queries);
-    int begin = diagonal - static_cast<int>(window.left), end = diagonal + static_cast<int>(window.right) + 1;
+    int begin = diagonal - static_cast<int>(window.left),
+        end = diagonal + static_cast<int>(window.right) + 1;
     begin = window.left < 0 || begin < 0 ? 0 : begin;
     end = window.right < 0 || end > columns ? columns : end;
     return end > begin ? Bounds{begin, end} : Bounds{0, 0};
   }
   __host__ __device__ bool contains(int column) const { return column >= begin && column < end; }
+  // All of [first, first + count)? One comparison: what lies before the beginning wraps to a large
+  // number.
   __host__ __device__ bool contains(int first, int count) const {
-    return first >= begin && first + count <= end;
+    const int room = end - begin - count;
+    return room >= 0 && static_cast<unsigned>(first - begin) <= static_cast<unsigned>(room);
   }
 };
 
@@ -69,19 +75,25 @@ struct NoMask {
 
 struct BoolMask {
   static constexpr bool kPresent = true;
-  static constexpr int blocks_per_sm(int of_regime) { return (4 * of_regime + 4) / 5; }  // its bytes need registers
+  static constexpr int blocks_per_sm(int of_regime) {
+    return (4 * of_regime + 4) / 5;
+  }  // its bytes need registers
   const Strided& mask;
   const uint8_t* row;
 
   __host__ __device__ BoolMask(const Strided& mask, const RowIndex& index)
       : mask(mask), row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)) {}
 
-  __host__ __device__ bool excluded(int column) const { return row[column * mask.column_stride] != 0; }
+  __host__ __device__ bool excluded(int column) const {
+    return row[column * mask.column_stride] != 0;
+  }
 
-  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Where the mask's chunks are aligned,
-  // those at the ends of a row are read whole: up to seven bytes beside it, in the aligned eight that hold its end.
+  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Where the mask's
+  // chunks are aligned, those at the ends of a row are read whole: up to seven bytes beside it, in
+  // the aligned eight that hold its end.
   template <int kElements, int kStride, int kChunks>
-  __device__ void load(int column, const Bounds& bounds, MaskBytes<kElements> (&bytes)[kChunks]) const {
+  __device__ void load(int column, const Bounds& bounds,
+                       MaskBytes<kElements> (&bytes)[kChunks]) const {
     constexpr int kWords = MaskBytes<kElements>::kWords;
     if (mask.column_stride != 1) {
 #pragma unroll
@@ -89,7 +101,8 @@ struct BoolMask {
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
 #pragma unroll 1
-        for (int j = 0; j < kElements; ++j) bytes[i].shift_in(bounds.contains(at + j) && excluded(at + j) ? 1 : 0);
+        for (int j = 0; j < kElements; ++j)
+          bytes[i].shift_in(bounds.contains(at + j) && excluded(at + j) ? 1 : 0);
       }
     } else if (is_aligned(row + column, kElements)) {
 #pragma unroll

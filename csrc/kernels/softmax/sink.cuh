@@ -20,8 +20,9 @@ struct Denominator {
   float sum;       // relative to that maximum
   float factor;
 
-  __device__ Denominator(MaxAndSum columns, float exponent_scale, const SinkLogit& sink, int64_t head) {
-    max_log2 = fmaxf(columns.max * exponent_scale, kLowest);
+  __device__ Denominator(MaxAndSum columns, Exponent exponent, const SinkLogit& sink,
+                         int64_t head) {
+    max_log2 = fmaxf(__fmul_rn(columns.max, exponent.c), kLowest);
     sum = columns.sum;
     factor = 1.f;
     if (sink.is_present()) {
@@ -34,7 +35,9 @@ struct Denominator {
   }
   __device__ bool is_empty() const { return sum == 0.f; }
   __device__ bool is_regular() const { return sum > 0.f; }  // neither empty nor NaN
-  __device__ float log_sum_exp() const { return is_empty() ? -INFINITY : max_log2 * kLn2 + logf(sum); }
+  __device__ float log_sum_exp() const {
+    return is_empty() ? -INFINITY : max_log2 * kLn2 + logf(sum);
+  }
 };
 
 }  // namespace megasoftmax

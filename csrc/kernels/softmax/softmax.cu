@@ -1,16 +1,16 @@
 // Selects the instance by element type, and plans the bias gradient.
 
-#include "softmax.h"
-
 #include <algorithm>
 
 #include "instances/instances.h"
 #include "limits.h"
+#include "softmax.h"
 
 namespace megasoftmax {
 
 namespace {
-// Owners that keep a large GPU busy; fewer rows than that share a bias row's sum among several owners.
+// Owners that keep a large GPU busy; fewer rows than that share a bias row's sum among several
+// owners.
 constexpr int64_t kEnoughOwners = 2048;
 }  // namespace
 
@@ -38,14 +38,17 @@ cudaError_t softmax_backward(const BackwardParams& params, cudaStream_t stream) 
   return cudaErrorInvalidValue;
 }
 
-BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape, DType probabilities_type) {
+BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
+                                    DType probabilities_type) {
   const int64_t owners = std::max<int64_t>(bias_shape.rows(), 1);
   const int64_t rows_per_owner = shape.rows() / owners;
   const int pack_elements = 16 / size_of(probabilities_type);
   const int64_t chunks = divide_up<int64_t>(shape.columns, pack_elements);
   BiasGradientPlan plan;
-  plan.splits = std::clamp<int64_t>(divide_up(kEnoughOwners, owners), 1, std::max<int64_t>(rows_per_owner, 1));
-  plan.accumulates = kBackwardRegimes[regime_for(kBackwardRegimes, chunks)].storage != Storage::kRegisters;
+  plan.splits = std::clamp<int64_t>(divide_up(kEnoughOwners, owners), 1,
+                                    std::max<int64_t>(rows_per_owner, 1));
+  plan.accumulates = kBackwardRegimes[regime_for(kBackwardRegimes, chunks, Serves::kAny)].storage !=
+                     Storage::kRegisters;
   return plan;
 }
 

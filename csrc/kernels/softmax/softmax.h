@@ -1,5 +1,6 @@
 #pragma once
-// Entry points of the softmax family. They launch on `stream`, allocate nothing and never synchronise.
+// Entry points of the softmax family. They launch on `stream`, allocate nothing and never
+// synchronise.
 
 #include <cuda_runtime_api.h>
 
@@ -18,6 +19,7 @@ struct BiasGradientPlan {
   int64_t splits;    // parts to be summed
   bool accumulates;  // the buffer must be float32
 };
-BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape, DType probabilities_type);
+BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
+                                    DType probabilities_type);
 
 }  // namespace megasoftmax

@@ -1,0 +1,307 @@
+"""Modules with the names and the interface of Megatron-core, on top of the public softmax."""
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import functional
+
+Reason = functional.dispatch.Reason  # type: ignore[attr-defined]  # layers: through functional
+
+Window = tuple[int, int]
+MaskFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class AttnMaskType(enum.Enum):
+    """Attention mask types, with the names and values of Megatron-core."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+_MASK_TYPES = tuple(mask_type.name for mask_type in AttnMaskType)
+_CAUSAL_MASK_TYPES = tuple(name for name in _MASK_TYPES if "causal" in name)
+
+
+class FusedScaleMaskSoftmax(torch.nn.Module):
+    """Scale, mask and softmax of attention scores; stands in for the class of Megatron-core.
+
+    With `scaled_masked_softmax_fusion` it is `megasoftmax.softmax`, fused where that can be, with
+    the same results where it cannot:
+
+    * `mask`, causality and `window_size` all hold: an entry that any of them excludes has
+      probability 0, and a row with nothing left is 0 throughout. `mask_func` is not called.
+    * Causality and window are aligned to the last query and the last key: with one query,
+      causality excludes nothing.
+    * A mask that is not bool means what `mask_func` makes of it: such a call runs unfused.
+
+    Without it, plain torch computes what Megatron-core computes without fusion, through
+    `mask_func`: a window takes the place of the mask, and causality holds where there is no mask.
+    Two differences: -1 lifts the limit of a side of the window (where the mask type is causal, a
+    right side of -1 still ends at the query), and keys may be more than queries.
+
+    Probabilities are of the half type that the flags name where `softmax_in_fp32` is set, else of
+    the type of the input. Fused or on a CPU, sums are in float32 in either case.
+
+    Args:
+        input_in_fp16, input_in_bf16: the half type of the model, at most one; neither for float32.
+        attn_mask_type: a member of `AttnMaskType`, or of another enum with these names, or a name.
+            Types with "causal" in their name are causal.
+        scaled_masked_softmax_fusion: whether to run fused where possible.
+        mask_func: `mask_func(scores, mask)` returns the masked scores. It may change its argument.
+        softmax_in_fp32: cast half scores to float32 first; needed where `scale` is set.
+        scale: factor of the scores, a number; None for 1.
+        window_size: (left, right), -1 = no limit on that side: left tokens before a query, and
+            right tokens after it, besides its own. None for no window.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+
+    Source:
+        `megatron.core.fusions.fused_softmax`, https://github.com/NVIDIA/Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: enum.Enum | str,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: MaskFunction | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+        window_size: Window | None = None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise ValueError("input_in_fp16, input_in_bf16: expected at most one, got both")
+        if scale is not None and not isinstance(scale, (float, int)):
+            raise TypeError(f"scale: expected None or a number, got {type(scale).__name__}")
+        if scale is not None and not softmax_in_fp32:
+            raise ValueError(
+                f"softmax_in_fp32: expected True where scale is given, got {softmax_in_fp32} "
+                f"with scale {scale}"
+            )
+        self.input_in_fp16 = input_in_fp16
+        self.input_in_bf16 = input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
+        self.attn_mask_type = _checked_mask_type(attn_mask_type)
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        self.window_size = _checked_window(window_size)
+
+    def forward(
+        self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
+    ) -> Tensor:
+        """Probabilities.
+
+        Args:
+            input: scores [batch, heads, queries, keys].
+            mask: bool, True = excluded, broadcastable to the scores; or None.
+            softmax_offset: a logit per head, [heads], that joins the denominator; or None.
+                Differentiable.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above; names the argument.
+        """
+        _check_rank("input", input, 4, "[batch, heads, queries, keys]")
+        if self.scaled_masked_softmax_fusion and _is_bool_or_none(mask):
+            return self.forward_fused_softmax(input, mask, softmax_offset)
+        return self.forward_torch_softmax(input, mask, softmax_offset)
+
+    def forward_fused_softmax(
+        self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
+    ) -> Tensor:
+        """As `forward` with fusion, whatever the flag says."""
+        return functional.softmax(
+            input,
+            scale=1.0 if self.scale is None else self.scale,
+            mask=mask,
+            causal=self._is_causal(),
+            window=self.window_size,
+            sink=_sink(softmax_offset, input),
+            dtype=self._output_dtype(),
+        )
+
+    def forward_torch_softmax(
+        self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
+    ) -> Tensor:
+        """In plain torch, through `mask_func`."""
+        scores = input.float() if self._output_dtype() is not None else input
+        if self.scale is not None:
+            scores = scores * self.scale
+        for one in self._masks(scores, mask):
+            if self.mask_func is None:
+                raise ValueError("mask_func: expected a function where a mask is applied, got None")
+            scores = self.mask_func(scores, one)
+        if softmax_offset is None:
+            probabilities = torch.softmax(scores, -1)
+        else:
+            probabilities = functional.softmax(
+                scores, sink=_sink(softmax_offset, scores), fused=False
+            )
+        return probabilities.to(self._output_dtype() or probabilities.dtype)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether scores [b, np, sq, sk] of the type that the flags name would run fused.
+
+        They are taken to be on the device of the mask; without a mask, on the current GPU.
+        """
+        device = torch.device("cuda") if mask is None else mask.device
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return False
+        dtype = self._half_dtype() or torch.float32
+        scores = torch.empty((), dtype=dtype, device=device).expand(b, np, sq, sk)
+        return not self.why_not_fused(scores, mask)
+
+    @staticmethod
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
+        """1: what must divide the rows of a call. There is no such limit here."""
+        return 1
+
+    def why_not_fused(
+        self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
+    ) -> tuple[Reason, ...]:
+        """Why `forward` of the same arguments would not run fused; empty: it would.
+
+        Raises:
+            TypeError, ValueError: as `forward` would.
+        """
+        _check_rank("input", input, 4, "[batch, heads, queries, keys]")
+        reasons = []
+        if not self.scaled_masked_softmax_fusion:
+            reasons.append(Reason("scaled_masked_softmax_fusion", "False", "True"))
+        if mask is not None and not _is_bool_or_none(mask):
+            reasons.append(Reason("dtype of mask", str(mask.dtype), "torch.bool"))
+            mask = None
+        rest = functional.why_not_fused(
+            functional.softmax,
+            input,
+            scale=1.0 if self.scale is None else self.scale,
+            mask=mask,
+            causal=self._is_causal(),
+            window=self.window_size,
+            sink=_sink(softmax_offset, input),
+            dtype=self._output_dtype(),
+        )
+        return (*reasons, *rest)
+
+    def extra_repr(self) -> str:
+        mask_type = _name(self.attn_mask_type)
+        return f"attn_mask_type={mask_type}, scale={self.scale}, window_size={self.window_size}"
+
+    # Attributes may be set after construction, as Megatron code does: nothing is derived earlier
+
+    def _is_causal(self) -> bool:
+        return _name(self.attn_mask_type) in _CAUSAL_MASK_TYPES
+
+    def _half_dtype(self) -> torch.dtype | None:
+        if self.input_in_fp16:
+            return torch.float16
+        return torch.bfloat16 if self.input_in_bf16 else None
+
+    def _output_dtype(self) -> torch.dtype | None:
+        return self._half_dtype() if self.softmax_in_fp32 else None
+
+    def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """What `mask_func` is to apply, in turn."""
+        left, right = self.window_size or (-1, -1)
+        queries, keys = scores.shape[-2:]
+        if self.scaled_masked_softmax_fusion:  # all of them hold, as fused
+            given = () if mask is None else (mask,)
+            right = 0 if self._is_causal() else right
+            if left < 0 and (right < 0 or (right == 0 and queries == 1)):
+                return given
+            return *given, _outside(queries, keys, left, right, scores.device)
+        if self.window_size is not None:
+            right = 0 if right < 0 and self._is_causal() else right
+            return (_outside(queries, keys, left, right, scores.device),)
+        if mask is not None:
+            return (mask,)
+        if self._is_causal() and queries > 1:
+            return (_outside(queries, keys, -1, 0, scores.device),)
+        return ()
+
+
+class ScaledUpperTriangMaskedSoftmax:
+    """Softmax of scaled scores in which a query does not see the keys after it."""
+
+    @staticmethod
+    def apply(inputs: Tensor, scale: float) -> Tensor:
+        """Probabilities of scores [batch * heads, queries, keys], in their type; differentiable."""
+        _check_rank("inputs", inputs, 3, "[batch * heads, queries, keys]")
+        return functional.softmax(inputs, scale=scale, causal=True)
+
+
+class ScaledMaskedSoftmax:
+    """Softmax of scaled scores with a mask."""
+
+    @staticmethod
+    def apply(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Probabilities of scores [batch, heads, queries, keys], in their type; differentiable.
+
+        The mask is bool, True = excluded, and broadcastable to the scores; or None.
+        """
+        _check_rank("inputs", inputs, 4, "[batch, heads, queries, keys]")
+        return functional.softmax(inputs, scale=scale, mask=mask)
+
+
+class ScaledSoftmax:
+    """Softmax of scaled scores."""
+
+    @staticmethod
+    def apply(inputs: Tensor, scale: float) -> Tensor:
+        """Probabilities of scores [..., queries, keys], in their type; differentiable."""
+        return functional.softmax(inputs, scale=scale)
+
+
+class SoftmaxOne(torch.nn.Module):
+    """Softmax with a further term in the denominator: the off-by-one softmax by default.
+
+        p = exp(x) / (sum exp(x) + offset),  or + exp(offset) where the offset is a tensor
+
+    Args:
+        dim: over which the probabilities and what is missing sum to 1; None for the last.
+        denominator_offset: a number, not negative, is the term itself. A tensor, [heads] or one
+            element, holds its logarithm, as in Megatron-core, and is differentiable; heads are the
+            third dimension from the end, and `dim` one of the last two.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+
+    Source:
+        Miller, "Attention is off by one", https://www.evanmiller.org/attention-is-off-by-one.html.
+    """
+
+    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(denominator_offset, Tensor):
+            if not isinstance(denominator_offset, (float, int)):
+                kind = type(denominator_offset).__name__
+                raise TypeError(f"denominator_offset: expected a tensor or a number, got {kind}")
+            if not 0 <= denominator_offset < math.inf:
+                raise ValueError(
+                    f"denominator_offset: expected a finite number from 0 on, "
+                    f"got {denominator_offset}"
+                )
+        self.dim = dim
+        self.denominator_offset = denominator_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities, of the shape and type of x."""
+        return self._call(functional.softmax, x)
+
+    def why_not_fused(self, x: Tensor) -> tuple[Reason, ...]:
+        """Why `forward` of the same argument would not run fused; empty: it would."""
+        arguments = self._arguments(x)
+        return functional.why_not_fused(functional.softmax, *arguments)

@@ -1,0 +1,1 @@
+"""The comparison with the oracle notices planted faults."""

@@ -1,0 +1,1 @@
+"""megasoftmax.softmax against the oracle."""
