@@ -194,14 +194,14 @@ def main(
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="bf16: autocast, weights in fp32")
     ] = "fp32",
-    steps: Annotated[int, typer.Option(min=2)] = 150,
+    steps: Annotated[int, typer.Option(min=2)] = 200,
     batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 16,
     length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 5e-4,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")] = "auto",
     plot: Annotated[Path, typer.Option(help="where compare saves its plot")] = Path(
         "train_gpt.png"

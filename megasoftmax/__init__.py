@@ -10,7 +10,26 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
 
 from megasoftmax.dispatch import Reason
 from megasoftmax.functional import softmax, why_not_fused
+from megasoftmax.modules import (
+    AttnMaskType,
+    FusedScaleMaskSoftmax,
+    ScaledMaskedSoftmax,
+    ScaledSoftmax,
+    ScaledUpperTriangMaskedSoftmax,
+    SoftmaxOne,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["Reason", "__version__", "softmax", "why_not_fused"]
+__all__ = [
+    "AttnMaskType",
+    "FusedScaleMaskSoftmax",
+    "Reason",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
+    "__version__",
+    "softmax",
+    "why_not_fused",
+]

@@ -34,7 +34,7 @@ class RowRegime:
     chunks_per_thread: int
     max_chunks: int | None  # None: any length
     blocks_per_sm: int
-    serves: str  # "any" row, rows with a mask ("masked") or with a narrow window ("narrow")
+    serves: tuple[str, ...]  # kinds of rows: "all", or some of Rows in limits.h
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _read_table(header: str, name: str) -> tuple[RowRegime, ...]:
 def _read_row(line: str) -> RowRegime:
     number = r"(\d+), "
     longest = r"(\d+|kUnlimited), "
-    pattern = rf'\{{"(\w+)", Storage::k(\w+), {number * 3}{longest}{number}Serves::k(\w+) ?\}},'
+    pattern = rf'\{{"(\w+)", Storage::k(\w+), {number * 3}{longest}{number}([\w |]+)\}},'
     row = re.fullmatch(pattern, re.sub(r"\s+", " ", line))
     if row is None:
         raise ValueError(f"limits.h: cannot read the row {line!r}")
@@ -180,7 +180,7 @@ def _read_row(line: str) -> RowRegime:
         int(chunks),
         max_chunks,
         int(blocks),
-        serves.lower(),
+        tuple(word.removeprefix("k").removesuffix("Rows").lower() for word in serves.split(" | ")),
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax import dispatch, ops, reference
+from megasoftmax.dispatch import Reason as Reason
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = "float16, bfloat16, float32 or float64"
@@ -127,8 +128,9 @@ def softmax(
         or (bias is not None and bias.requires_grad)
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
-    needs_lse = return_lse or (sink_tensor is not None and needs_gradient)
-    arguments = (
+    probabilities, lse = reference.call(
+        halves,
+        needs_gradient,
         scores,
         scale,
         mask,
@@ -139,16 +141,12 @@ def softmax(
         sink_tensor,
         sink_value,
         scores.dtype if dtype is None else dtype,
-        needs_lse,
+        return_lse or (sink_tensor is not None and needs_gradient),
     )
-    if needs_gradient or torch._C._are_functorch_transforms_active():
-        probabilities, lse = reference.SoftmaxFunction.apply(*arguments, halves)
-    else:
-        probabilities, lse = halves.forward(*arguments)
     return (probabilities, lse) if return_lse else probabilities
 
 
-def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[dispatch.Reason, ...]:
+def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
@@ -182,7 +180,7 @@ def _softmax_reasons(
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
-) -> tuple[dispatch.Reason, ...]:
+) -> tuple[Reason, ...]:
     _check(scores, scale, mask, bias, causal, window, sink, dtype, fused)
     return dispatch.reasons_against_fused_softmax(scores, scale, mask, bias, causal, window, dtype)
 

@@ -3,14 +3,12 @@
 import enum
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasoftmax import functional
-
-Reason = functional.dispatch.Reason  # type: ignore[attr-defined]  # layers: through functional
+from megasoftmax.functional import Reason
 
 Window = tuple[int, int]
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
@@ -299,9 +297,101 @@ class SoftmaxOne(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Probabilities, of the shape and type of x."""
-        return self._call(functional.softmax, x)
+        scores, sink = self._scores_and_sink(x)
+        dim = -1 if self.dim is None else self.dim
+        return functional.softmax(scores, sink=sink).movedim(-1, dim)
 
     def why_not_fused(self, x: Tensor) -> tuple[Reason, ...]:
-        """Why `forward` of the same argument would not run fused; empty: it would."""
-        arguments = self._arguments(x)
-        return functional.why_not_fused(functional.softmax, *arguments)
+        """Why `forward` of the same argument would not run fused; empty: it would.
+
+        Raises:
+            TypeError, ValueError: as `forward` would.
+        """
+        scores, sink = self._scores_and_sink(x)
+        return functional.why_not_fused(functional.softmax, scores, sink=sink)
+
+    def extra_repr(self) -> str:
+        offset = self.denominator_offset
+        shown = tuple(offset.shape) if isinstance(offset, Tensor) else offset
+        return f"dim={self.dim}, denominator_offset={shown}"
+
+    def _scores_and_sink(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """x with `dim` last, and the logit."""
+        rank = x.dim()
+        dim = -1 if self.dim is None else self.dim
+        if not -rank <= dim < rank:
+            raise ValueError(f"dim: expected from {-rank} to {rank - 1}, got {dim}")
+        moved = x.movedim(dim, -1)
+        offset = self.denominator_offset
+        if not isinstance(offset, Tensor):
+            return moved, math.log(offset) if offset > 0 else -math.inf
+        if offset.numel() != 1:
+            heads = x.shape[-3] if rank > 2 else 1
+            if dim % rank < rank - 2 or offset.numel() != heads:
+                raise ValueError(
+                    f"denominator_offset: expected one element, or [{heads}] and dim one of the "
+                    f"last two, got shape {tuple(offset.shape)} and dim {dim}"
+                )
+        return moved, offset.reshape(-1)
+
+
+def _name(mask_type: enum.Enum | str) -> str:
+    return mask_type if isinstance(mask_type, str) else mask_type.name
+
+
+def _checked_mask_type(mask_type: enum.Enum | str) -> enum.Enum | str:
+    """As given, so that it stays equal to the member that it was."""
+    if not isinstance(mask_type, (enum.Enum, str)):
+        raise TypeError(f"attn_mask_type: expected an enum member, got {type(mask_type).__name__}")
+    if _name(mask_type) not in _MASK_TYPES:
+        raise ValueError(
+            f"attn_mask_type: expected one of {', '.join(_MASK_TYPES)}, got {_name(mask_type)}"
+        )
+    return mask_type
+
+
+def _checked_window(window: Window | None) -> Window | None:
+    if window is None:
+        return None
+    expected = "window_size: expected None or (left, right), two integers from -1 on"
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"{expected}, got {type(window).__name__}")
+    if not all(isinstance(limit, int) for limit in window):
+        raise TypeError(f"{expected}, got {window}")
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"{expected}, got {window}")
+    return window[0], window[1]
+
+
+def _check_rank(name: str, tensor: Tensor, rank: int, expected: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")
+
+
+def _is_bool_or_none(mask: Tensor | None) -> bool:
+    return mask is None or mask.dtype == torch.bool
+
+
+def _sink(softmax_offset: Tensor | None, scores: Tensor) -> Tensor | None:
+    """One logit per head, on the device of the scores."""
+    if softmax_offset is None:
+        return None
+    heads = scores.shape[1]
+    if softmax_offset.numel() not in (1, heads):
+        raise ValueError(
+            f"softmax_offset: expected [{heads}], one per head, "
+            f"got shape {tuple(softmax_offset.shape)}"
+        )
+    return softmax_offset.to(scores.device).reshape(-1)
+
+
+def _outside(queries: int, keys: int, left: int, right: int, device: torch.device) -> Tensor:
+    """Bool [queries, keys], True = outside the window."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if left >= 0:
+        visible = visible.triu(keys - queries - left)
+    if right >= 0:
+        visible = visible.tril(keys - queries + right)
+    return ~visible

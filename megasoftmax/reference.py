@@ -266,7 +266,7 @@ def _max(z: Tensor, of_nothing: float) -> Tensor:
 
 
 def _zero_where_zero(values: Tensor, probabilities: Tensor) -> Tensor:
-    """A copy of the values, 0 where the probability is 0; one pass, which relu's gradient is too."""
+    """The values, 0 where the probability is: in one pass, the one that relu's gradient takes."""
     return torch.ops.aten.threshold_backward(values, probabilities, 0)
 
 
@@ -294,7 +294,7 @@ class Halves(NamedTuple):
 
 
 class ForwardSlots(NamedTuple):
-    """Something for each argument of `softmax_forward`: its value, gradient or vmap dimension."""
+    """Something for each argument of `softmax_forward`: its value or its dimension under vmap."""
 
     scores: Any = None
     scale: Any = None
@@ -310,7 +310,7 @@ class ForwardSlots(NamedTuple):
 
 
 class BackwardSlots(NamedTuple):
-    """The same for `softmax_backward`."""
+    """The same for `softmax_backward`, or the gradient of each argument."""
 
     gradient: Any = None
     probabilities: Any = None
@@ -329,19 +329,21 @@ class BackwardSlots(NamedTuple):
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keeps for `gradients` what it needs. `inputs` are the arguments of `softmax_forward`."""
-    given, wants = ForwardSlots(*inputs), ForwardSlots(*ctx.needs_input_grad[: len(inputs)])
-    probabilities, lse = output
-    wants_sink = given.sink is not None and wants.sink
-    if wants_sink and not given.return_lse:
-        raise ValueError("return_lse: expected True where the sink requires a gradient, got False")
+    """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
+    scores, scale, _, bias, causal, left, right, sink, _, _, return_lse = inputs[:11]
+    _, _, _, wants_bias, _, _, _, wants_sink, *_ = ctx.needs_input_grad
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(probabilities, *((lse, given.sink) if wants_sink else ()))
+    if wants_sink:
+        if not return_lse:
+            raise ValueError(
+                "return_lse: expected True where the sink requires a gradient, got False"
+            )
+        ctx.save_for_backward(*output, sink)
+    else:
+        ctx.save_for_backward(output[0])
     # Of the bias only shape and dtype matter: it is not kept, and may change before the backward.
-    has_bias = given.bias is not None and wants.bias
-    ctx.bias = (given.bias.shape, given.bias.dtype) if has_bias else None
-    ctx.given = given._replace(scores=None, mask=None, bias=None, sink=None)
-    ctx.scores_dtype = given.scores.dtype
+    ctx.bias = (bias.shape, bias.dtype) if wants_bias else None
+    ctx.parameters = (scale, causal, left, right, scores.dtype, return_lse)
 
 
 def gradients(
@@ -349,45 +351,43 @@ def gradients(
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
     gradient: Tensor | None,
     lse_gradient: Tensor | None,
-) -> ForwardSlots:
+) -> tuple[Tensor | None, ...]:
     """The gradients of the arguments of `softmax_forward`."""
-    given = ctx.given
+    scale, causal, left, right, dtype, has_lse = ctx.parameters
     probabilities, *rest = ctx.saved_tensors
     lse, sink = rest or (None, None)
     if gradient is None:
         gradient = probabilities.new_zeros(()).expand(probabilities.shape)
     bias = None
     if ctx.bias is not None:
-        shape, dtype = ctx.bias
-        bias = probabilities.new_empty((), dtype=dtype).expand(shape)
+        shape, bias_dtype = ctx.bias
+        bias = probabilities.new_empty((), dtype=bias_dtype).expand(shape)
     d_scores, d_bias, d_rows = backward(
         gradient,
         probabilities,
-        lse_gradient if given.return_lse else None,
+        lse_gradient if has_lse else None,
         lse,
-        given.scale,
+        scale,
         bias,
-        given.causal,
-        given.window_left,
-        given.window_right,
+        causal,
+        left,
+        right,
         sink,
         None,
-        ctx.scores_dtype,
+        dtype,
         bias is not None,
         sink is not None,
     )
-    return ForwardSlots(
-        scores=d_scores,
-        bias=None if bias is None else d_bias,
-        sink=None if sink is None else sum_over_rows(d_rows, sink),
-    )
+    d_bias_or_none = None if bias is None else d_bias
+    d_sink = None if sink is None else sum_over_rows(d_rows, sink)
+    return d_scores, None, None, d_bias_or_none, None, None, None, d_sink, None, None, None
 
 
 def save_for_double_gradients(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
-    """Keeps for `double_gradients` what it needs. `inputs` as for `softmax_backward`."""
-    given = BackwardSlots(*inputs)
+    """Keeps for `double_gradients` what it needs. `inputs` begin with those of `softmax_backward`."""
+    given = BackwardSlots(*inputs[:14])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         given.gradient, given.probabilities, given.lse_gradient, given.lse, given.sink
@@ -502,21 +502,19 @@ class SoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        *inputs, halves = args
-        return halves.forward(*inputs)
+        return args[-1].forward(*args[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.halves = inputs[-1]
-        save_for_gradients(ctx, inputs[:-1], output)
+        save_for_gradients(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        def backward(*args: Any) -> Any:
-            if torch.is_grad_enabled():  # somebody may differentiate this once more
-                return SoftmaxBackwardFunction.apply(*args, ctx.halves)
-            return ctx.halves.backward(*args)
+        def differentiable(*args: Any) -> Any:
+            return SoftmaxBackwardFunction.apply(*args, ctx.halves)
 
+        backward = differentiable if torch.is_grad_enabled() else ctx.halves.backward
         return *gradients(ctx, backward, *grads), None
 
     @staticmethod
@@ -532,12 +530,11 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        *inputs, halves = args
-        return halves.backward(*inputs)
+        return args[-1].backward(*args[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save_for_double_gradients(ctx, inputs[:-1], output)
+        save_for_double_gradients(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -549,6 +546,25 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
             return SoftmaxBackwardFunction.apply(*inputs, args[-1])
 
         return batch_backward(backward, info, in_dims[:-1], *args[:-1])
+
+
+# Function.apply without the binding of the signature, which takes longer than all the rest.
+_apply_eagerly = super(torch.autograd.Function, SoftmaxFunction).apply
+
+
+def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
+
+    Args:
+        halves: who computes.
+        needs_gradient: whether autograd records and one of the arguments requires a gradient.
+        args: those of `softmax_forward`; return_lse is True where the sink requires a gradient.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return SoftmaxFunction.apply(*args, halves)
+    if needs_gradient:
+        return _apply_eagerly(*args, halves)
+    return halves.forward(*args)
 
 
 HALVES = Halves(softmax_forward, softmax_backward)
@@ -569,7 +585,9 @@ def softmax(
     """The specification of `megasoftmax.softmax`, differentiable, without its checks."""
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
-    probabilities, lse = SoftmaxFunction.apply(
+    probabilities, lse = call(
+        HALVES,
+        True,
         scores,
         scale,
         mask,
@@ -581,6 +599,5 @@ def softmax(
         sink_value,
         scores.dtype if dtype is None else dtype,
         return_lse or sink_tensor is not None,
-        HALVES,
     )
     return (probabilities, lse) if return_lse else probabilities

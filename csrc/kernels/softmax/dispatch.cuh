@@ -58,12 +58,12 @@ cudaError_t launch_rows(void (*kernel)(Params, Tiling, RowIndex), const RowRegim
   return cudaSuccess;
 }
 
-// What kind of rows a launch has, for the regimes that do not serve all.
+// What a launch asks of its rows, but for the bias gradient.
 template <class T>
-Serves rows_served(const Shape& shape, int64_t visible_chunks, bool is_masked) {
+Rows rows_of(const Shape& shape, const Window& window, int64_t visible_chunks, bool is_masked) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, kPackElements<T>);
-  if (chunks >= kLongRow && visible_chunks * 2 <= chunks) return Serves::kNarrow;
-  return is_masked ? Serves::kMasked : Serves::kAny;
+  if (chunks >= kLongRow && visible_chunks <= kNarrowRow) return kNarrow;
+  return is_masked ? kMasked : window.is_limited() ? kLimited : kPlain;
 }
 
 // Shared memory that holds a row between two passes, each thread's chunks in a column of its own.
@@ -80,13 +80,18 @@ cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const bool shares = shares_between_heads(params.mask, params.shape) ||
                       shares_between_heads(params.bias, params.shape);
   const int64_t queries_per_tile = shares ? kQueriesPerSharedTile : params.shape.queries;
-  const int index =
-      regime_for(kForwardRegimes, chunks, rows_served<T>(params.shape, chunks, Mask::kPresent));
+  const int index = regime_for(kForwardRegimes, chunks,
+                               rows_of<T>(params.shape, params.window, chunks, Mask::kPresent));
   return with_regime(kForwardRegimes, index, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-    return launch_rows(softmax_forward_kernel<T, Mask, Bias, kIndex>, kRegime, params.shape,
-                       queries_per_tile, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream,
-                       params);
+    constexpr unsigned kPossible = Mask::kPresent ? kMasked | kNarrow : kPlain | kLimited | kNarrow;
+    if constexpr ((kRegime.serves & kPossible) == 0) {
+      return cudaErrorInvalidValue;  // never chosen
+    } else {
+      return launch_rows(softmax_forward_kernel<T, Mask, Bias, kIndex>, kRegime, params.shape,
+                         queries_per_tile, shared_bytes(kRegime, chunks, sizeof(Pack<T>)), stream,
+                         params);
+    }
   });
 }
 
@@ -124,15 +129,22 @@ inline int64_t backward_chunks(const BackwardParams& params, int pack_elements) 
 template <class T, template <int, int> class BiasGradientOf>
 cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
   const int64_t chunks = backward_chunks(params, kPackElements<T>);
-  const int index =
-      regime_for(kBackwardRegimes, chunks, rows_served<T>(params.shape, chunks, false));
+  constexpr bool kSumsBias = BiasGradientOf<0, kPackElements<T>>::kPresent;
+  const Rows rows =
+      kSumsBias ? kBiasGradient : rows_of<T>(params.shape, params.window, chunks, false);
+  const int index = regime_for(kBackwardRegimes, chunks, rows);
   return with_regime(kBackwardRegimes, index, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
-    Shape owners = params.bias_shape;
-    owners.batches *= params.splits;
-    return launch_rows(softmax_backward_kernel<T, BiasGradientOf, kIndex>, kRegime, owners,
-                       owners.queries, shared_bytes(kRegime, chunks, 2 * sizeof(Pack<T>)), stream,
-                       params);
+    constexpr unsigned kPossible = kSumsBias ? kBiasGradient : kPlain | kLimited | kNarrow;
+    if constexpr ((kRegime.serves & kPossible) == 0) {
+      return cudaErrorInvalidValue;  // never chosen
+    } else {
+      Shape owners = params.bias_shape;
+      owners.batches *= params.splits;
+      return launch_rows(softmax_backward_kernel<T, BiasGradientOf, kIndex>, kRegime, owners,
+                         owners.queries, shared_bytes(kRegime, chunks, 2 * sizeof(Pack<T>)), stream,
+                         params);
+    }
   });
 }
 

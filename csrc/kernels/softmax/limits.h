@@ -16,10 +16,14 @@ enum class Storage {
   kReread,     // any number of batches, the row is read a second time
 };
 
-enum class Serves {
-  kAny,
-  kMasked,  // rows with a bool mask
-  kNarrow,  // rows of which a window leaves less than half: most of the work is to write zeros
+// What a launch asks of its rows; a regime may serve several.
+enum Rows : unsigned {
+  kPlain = 1,
+  kLimited = 2,        // causal, or with a wide window
+  kMasked = 4,         // with a bool mask
+  kNarrow = 8,         // long ones of which a window leaves at most half: most of the work is zeros
+  kBiasGradient = 16,  // backward, with sums that want registers
+  kAllRows = kPlain | kLimited | kMasked | kBiasGradient,
 };
 
 struct RowRegime {
@@ -30,65 +34,63 @@ struct RowRegime {
   int chunks_per_thread;  // loads in flight per thread
   int max_chunks;         // visible chunks of a row
   int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
-  Serves serves;
+  unsigned serves;        // Rows
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
-inline constexpr int64_t kLongRow =
-    512;  // chunks from which on a narrow window has a regime of its own
+// Chunks in all, and visible ones, of rows that count as narrow.
+inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
 
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
-    // name          storage              threads  rows  chunks   max chunks  blocks  serves
-    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     16, Serves::kAny      },
-    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     16, Serves::kAny      },
-    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     16, Serves::kAny      },
-    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     16, Serves::kAny      },
-    {"lanes_16x5",   Storage::kRegisters,    16,    4,      5,          80,     14, Serves::kAny      },
-    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     16, Serves::kAny      },
-    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     14, Serves::kAny      },
-    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     18, Serves::kAny      },
-    {"narrow_256x1", Storage::kRegisters,   256,    1,      1,         256,      6, Serves::kNarrow   },
-    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     16, Serves::kAny      },
-    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      9, Serves::kAny      },
-    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      8, Serves::kAny      },
-    {"block_256x4",  Storage::kRegisters,   256,    1,      4,        1024,      4, Serves::kMasked   },
-    {"shared_128",   Storage::kShared,      128,    1,      2,        1026,      9, Serves::kAny      },
-    {"shared_256",   Storage::kShared,      256,    1,      2,        4098,      4, Serves::kAny      },
-    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1, Serves::kAny      },
+    // name            storage              threads  rows  chunks   max chunks  blocks  serves
+    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     16, kAllRows},
+    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     16, kAllRows},
+    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     16, kAllRows},
+    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     16, kAllRows},
+    {"lanes_16x5",     Storage::kRegisters,    16,    4,      5,          80,     14, kAllRows},
+    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     16, kAllRows},
+    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     14, kAllRows},
+    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     18, kAllRows},
+    {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      6, kNarrow},
+    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     16, kAllRows},
+    {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      9, kLimited | kMasked},
+    {"shared_64",      Storage::kShared,       64,    1,      2,         512,     18, kPlain},
+    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      8, kAllRows},
+    {"block_256x4",    Storage::kRegisters,   256,    1,      4,        1024,      4, kMasked},
+    {"shared_64_long", Storage::kShared,       64,    1,      2,        1026,     18, kAllRows},
+    {"shared_256",     Storage::kShared,      256,    1,      2,        4098,      4, kAllRows},
+    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAllRows},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"lanes_4x1",    Storage::kRegisters,     4,   16,      1,           4,     14, Serves::kAny      },
-    {"lanes_4x4",    Storage::kRegisters,     4,   16,      4,          16,     12, Serves::kAny      },
-    {"lanes_8x4",    Storage::kRegisters,     8,    8,      4,          32,     12, Serves::kAny      },
-    {"lanes_16x4",   Storage::kRegisters,    16,    4,      4,          64,     12, Serves::kAny      },
-    {"warp_32x4",    Storage::kRegisters,    32,    2,      4,         128,     12, Serves::kAny      },
-    {"warp_32x5",    Storage::kRegisters,    32,    2,      5,         160,     10, Serves::kAny      },
-    {"block_64x4",   Storage::kRegisters,    64,    1,      4,         256,     14, Serves::kAny      },
-    {"narrow_256x1", Storage::kRegisters,   256,    1,      1,         256,      5, Serves::kNarrow   },
-    {"block_64x5",   Storage::kRegisters,    64,    1,      5,         320,     12, Serves::kAny      },
-    {"block_128x4",  Storage::kRegisters,   128,    1,      4,         512,      7, Serves::kAny      },
-    {"block_128x5",  Storage::kRegisters,   128,    1,      5,         640,      6, Serves::kAny      },
-    {"shared_256",   Storage::kShared,      256,    1,      2,        3072,      4, Serves::kAny      },
-    {"reread_512",   Storage::kReread,      512,    1,      2,  kUnlimited,      1, Serves::kAny      },
+    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     14, kAllRows},
+    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     12, kAllRows},
+    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     12, kAllRows},
+    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     12, kAllRows},
+    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     12, kBiasGradient},
+    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     10, kBiasGradient},
+    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     14, kBiasGradient},
+    {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      5, kNarrow},
+    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     12, kBiasGradient},
+    {"shared_32",      Storage::kShared,       32,    1,      2,         322,     32, kAllRows},
+    {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      7, kBiasGradient},
+    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      6, kBiasGradient},
+    {"shared_64",      Storage::kShared,       64,    1,      2,        1026,     16, kAllRows},
+    {"shared_256",     Storage::kShared,      256,    1,      2,        3072,      4, kAllRows},
+    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAllRows},
 };
 // clang-format on
 
 inline constexpr int kNumForwardRegimes = sizeof(kForwardRegimes) / sizeof(RowRegime);
 inline constexpr int kNumBackwardRegimes = sizeof(kBackwardRegimes) / sizeof(RowRegime);
 
+// The first regime that serves such rows and is long enough.
 template <int kCount>
-constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, Serves rows) {
+constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, Rows rows) {
   for (int i = 0; i < kCount; ++i) {
-    if (table[i].serves == rows && rows == Serves::kNarrow && chunks <= table[i].max_chunks)
-      return i;
-  }
-  for (int i = 0; i < kCount; ++i) {
-    if (chunks <= table[i].max_chunks &&
-        (table[i].serves == Serves::kAny || table[i].serves == rows))
-      return i;
+    if (chunks <= table[i].max_chunks && (table[i].serves & rows) != 0) return i;
   }
   return kCount - 1;
 }
@@ -101,7 +103,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount]) {
     if (regime.storage == Storage::kRegisters &&
         regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread)
       return false;
-    if (regime.threads() % 32 != 0 || (regime.threads_per_row > 32 && regime.rows_per_block != 1))
+    if (regime.threads() % 32 != 0 ||
+        ((regime.threads_per_row > 32 || regime.storage != Storage::kRegisters) &&
+         regime.rows_per_block != 1))
       return false;
   }
   return table[kCount - 1].max_chunks == kUnlimited;

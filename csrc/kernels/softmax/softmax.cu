@@ -47,8 +47,9 @@ BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
   BiasGradientPlan plan;
   plan.splits = std::clamp<int64_t>(divide_up(kEnoughOwners, owners), 1,
                                     std::max<int64_t>(rows_per_owner, 1));
-  plan.accumulates = kBackwardRegimes[regime_for(kBackwardRegimes, chunks, Serves::kAny)].storage !=
-                     Storage::kRegisters;
+  plan.accumulates =
+      kBackwardRegimes[regime_for(kBackwardRegimes, chunks, kBiasGradient)].storage !=
+      Storage::kRegisters;
   return plan;
 }
 

@@ -1,0 +1,632 @@
+"""The modules against the formulas that they stand for, in float64 and plain torch."""
+
+import enum
+import math
+import pickle
+
+import pytest
+import torch
+
+import megasoftmax
+from megasoftmax import (
+    AttnMaskType,
+    FusedScaleMaskSoftmax,
+    ScaledMaskedSoftmax,
+    ScaledSoftmax,
+    ScaledUpperTriangMaskedSoftmax,
+    SoftmaxOne,
+)
+
+BATCH, HEADS = 2, 3
+HALVES = {torch.float16: "input_in_fp16", torch.bfloat16: "input_in_bf16"}
+# Half a unit in the last place of a probability near 1, and as much for what was summed.
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-12}
+CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
+OTHER_TYPES = (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary)
+SHAPES = ((7, 7), (1, 9), (3, 11), (5, 2))  # queries, keys; the last has rows with nothing left
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def forbidden(scores, mask):
+    raise AssertionError("mask_func was called")
+
+
+def fill(scores, mask):
+    return scores.masked_fill(mask, -10000.0)
+
+
+class Recorded:
+    """A mask function that keeps the masks that it was given."""
+
+    def __init__(self, function=fill):
+        self.function, self.masks = function, []
+
+    def __call__(self, scores, mask):
+        self.masks.append(mask)
+        return self.function(scores, mask)
+
+
+def module(
+    mask_type=AttnMaskType.padding,
+    *,
+    dtype=torch.float32,
+    fusion=True,
+    mask_func=forbidden,
+    in_fp32=True,
+    scale=None,
+    window=None,
+):
+    return FusedScaleMaskSoftmax(
+        input_in_fp16=dtype == torch.float16,
+        input_in_bf16=dtype == torch.bfloat16,
+        attn_mask_type=mask_type,
+        scaled_masked_softmax_fusion=fusion,
+        mask_func=mask_func,
+        softmax_in_fp32=in_fp32,
+        scale=scale,
+        window_size=window,
+    )
+
+
+def make_scores(queries, keys, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(BATCH, HEADS, queries, keys, generator=generator) * 3
+    return scores.to(device, dtype)
+
+
+def make_mask(queries, keys, device="cpu"):
+    """[batch, 1, queries, keys]; the last key of a row and the first always stay."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(BATCH, 1, queries, keys, generator=generator) < 0.4
+    mask[..., 0] = mask[..., -1] = False
+    return mask.to(device)
+
+
+def visible_entries(queries, keys, causal=False, window=None):
+    """Query by query and key by key, as the definition reads."""
+    left, right = window or (-1, -1)
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        own = i + keys - queries
+        for j in range(keys):
+            after = j > own and causal
+            visible[i, j] = not (
+                after or (left >= 0 and j < own - left) or (right >= 0 and j > own + right)
+            )
+    return visible
+
+
+def expected(scores, excluded=None, offset=None, scale=1.0):
+    """By concatenation of the offset, in float64, on the CPU; 0 where nothing is left."""
+    z = scores.double().cpu() * scale
+    if excluded is not None:
+        z = z.masked_fill(excluded.cpu(), -math.inf)
+    if offset is not None:
+        column = offset.double().cpu().reshape(1, -1, 1, 1).expand(*z.shape[:-1], 1)
+        return torch.softmax(torch.cat([z, column], -1), -1)[..., :-1]
+    return torch.softmax(z, -1).nan_to_num(0)
+
+
+def assert_near(actual, wanted, dtype=None):
+    tolerance = TOLERANCE[dtype or actual.dtype]
+    torch.testing.assert_close(actual.double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+# The fused semantics
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask_type", AttnMaskType)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_mask_and_causality_both_hold(shape, mask_type, with_mask, device):
+    scores = make_scores(*shape, device=device)
+    mask = make_mask(*shape, device=device) if with_mask else None
+    excluded = ~visible_entries(*shape, causal=mask_type in CAUSAL_TYPES)
+    if mask is not None:
+        excluded = excluded | mask.cpu()
+    actual = module(mask_type)(scores, mask)
+    assert_near(actual, expected(scores, excluded))
+    assert not actual.cpu()[excluded.expand(actual.shape)].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [(2, 0), (0, 0), (2, 1), (-1, 0), (2, -1), (-1, 1), (-1, -1)])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.padding])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_window_holds_beside_mask_and_causality(shape, window, mask_type, with_mask, device):
+    scores = make_scores(*shape, device=device)
+    mask = make_mask(*shape, device=device) if with_mask else None
+    excluded = ~visible_entries(*shape, mask_type is AttnMaskType.causal, window)
+    if mask is not None:
+        excluded = excluded | mask.cpu()
+    assert_near(module(mask_type, window=window)(scores, mask), expected(scores, excluded))
+
+
+def test_left_of_window_counts_tokens_before_the_query():
+    probabilities = module(AttnMaskType.causal, window=(2, 0))(torch.zeros(1, 1, 6, 6), None)
+    assert (probabilities > 0).sum(-1).flatten().tolist() == [1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("mask_type", CAUSAL_TYPES)
+def test_single_query_sees_all(mask_type, device):
+    scores = make_scores(1, 9, device=device)
+    assert_near(module(mask_type)(scores, None), expected(scores))
+
+
+@pytest.mark.parametrize("scale", [None, 4, 0.37])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_scale_and_dtype(scale, dtype, device):
+    scores = make_scores(6, 6, dtype, device)
+    actual = module(AttnMaskType.causal, dtype=dtype, scale=scale)(scores, None)
+    assert actual.dtype == dtype
+    assert_near(actual, expected(scores, ~visible_entries(6, 6, True), scale=scale or 1))
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize(
+    ("flags", "given", "in_fp32", "result"),
+    [
+        (torch.float16, torch.float16, True, torch.float16),
+        (torch.bfloat16, torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, False, torch.bfloat16),
+        (torch.float32, torch.float32, True, torch.float32),
+        (torch.float32, torch.float32, False, torch.float32),
+        (torch.float32, torch.bfloat16, True, torch.bfloat16),  # the flags say float32
+        (torch.float16, torch.float32, True, torch.float16),  # the flags say float16
+        (torch.float16, torch.float32, False, torch.float32),
+    ],
+)
+def test_dtype_of_the_result(fusion, flags, given, in_fp32, result, device):
+    scores = make_scores(4, 5, given, device)
+    actual = module(dtype=flags, in_fp32=in_fp32, fusion=fusion)(scores, None)
+    assert actual.dtype == result
+    assert_near(actual, expected(scores), torch.bfloat16)
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_offset_and_its_gradient(fusion, dtype, window, device):
+    scores = make_scores(6, 6, dtype, device).requires_grad_()
+    offset = torch.tensor([-1.0, 0.0, 2.5]).to(device, dtype).requires_grad_()
+    gradient = make_scores(6, 6, dtype, device, seed=2)
+    softmax = module(AttnMaskType.causal, dtype=dtype, fusion=fusion, mask_func=fill, window=window)
+    actual = softmax(scores, None, offset)
+    actual.backward(gradient)
+
+    z, logit = (t.detach().double().cpu().requires_grad_() for t in (scores, offset))
+    wanted = expected(z, ~visible_entries(6, 6, True, window), logit)
+    wanted.backward(gradient.double().cpu())
+    assert actual.dtype == dtype
+    assert_near(actual.detach(), wanted.detach())
+    assert offset.grad.dtype == dtype
+    # Gradients are made of probabilities that were rounded, and the offset's of 36 of them.
+    tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-5}[dtype]
+    for mine, theirs in ((scores.grad, z.grad), (offset.grad, logit.grad)):
+        torch.testing.assert_close(mine.double().cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_offset_of_a_row_with_nothing_left(device):
+    mask = torch.ones(BATCH, 1, 4, 5, dtype=torch.bool, device=device)
+    offset = torch.zeros(HEADS, device=device, requires_grad=True)
+    probabilities = module()(make_scores(4, 5, device=device), mask, offset)
+    probabilities.sum().backward()
+    assert not probabilities.any()
+    assert not offset.grad.any()
+
+
+def test_gradients_through_mask_and_scale(device):
+    scores = make_scores(5, 8, device=device).requires_grad_()
+    mask = make_mask(5, 8, device=device)
+    gradient = make_scores(5, 8, device=device, seed=2)
+    module(AttnMaskType.causal, scale=0.5)(scores, mask).backward(gradient)
+    z = scores.detach().double().cpu().requires_grad_()
+    excluded = mask.cpu() | ~visible_entries(5, 8, True)
+    expected(z, excluded, scale=0.5).backward(gradient.double().cpu())
+    assert_near(scores.grad, z.grad)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 5), (BATCH, 1, 1, 5), (BATCH, HEADS, 4, 5), (4, 5)])
+def test_masks_of_all_shapes(shape, device):
+    scores = make_scores(4, 5, device=device)
+    mask = (torch.arange(math.prod(shape)).reshape(shape) % 5 == 1).to(device)
+    excluded = mask.cpu().expand(scores.shape)
+    assert_near(module()(scores, mask), expected(scores, excluded))
+
+
+# Fusion off, or not possible: through mask_func
+
+
+def unfused(scores, mask, offset, scale, dtype):
+    """What the class of that name in Megatron-core computes without fusion, from its mask."""
+    z = scores.float() if dtype in HALVES else scores
+    z = z if scale is None else z * scale
+    z = z if mask is None else fill(z, mask)
+    if offset is None:
+        return torch.softmax(z, -1).to(dtype)
+    column = offset.reshape(1, -1, 1, 1).expand(*z.shape[:-1], 1)
+    return torch.softmax(torch.cat([z, column], -1), -1)[..., :-1].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("with_offset", [False, True])
+@pytest.mark.parametrize(
+    ("mask_type", "with_mask", "window", "passed"),
+    [
+        (AttnMaskType.padding, False, None, None),
+        (AttnMaskType.padding, True, None, "mask"),
+        (AttnMaskType.causal, False, None, "causal"),
+        (AttnMaskType.causal, True, None, "mask"),
+        (AttnMaskType.causal, False, (2, 0), (2, 0)),
+        (AttnMaskType.causal, True, (2, 0), (2, 0)),
+        (AttnMaskType.padding, True, (1, 2), (1, 2)),
+        (AttnMaskType.padding, False, (1, -1), (1, -1)),
+        (AttnMaskType.causal, False, (1, -1), (1, 0)),  # nobody sees the future
+    ],
+)
+def test_without_fusion(mask_type, with_mask, window, passed, with_offset, scale, dtype, device):
+    scores = make_scores(6, 6, dtype, device)
+    mask = make_mask(6, 6, device) if with_mask else None
+    offset = torch.tensor([-1.0, 0.0, 2.5], device=device) if with_offset else None
+    if passed == "causal":
+        passed_mask = ~visible_entries(6, 6, causal=True).to(device)
+    elif isinstance(passed, tuple):
+        passed_mask = ~visible_entries(6, 6, window=passed).to(device)
+    else:
+        passed_mask = mask
+    recorded = Recorded()
+    softmax = module(
+        mask_type, dtype=dtype, fusion=False, mask_func=recorded, scale=scale, window=window
+    )
+    actual = softmax(scores, mask, offset)
+
+    assert len(recorded.masks) == (passed is not None)
+    assert all(torch.equal(one, passed_mask) for one in recorded.masks)
+    wanted = unfused(scores, passed_mask, offset, scale, dtype)
+    torch.testing.assert_close(actual, wanted, rtol=TOLERANCE[dtype], atol=1e-7)
+    if offset is None:
+        assert torch.equal(actual, wanted)
+
+
+def test_without_fusion_an_excluded_row_is_what_mask_func_makes_of_it():
+    mask = torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    scores = make_scores(3, 4)
+    actual = module(fusion=False, mask_func=lambda z, m: torch.where(m, -1e4, z))(scores, mask)
+    assert_near(actual, torch.full(scores.shape, 0.25, dtype=torch.float64))
+    assert not module()(scores, mask).any()
+
+
+def test_without_fusion_half_scores_stay_half_where_asked():
+    seen = []
+
+    def look(scores, mask):
+        seen.append(scores.dtype)
+        return fill(scores, mask)
+
+    mask = make_mask(4, 5)
+    for in_fp32 in (False, True):
+        softmax = module(dtype=torch.bfloat16, fusion=False, mask_func=look, in_fp32=in_fp32)
+        softmax(make_scores(4, 5, torch.bfloat16), mask)
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_without_fusion_single_query_has_no_causal_mask():
+    scores = make_scores(1, 9)
+    softmax = module(AttnMaskType.causal, fusion=False)
+    assert torch.equal(softmax(scores, None), torch.softmax(scores, -1))
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (-1, 0), (2, -1), (-1, -1)])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.padding])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_mask_that_is_not_bool_goes_to_mask_func_and_limits_hold(window, mask_type, shape):
+    scores, mask = make_scores(*shape), make_mask(*shape)
+    visible = visible_entries(*shape, mask_type is AttnMaskType.causal, window)
+    visible = visible & ~mask
+    assert visible.any(-1).all()
+
+    def either(z, m):
+        return fill(z, m) if m.dtype == torch.bool else z + m
+
+    recorded = Recorded(either)
+    additive = torch.zeros(mask.shape).masked_fill(mask, -10000.0)
+    softmax = module(mask_type, mask_func=recorded, window=window)
+    assert_near(softmax(scores, additive), expected(scores, ~visible))
+    assert recorded.masks[0] is additive
+    assert constraints(softmax.why_not_fused(scores, additive))[0] == "dtype of mask"
+
+
+def test_mask_func_is_asked_for_only_where_it_is_needed():
+    scores, mask = make_scores(4, 4), make_mask(4, 4)
+    module(mask_func=None)(scores, mask)
+    module(mask_func=None, fusion=False)(scores, None)
+    with pytest.raises(ValueError, match="mask_func"):
+        module(mask_func=None, fusion=False)(scores, mask)
+
+
+# Whether a call runs fused
+
+
+def constraints(reasons):
+    assert all(isinstance(reason, megasoftmax.Reason) for reason in reasons)
+    return [reason.constraint for reason in reasons]
+
+
+def test_reasons_on_a_cpu():
+    softmax, scores = module(), make_scores(4, 5)
+    assert "device" in constraints(softmax.why_not_fused(scores, None))
+    assert softmax.why_not_fused(scores, None) == megasoftmax.why_not_fused(
+        megasoftmax.softmax, scores
+    )
+    assert softmax.why_not_fused(scores, None) == megasoftmax.why_not_fused(softmax, scores, None)
+
+
+def test_all_reasons_are_given():
+    scores, mask = make_scores(4, 5, torch.float64), make_mask(4, 5).to(torch.uint8)
+    found = constraints(module(fusion=False).why_not_fused(scores, mask))
+    assert found[:3] == ["scaled_masked_softmax_fusion", "dtype of mask", "device"]
+    assert "dtype of scores" in found
+
+
+def test_reasons_raise_as_the_call_would():
+    for call in (module(), module().why_not_fused):
+        with pytest.raises(ValueError, match="input: expected"):
+            call(torch.zeros(3, 4), None)
+        with pytest.raises(ValueError, match="softmax_offset: expected"):
+            call(make_scores(4, 5), None, torch.zeros(HEADS + 1))
+        with pytest.raises(ValueError, match="mask: expected"):
+            call(make_scores(4, 5), torch.zeros(5, 5, dtype=torch.bool))
+
+
+def test_kernel_is_not_available_on_a_cpu():
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    assert module(dtype=torch.bfloat16).is_kernel_available(mask, 2, 4, 8, 8) is False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_kernel_is_available_on_a_gpu(dtype):
+    for queries, keys in ((8, 8), (3, 7), (1, 1), (5, 8193)):
+        softmax = module(AttnMaskType.causal, dtype=dtype, window=(4, 0))
+        mask = torch.zeros(1, 1, queries, keys, dtype=torch.bool, device="cuda")
+        scores = make_scores(queries, keys, dtype, "cuda")
+        offset = torch.zeros(HEADS, device="cuda")
+        assert softmax.is_kernel_available(None, BATCH, HEADS, queries, keys) is True
+        assert softmax.is_kernel_available(mask, BATCH, HEADS, queries, keys) is True
+        assert softmax.is_kernel_available(mask.byte(), BATCH, HEADS, queries, keys) is False
+        assert softmax.why_not_fused(scores, mask, offset) == ()
+    softmax.scaled_masked_softmax_fusion = False
+    assert softmax.is_kernel_available(None, BATCH, HEADS, 8, 8) is False
+    assert constraints(softmax.why_not_fused(scores, None)) == ["scaled_masked_softmax_fusion"]
+
+
+@pytest.mark.gpu
+def test_fused_equals_plain_torch_on_a_gpu():
+    scores = make_scores(33, 65, torch.bfloat16, "cuda")
+    mask, offset = make_mask(33, 65, "cuda"), torch.randn(HEADS, device="cuda")
+    softmax = module(AttnMaskType.causal, dtype=torch.bfloat16, window=(9, 0))
+    assert softmax.why_not_fused(scores, mask, offset) == ()
+    on_cpu = softmax(scores.cpu(), mask.cpu(), offset.cpu())
+    torch.testing.assert_close(softmax(scores, mask, offset).cpu(), on_cpu, rtol=8e-3, atol=1e-6)
+
+
+def test_any_batch_fits_a_block():
+    assert FusedScaleMaskSoftmax.get_batch_per_block(7, 9, 3, 5) == 1
+
+
+# The constructor
+
+
+def test_mask_types_of_megatron():
+    assert {member.name: member.value for member in AttnMaskType} == {
+        "padding": 1,
+        "causal": 2,
+        "no_mask": 3,
+        "padding_causal": 4,
+        "arbitrary": 5,
+        "causal_bottom_right": 6,
+    }
+
+
+def test_mask_type_is_taken_by_name_and_kept():
+    stranger = enum.Enum("AttnMaskType", {"causal": 77, "padding": 2})
+    scores = make_scores(5, 5)
+    causal = module(AttnMaskType.causal)(scores, None)
+    for given in (stranger.causal, "causal"):
+        softmax = module(given)
+        assert softmax.attn_mask_type is given
+        assert torch.equal(softmax(scores, None), causal)
+    assert torch.equal(module(stranger.padding)(scores, None), module()(scores, None))
+
+
+def test_attributes_are_megatrons_and_may_change():
+    softmax = module(AttnMaskType.padding, dtype=torch.bfloat16, scale=2.0, window=[3, 0])
+    shown = {name: value for name, value in vars(softmax).items() if name[0] != "_"}
+    assert shown.pop("training")
+    assert shown == {
+        "input_in_fp16": False,
+        "input_in_bf16": True,
+        "input_in_float16": True,
+        "attn_mask_type": AttnMaskType.padding,
+        "scaled_masked_softmax_fusion": True,
+        "mask_func": forbidden,
+        "softmax_in_fp32": True,
+        "scale": 2.0,
+        "window_size": (3, 0),
+    }
+    scores = make_scores(5, 5, torch.bfloat16)
+    softmax.attn_mask_type, softmax.window_size = AttnMaskType.causal, None
+    wanted = module(AttnMaskType.causal, dtype=torch.bfloat16, scale=2.0)(scores, None)
+    assert torch.equal(softmax(scores, None), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(softmax))(scores, None), wanted)
+    assert softmax.state_dict() == {}
+
+
+def test_arguments_by_position():
+    softmax = FusedScaleMaskSoftmax(True, False, AttnMaskType.causal, True, None, True, 0.5, (2, 0))
+    scores = make_scores(5, 5, torch.float16)
+    excluded = ~visible_entries(5, 5, True, (2, 0))
+    assert_near(softmax(scores, None), expected(scores, excluded, scale=0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"input_in_bf16": True}, ValueError, "input_in_fp16, input_in_bf16: .* got both"),
+        ({"scale": 2.0, "softmax_in_fp32": False}, ValueError, "softmax_in_fp32: .*scale 2.0"),
+        ({"scale": "2"}, TypeError, "scale: .* got str"),
+        ({"attn_mask_type": "triangle"}, ValueError, "attn_mask_type: .* padding, causal"),
+        ({"attn_mask_type": 2}, TypeError, "attn_mask_type: .* got int"),
+        ({"window_size": (-2, 0)}, ValueError, r"window_size: .* got \(-2, 0\)"),
+        ({"window_size": (1, 2, 3)}, ValueError, "window_size"),
+        ({"window_size": (1.5, 0)}, TypeError, "window_size"),
+        ({"window_size": 4}, TypeError, "window_size: .* got int"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    arguments = {
+        "input_in_fp16": True,
+        "input_in_bf16": False,
+        "attn_mask_type": AttnMaskType.causal,
+        "scaled_masked_softmax_fusion": True,
+        "mask_func": fill,
+        "softmax_in_fp32": True,
+        "scale": None,
+    }
+    with pytest.raises(error, match=message):
+        FusedScaleMaskSoftmax(**(arguments | change))
+
+
+# The classes with apply
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_apply(shape, dtype, device):
+    scores, mask = make_scores(*shape, dtype, device), make_mask(*shape, device)
+    flat = scores.flatten(0, 1)
+    later = ~visible_entries(*shape, causal=True)
+    for actual, wanted in (
+        (ScaledSoftmax.apply(scores, 0.3), expected(scores, scale=0.3)),
+        (ScaledSoftmax.apply(flat, 0.3), expected(flat, scale=0.3)),
+        (ScaledMaskedSoftmax.apply(scores, None, 0.3), expected(scores, scale=0.3)),
+        (ScaledMaskedSoftmax.apply(scores, mask, 0.3), expected(scores, mask, scale=0.3)),
+        (ScaledUpperTriangMaskedSoftmax.apply(flat, 0.3), expected(flat, later, scale=0.3)),
+    ):
+        assert actual.dtype == dtype
+        assert_near(actual, wanted)
+
+
+def test_apply_gradients_and_gradient_given_is_kept(device):
+    scores, mask = make_scores(6, 6, device=device), make_mask(6, 6, device)
+    gradient = make_scores(6, 6, device=device, seed=2)
+    later = ~visible_entries(6, 6, causal=True)
+    for call, excluded in (
+        (lambda z: ScaledSoftmax.apply(z, 0.3), None),
+        (lambda z: ScaledMaskedSoftmax.apply(z, mask, 0.3), mask),
+        (
+            lambda z: ScaledUpperTriangMaskedSoftmax.apply(z.flatten(0, 1), 0.3).view_as(z),
+            later,
+        ),
+    ):
+        z, reference = scores.clone().requires_grad_(), scores.double().cpu().requires_grad_()
+        given = gradient.clone()
+        call(z).backward(given)
+        expected(reference, excluded, scale=0.3).backward(gradient.double().cpu())
+        assert_near(z.grad, reference.grad)
+        assert torch.equal(given, gradient)
+
+
+def test_apply_names_bad_arguments():
+    with pytest.raises(ValueError, match=r"inputs: expected .batch . heads, queries, keys"):
+        ScaledUpperTriangMaskedSoftmax.apply(make_scores(4, 4), 1.0)
+    with pytest.raises(ValueError, match=r"inputs: expected .batch, heads, queries, keys"):
+        ScaledMaskedSoftmax.apply(torch.zeros(3, 4, 4), None, 1.0)
+    with pytest.raises(TypeError, match="mask: expected a bool tensor"):
+        ScaledMaskedSoftmax.apply(make_scores(4, 4), torch.zeros(4, 4), 1.0)
+
+
+# SoftmaxOne
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_softmax_one_with_logits_per_head(dtype, device):
+    scores = make_scores(4, 5, dtype, device)
+    offset = torch.tensor([-1.0, 0.0, 2.5], dtype=dtype, device=device)
+    actual = SoftmaxOne(-1, offset)(scores)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    assert_near(actual, expected(scores, offset=offset))
+    across = SoftmaxOne(2, offset)(scores)
+    assert_near(across, expected(scores.mT, offset=offset).mT)
+
+
+@pytest.mark.parametrize("number", [0, 0.25, 1.0, 3])
+@pytest.mark.parametrize("dim", [None, -1, 0, 1, 2])
+def test_softmax_one_with_a_number(number, dim, device):
+    scores = make_scores(4, 5, device=device)[0]
+    powers = scores.double().cpu().exp()
+    wanted = powers / (number + powers.sum(-1 if dim is None else dim, keepdim=True))
+    assert_near(SoftmaxOne(dim, number)(scores), wanted)
+
+
+def test_softmax_one_is_off_by_one_by_default():
+    actual = SoftmaxOne()(torch.zeros(3))
+    assert_near(actual, torch.full((3,), 0.25, dtype=torch.float64))
+    scores = make_scores(4, 5)
+    assert_near(SoftmaxOne()(scores), expected(scores, offset=torch.zeros(1)))
+    assert_near(SoftmaxOne(1, torch.zeros(1))(scores), SoftmaxOne(1)(scores).double())
+
+
+def test_softmax_one_learns(device):
+    scores = make_scores(4, 5, device=device).requires_grad_()
+    softmax = SoftmaxOne(-1, torch.nn.Parameter(torch.tensor([-1.0, 0.0, 2.5]))).to(device)
+    assert list(softmax.state_dict()) == ["denominator_offset"]
+    gradient = make_scores(4, 5, device=device, seed=2)
+    softmax(scores).backward(gradient)
+    offset = softmax.denominator_offset
+    z, logit = (t.detach().double().cpu().requires_grad_() for t in (scores, offset))
+    expected(z, offset=logit).backward(gradient.double().cpu())
+    for mine, theirs in ((scores.grad, z.grad), (offset.grad, logit.grad)):
+        torch.testing.assert_close(mine.double().cpu(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_softmax_one_names_bad_arguments():
+    scores = make_scores(4, 5)
+    for bad in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="denominator_offset"):
+            SoftmaxOne(None, bad)
+    with pytest.raises(TypeError, match=r"denominator_offset: .* got str"):
+        SoftmaxOne(None, "1")
+    for dim, heads in ((-1, HEADS + 1), (1, HEADS), (0, HEADS)):
+        softmax = SoftmaxOne(dim, torch.zeros(heads))
+        for call in (softmax, softmax.why_not_fused):
+            with pytest.raises(ValueError, match="denominator_offset"):
+                call(scores)
+    with pytest.raises(ValueError, match="dim: expected from -4 to 3, got 4"):
+        SoftmaxOne(4)(scores)
+
+
+def test_softmax_one_says_why_not_fused():
+    assert "device" in constraints(megasoftmax.why_not_fused(SoftmaxOne(), make_scores(4, 5)))
+
+
+# Around them
+
+
+def test_public_names():
+    assert megasoftmax.__all__ == sorted(megasoftmax.__all__)
+    assert all(hasattr(megasoftmax, name) for name in megasoftmax.__all__)
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_compiles_whole(fusion):
+    softmax = module(AttnMaskType.causal, fusion=fusion, mask_func=fill, scale=2.0, window=(2, 0))
+    scores, offset = make_scores(5, 5), torch.zeros(HEADS)
+    compiled = torch.compile(softmax, fullgraph=True, backend="eager")
+    assert_near(compiled(scores, None, offset), softmax(scores, None, offset).double())
