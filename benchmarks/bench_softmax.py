@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 import typer
 from rich.progress import track
 from torch import Tensor
@@ -198,7 +199,7 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
             output = softmax(leaf)
             both()
         except Exception as error:  # a peer that refuses the case is a result too
-            print(f"{name} refuses {case.shape} {case.variant}: {str(error).splitlines()[0]}")
+            print(f"{name} refuses {case.shape} {case.variant}: {error!r}"[:200])
             continue
         calls["forward"][name] = lambda softmax=softmax: softmax(scores)
         calls["backward"][name] = lambda output=output, leaf=leaf: torch.autograd.grad(
@@ -225,6 +226,7 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
 
 def main(rounds: int = 21, peers: bool = True, out: Path = RESULTS, only: str = "") -> None:
     """Runs the table; `only` keeps the cases whose "shape variant" contains it."""
+    functorch_config.donated_buffer = False  # one output is differentiated many times
     folder = Path(__file__).parent
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder

@@ -33,8 +33,9 @@ WARM_UP_STEPS = 20  # in which the learning rate rises to its value
 TABLE_ROWS = 10
 
 # How far two losses of one step may be apart. The two runs round differently and training amplifies
-# that: the default settings came to 3e-6 in fp32 and, depending on the seed, 4e-2 in bf16.
-TOLERANCE = {"fp32": 1e-3, "bf16": 2e-1}
+# that: the default settings came to 1e-6 in fp32 and 4e-3 in bf16 on a CPU, twice the learning rate
+# to 3e-3 and 4e-2.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 console = Console()
 

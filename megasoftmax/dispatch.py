@@ -98,7 +98,7 @@ def _scale(scale: float) -> Reason | None:
 
 def _leading_dimensions(name: str, tensor: Tensor, scores: Tensor) -> Reason | None:
     """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
-    if scores.dim() <= 4 or _has_one_stride(tensor, scores):
+    if scores.dim() <= 4 or scores.numel() == 0 or _has_one_stride(tensor, scores):
         return None
     actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
     return Reason(f"leading dimensions of {name}", actual, "a view that merges all but the last 3")

@@ -64,7 +64,7 @@ def sink_logit(
     A sink of +inf becomes NaN: it makes the row NaN, as +inf among the scores would.
     """
     if sink is not None:
-        logit = sink.to(dtype).reshape((-1, 1) if sink.numel() > 1 else ())
+        logit = sink.to(dtype).reshape((-1, 1) if sink.numel() != 1 else ())
     elif sink_value is not None:
         logit = torch.full((), sink_value, dtype=dtype, device=device)
     else:
@@ -386,7 +386,7 @@ def gradients(
 def save_for_double_gradients(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
-    """Keeps for `double_gradients` what it needs. `inputs` begin with those of `softmax_backward`."""
+    """Keeps for `double_gradients` what it needs. `inputs` begin like `softmax_backward`'s."""
     given = BackwardSlots(*inputs[:14])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
@@ -501,8 +501,33 @@ class SoftmaxFunction(torch.autograd.Function):
     """`apply(*arguments of softmax_forward, halves)`."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return args[-1].forward(*args[:-1])
+    def forward(  # torch.compile counts the parameters
+        scores: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        sink: Tensor | None,
+        sink_value: float | None,
+        dtype: torch.dtype,
+        return_lse: bool,
+        halves: Halves,
+    ) -> Any:
+        return halves.forward(
+            scores,
+            scale,
+            mask,
+            bias,
+            causal,
+            window_left,
+            window_right,
+            sink,
+            sink_value,
+            dtype,
+            return_lse,
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -529,8 +554,39 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
     """`apply(*arguments of softmax_backward, halves)`."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return args[-1].backward(*args[:-1])
+    def forward(
+        gradient: Tensor,
+        probabilities: Tensor,
+        lse_gradient: Tensor | None,
+        lse: Tensor | None,
+        scale: float,
+        bias: Tensor | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        sink: Tensor | None,
+        sink_value: float | None,
+        dtype: torch.dtype,
+        bias_gradient: bool,
+        sink_gradient: bool,
+        halves: Halves,
+    ) -> Any:
+        return halves.backward(
+            gradient,
+            probabilities,
+            lse_gradient,
+            lse,
+            scale,
+            bias,
+            causal,
+            window_left,
+            window_right,
+            sink,
+            sink_value,
+            dtype,
+            bias_gradient,
+            sink_gradient,
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

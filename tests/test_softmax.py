@@ -1,1 +1,986 @@
-"""megasoftmax.softmax against the oracle."""
+"""megasoftmax.softmax against the oracle: every rule of the semantics, every edge of limits.h."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax._extension import LIMITS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = [*HALVES, torch.float32]
+SHAPE = (2, 3, 5, 37)
+INF, NAN = torch.inf, torch.nan
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def softmax_on(device: str) -> Callable[..., Any]:
+    return functools.partial(megasoftmax.softmax, fused=True if device == "cuda" else None)
+
+
+def check(scores: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    return oracle.check(softmax_on(scores.device.type), scores, **arguments)
+
+
+def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def coin(*shape: int, device: str, odds: float = 0.3, seed: int = 1) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.rand(shape, generator=generator, device=device) < odds
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(integer), b.contiguous().view(integer)
+    )
+
+
+# Variants, each of which every row regime must meet
+
+
+def _bias(*shape: int, like: Tensor, seed: int = 3) -> Tensor:
+    values = normal(*shape, device=like.device.type, dtype=like.dtype, seed=seed)
+    return values.requires_grad_()
+
+
+def _sink(like: Tensor) -> Tensor:
+    return normal(like.shape[1], device=like.device.type, seed=4).requires_grad_()
+
+
+def _mask(*shape: int, like: Tensor) -> Tensor:
+    return coin(*shape, device=like.device.type)
+
+
+def _window(like: Tensor) -> dict[str, Any]:
+    return {"window": (like.shape[-1] // 3, 1)}
+
+
+Variant = Callable[[Tensor, int, int, int, int], dict[str, Any]]
+VARIANTS: dict[str, Variant] = {
+    "plain": lambda x, b, h, q, k: {},
+    "mask per batch": lambda x, b, h, q, k: {"mask": _mask(b, 1, q, k, like=x)},
+    "mask per head and key": lambda x, b, h, q, k: {"mask": _mask(1, h, 1, k, like=x)},
+    "bias per head": lambda x, b, h, q, k: {"bias": _bias(1, h, q, k, like=x)},
+    "bias per batch and key": lambda x, b, h, q, k: {
+        "bias": _bias(b, 1, 1, k, like=x.float()),
+        "lse_gradient": False,
+    },
+    "full bias": lambda x, b, h, q, k: {"bias": _bias(b, h, q, k, like=x)},
+    "causal": lambda x, b, h, q, k: {"causal": True, "scale": -1.5},
+    "window": lambda x, b, h, q, k: _window(x),
+    "sink": lambda x, b, h, q, k: {"sink": _sink(x), "lse_gradient": False},
+    "causal, sink, other dtype": lambda x, b, h, q, k: {
+        "causal": True,
+        "sink": _sink(x),
+        "dtype": torch.bfloat16 if x.dtype == torch.float32 else torch.float32,
+    },
+    "mask, causal bias": lambda x, b, h, q, k: {
+        "mask": _mask(b, 1, 1, k, like=x),
+        "bias": _bias(1, h, q, k, like=x),
+        "causal": True,
+    },
+    "everything": lambda x, b, h, q, k: {
+        "mask": _mask(b, 1, q, k, like=x),
+        "bias": _bias(h, 1, k, like=x),
+        "causal": True,
+        "sink": _sink(x),
+        "scale": 80**-0.5,
+        **_window(x),
+    },
+}
+
+
+def check_variant(
+    variant: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    scores = normal(*shape, device=device, dtype=dtype)
+    arguments = {"scale": 0.7} | VARIANTS[variant](scores, *shape)
+    check(scores, **arguments, what=f"({variant}, {shape}, {dtype})")
+
+
+# Rows of the semantics table
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_plain_is_softmax(device: str, dtype: torch.dtype) -> None:
+    scores = normal(*SHAPE, device=device, dtype=dtype)
+    fused = device == "cuda" and dtype != torch.float64
+    p = megasoftmax.softmax(scores, fused=fused)
+    assert p.shape == scores.shape
+    oracle.assert_matches(p, scores.double().softmax(-1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 17, 33])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_short_rows(variant: str, columns: int, dtype: torch.dtype, device: str) -> None:
+    check_variant(variant, (2, 3, 5, columns), dtype, device)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_double_precision(variant: str) -> None:
+    check_variant(variant, SHAPE, torch.float64, "cpu")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (),
+        (37,),
+        (1,),
+        (5, 37),
+        (5, 1),
+        (3, 5, 37),
+        (3, 1, 1),
+        (2, 1, 1, 37),
+        (2, 1, 5, 1),
+        (1, 3, 5, 37),
+        (2, 3, 5, 37),
+    ],
+)
+def test_mask_and_bias_broadcast(shape: tuple[int, ...], device: str) -> None:
+    scores = normal(*SHAPE, device=device)
+    mask = coin(*shape, device=device) if shape else torch.tensor(False, device=device)
+    check(scores, mask=mask)
+    bias = normal(*shape, device=device, seed=2)
+    check(scores, bias=bias)
+    check(scores, bias=bias, mask=mask)
+    if device == "cpu" or shape[-1:] == SHAPE[-1:]:
+        check(scores, bias=bias.requires_grad_(), mask=coin(*SHAPE, device=device))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5, 1), (3, 1, 1), (2, 1, 5, 1)])
+def test_gradient_of_a_bias_without_keys(shape: tuple[int, ...], device: str) -> None:
+    """Not for the kernels, which do not sum along rows."""
+    bias = normal(*shape, device=device, seed=2).requires_grad_()
+    oracle.check(megasoftmax.softmax, normal(*SHAPE, device=device), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_type_of_bias(dtype: torch.dtype, bias_dtype: torch.dtype, device: str) -> None:
+    bias = normal(1, *SHAPE[1:], device=device, dtype=bias_dtype, seed=2).requires_grad_()
+    check(normal(*SHAPE, device=device, dtype=dtype), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+def test_type_of_probabilities(dtype: torch.dtype, out: torch.dtype, device: str) -> None:
+    scores = normal(*SHAPE, device=device, dtype=dtype)
+    check(scores, dtype=out)
+    check(scores, dtype=out, mask=coin(*SHAPE, device=device), causal=True)
+
+
+@pytest.mark.parametrize(
+    "window", [None, (0, 0), (0, -1), (-1, 0), (3, 0), (0, 3), (4, 2), (-1, -1), (1000, 1000)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(9, 9), (1, 9), (5, 37), (37, 5), (67, 67), (12, 1)])
+def test_causal_and_window(
+    sizes: tuple[int, int], causal: bool, window: tuple[int, int] | None, device: str
+) -> None:
+    scores = normal(2, 2, *sizes, device=device)
+    check(scores, causal=causal, window=window)
+    if window in (None, (4, 2)):
+        check(scores.half(), causal=causal, window=window, mask=coin(2, 1, *sizes, device=device))
+        check(scores.half(), causal=causal, window=window, sink=0.5)
+    p = softmax_on(device)(scores, causal=True)
+    queries, keys = sizes
+    upper = torch.ones(sizes, dtype=torch.bool, device=device).triu(keys - queries + 1)
+    assert (p[..., upper] == 0).all()
+    assert (p[..., ~upper] > 0).all()
+
+
+def test_one_query_sees_all_keys(device: str) -> None:
+    scores = normal(2, 3, 1, 37, device=device)
+    p = softmax_on(device)(scores, causal=True)
+    assert bits_equal(p, softmax_on(device)(scores))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e4])
+def test_excluded_is_zero_whatever_stands_there(
+    value: float, dtype: torch.dtype, device: str
+) -> None:
+    mask = coin(2, 1, 5, 37, device=device)
+    excluded = mask.expand(SHAPE)
+    clean = normal(*SHAPE, device=device, dtype=dtype)
+    bias = normal(*SHAPE, device=device, dtype=dtype, seed=2)
+    dirty_scores, dirty_bias = clean.masked_fill(excluded, value), bias.masked_fill(excluded, value)
+    dirty_g = normal(*SHAPE, device=device, dtype=dtype, seed=3).masked_fill(excluded, value)
+    for arguments in ({}, {"causal": True}, {"window": (20, 20)}, {"sink": 1.0}):
+        results = check(
+            dirty_scores, mask=mask, bias=dirty_bias.requires_grad_(), g=dirty_g, **arguments
+        )
+        assert all(result.isfinite().all() for result in results)
+        p = softmax_on(device)(clean, mask=mask, bias=bias, **arguments)
+        assert bits_equal(results[0], p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_of_what_a_window_excludes_is_used(dtype: torch.dtype, device: str) -> None:
+    scores = normal(2, 2, 33, 65, device=device, dtype=dtype)
+    outside = oracle.excluded_entries(scores, None, True, (7, -1))
+    g = normal(2, 2, 33, 65, device=device, dtype=dtype, seed=3).masked_fill(outside, INF)
+    results = check(scores.masked_fill(outside, NAN), g=g, causal=True, window=(7, -1))
+    assert all(result.isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["mask", "bias", "causal", "window"])
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_row_with_nothing_left(
+    how: str, dtype: torch.dtype, sink: float | None, device: str
+) -> None:
+    scores = normal(2, 3, 9, 4, device=device, dtype=dtype)
+    rows = torch.zeros(2, 3, 9, dtype=torch.bool, device=device)
+    arguments: dict[str, Any] = {}
+    if how == "mask":
+        rows[:, 1], rows[0, 0, 3] = True, True
+        arguments = {"mask": rows[..., None].expand(scores.shape)}
+    elif how == "bias":
+        rows[:, :, 2:4] = True
+        values = torch.zeros(9, 4, device=device, dtype=dtype)
+        values[2:4] = -INF
+        arguments = {"bias": values.requires_grad_()}
+    else:
+        rows[:, :, :5] = True
+        arguments = {"causal": True} if how == "causal" else {"window": (2, 0)}
+    p, lse, d_scores, *_ = check(scores, sink=sink, **arguments)
+    assert (p[rows] == 0).all()
+    assert (d_scores[rows] == 0).all()
+    assert (lse[rows] == (-INF if sink is None else sink)).all()
+    assert (p[~rows].sum(-1) > 0.1).all()
+
+
+def test_plain_row_of_minus_infinity_is_nan(device: str) -> None:
+    scores = normal(4, 37, device=device)
+    scores[1] = -INF
+    p = softmax_on(device)(scores)
+    assert p[1].isnan().all()
+    assert p[[0, 2, 3]].isfinite().all()
+    check(scores)
+    scores[2, 1:] = -INF
+    p, *_ = check(scores)
+    assert p[2, 0] == 1
+
+
+def test_row_of_minus_infinity_in_scores_with_a_rule_is_zero(device: str) -> None:
+    scores = normal(1, 1, 5, 9, device=device)
+    scores[..., 3, :] = -INF
+    nothing = torch.zeros(9, dtype=torch.bool, device=device)
+    for arguments in ({"mask": nothing}, {"causal": True}, {"sink": 0.0}, {"window": (8, 8)}):
+        p, *_ = check(scores, **arguments)
+        assert (p[..., 3, :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("where", ["scores", "bias"])
+@pytest.mark.parametrize("columns", [9, 64, 1003])
+def test_visible_nan_or_infinity_makes_the_visible_row_nan(
+    where: str, value: float, dtype: torch.dtype, columns: int, device: str
+) -> None:
+    shape = (1, 2, 7, columns)
+    scores = normal(*shape, device=device, dtype=dtype)
+    bias = normal(*shape, device=device, dtype=dtype, seed=2)
+    mask = coin(*shape, device=device)
+    mask[..., 0], mask[..., columns // 2] = True, False
+    {"scores": scores, "bias": bias}[where][0, 1, 3, columns // 2] = value
+    for arguments in ({}, {"mask": mask}, {"mask": mask, "sink": 0.0}, {"window": (columns, 4)}):
+        p, lse, d_scores, _ = check(scores, bias=bias.requires_grad_(), **arguments)
+        excluded = oracle.excluded_entries(
+            scores, arguments.get("mask"), False, arguments.get("window")
+        )
+        for result in (p, d_scores):
+            assert (result[excluded] == 0).all()
+            assert result[0, 1, 3][~excluded[0, 1, 3]].isnan().all()
+            assert result[0, 0].isfinite().all()
+        assert lse[0, 1, 3].isnan()
+        assert lse.isnan().sum() == 1
+
+
+def test_infinite_gradient_where_the_probability_is_zero(device: str) -> None:
+    scores = normal(2, 3, 37, device=device)
+    scores[..., 5] = -INF
+    g = normal(2, 3, 37, device=device, seed=2)
+    g[..., 5] = INF
+    *_, d_scores = check(scores, g=g)
+    assert d_scores.isfinite().all()
+    assert (d_scores[..., 5] == 0).all()
+
+
+def test_nan_gradient_of_a_visible_entry_spreads(device: str) -> None:
+    g = normal(2, 3, 37, device=device, seed=2)
+    g[1, 2, 7] = NAN
+    *_, d_scores = check(normal(2, 3, 37, device=device), g=g)
+    assert d_scores[1, 2].isnan().all()
+    assert d_scores.isnan().sum() == 37
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowest_scores_and_biases_are_uniform(dtype: torch.dtype, device: str) -> None:
+    softmax, lowest = softmax_on(device), torch.finfo(dtype).min
+    flat = torch.full((3, 4, 16), lowest, dtype=dtype, device=device)
+    assert (softmax(flat) == 1 / 16).all()
+    assert (softmax(flat, mask=torch.zeros_like(flat, dtype=torch.bool)) == 1 / 16).all()
+    assert (softmax(torch.zeros_like(flat), bias=flat) == 1 / 16).all()
+    for columns in (16, 700):
+        scores = normal(3, 4, columns, device=device).mul(2).round().to(dtype)
+        bias = torch.zeros_like(scores).masked_fill_(coin(3, 4, columns, device=device), lowest)
+        bias[1] = lowest
+        p = softmax(scores, bias=bias)
+        oracle.assert_matches(p, (scores.float() + bias.float()).double().softmax(-1), dtype)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("columns", [9, 37, 5000])
+def test_offset_of_all_scores(offset: float, scale: float, columns: int, device: str) -> None:
+    scores = normal(4, columns, device=device) + offset
+    check(scores, scale=scale)
+    check(scores, scale=scale, mask=coin(4, columns, device=device))
+
+
+@pytest.mark.parametrize("scale", [-1.0, -0.37, 80**-0.5, 3, 1e-3, 12.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale(scale: float, dtype: torch.dtype, device: str) -> None:
+    scores = normal(*SHAPE, device=device, dtype=dtype)
+    check(scores, scale=scale)
+    bias = normal(3, 1, 37, device=device, dtype=dtype, seed=2).requires_grad_()
+    check(scores, scale=scale, causal=True, mask=coin(*SHAPE, device=device), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_is_not_rounded(dtype: torch.dtype, device: str) -> None:
+    """A scale of 80 ** -0.5, rounded to bfloat16, would move these by a third of a percent."""
+    scores = torch.tensor([[0.0, 24.0, 24.0, 16.0]], device=device, dtype=dtype)
+    p = softmax_on(device)(scores, scale=80**-0.5, dtype=torch.float32)
+    oracle.assert_matches(p, (scores.double() * 80**-0.5).softmax(-1), torch.float32)
+
+
+def test_scale_of_zero_is_uniform_over_what_is_visible(device: str) -> None:
+    scores = normal(*SHAPE, device=device)
+    mask = coin(*SHAPE, device=device)
+    oracle.check(megasoftmax.softmax, scores, scale=0.0, mask=mask)
+
+
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+@pytest.mark.parametrize("columns", [4, 64, 3000, 40000])
+def test_scale_of_huge_scores_does_not_overflow(huge: float, columns: int, device: str) -> None:
+    scores = torch.full((3, columns), -abs(huge), device=device, dtype=torch.bfloat16)
+    scores[:, 1] = scores[:, columns - 1] = huge
+    p = softmax_on(device)(scores, scale=3.0)
+    oracle.assert_matches(p, (scores.double() * 3).softmax(-1), torch.bfloat16)
+
+
+# Sinks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sink_dtype", [*DTYPES, torch.float64])
+def test_sink_per_head(dtype: torch.dtype, sink_dtype: torch.dtype, device: str) -> None:
+    sink = torch.tensor([0.3, -2.0, 4.0], device=device, dtype=sink_dtype).requires_grad_()
+    scores = normal(*SHAPE, device=device, dtype=dtype)
+    check(scores, sink=sink)
+    check(scores, sink=sink, lse_gradient=False)
+    check(scores, sink=sink, causal=True, mask=coin(2, 1, 1, 37, device=device))
+    check(scores[0], sink=sink, window=(1, 0))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 20.0, 1e4, -1e4, -INF])
+@pytest.mark.parametrize("shape", [None, (), (1,), (3,), (1, 1, 1)])
+def test_value_of_sink(value: float, shape: tuple[int, ...] | None, device: str) -> None:
+    sink = value if shape is None else torch.full(shape, value, device=device).requires_grad_()
+    scores = normal(*SHAPE, device=device)
+    check(scores, sink=sink)
+    mask = coin(*SHAPE, device=device)
+    mask[1, 2] = True
+    check(scores, sink=sink, mask=mask)
+
+
+def test_sink_of_minus_infinity_changes_nothing(device: str) -> None:
+    scores, softmax = normal(*SHAPE, device=device), softmax_on(device)
+    without = softmax(scores, return_lse=True)
+    for sink in (-INF, torch.full((3,), -INF, device=device)):
+        for a, b in zip(softmax(scores, sink=sink, return_lse=True), without, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_sink_of_zero_is_the_off_by_one_softmax(device: str) -> None:
+    scores = normal(*SHAPE, device=device)
+    weights = scores.double().exp()
+    expected = weights / (1 + weights.sum(-1, keepdim=True))
+    for sink in (0, 0.0, torch.zeros(3, device=device)):
+        oracle.assert_matches(softmax_on(device)(scores, sink=sink), expected, torch.float32)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_sink_of_nan_or_infinity_makes_its_rows_nan(value: float, device: str) -> None:
+    sink = torch.tensor([0.0, value, 1.0], device=device).requires_grad_()
+    p, lse, d_scores, d_sink = check(
+        normal(*SHAPE, device=device), sink=sink, mask=coin(*SHAPE, device=device)
+    )
+    assert lse[:, 1].isnan().all()
+    for result in (p, lse, d_scores, d_sink[None]):
+        assert result[:, [0, 2]].isfinite().all()
+
+
+def test_sink_with_strides(device: str) -> None:
+    wide = normal(3, 4, device=device, seed=4)
+    check(normal(*SHAPE, device=device), sink=wide[:, 1].requires_grad_())
+    check(normal(*SHAPE, device=device), sink=wide[:1, 1].expand(3).requires_grad_())
+
+
+# Log-sum-exp and incoming gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_lse_alone(dtype: torch.dtype, device: str) -> None:
+    scores = normal(*SHAPE, device=device, dtype=dtype).requires_grad_()
+    sink = torch.tensor([0.3, -2.0, 4.0], device=device).requires_grad_()
+    mask = coin(*SHAPE, device=device)
+    _, lse = softmax_on(device)(scores, mask=mask, sink=sink, return_lse=True)
+    h = oracle.random_like(lse, 1)
+    d_scores, d_sink = torch.autograd.grad(lse, (scores, sink), h)
+    forward = oracle.softmax(scores, mask=mask, sink=sink)
+    wanted = oracle.gradients(forward, torch.zeros_like(scores), h, sink=sink, dtype=dtype)
+    for actual, gradient in ((d_scores, wanted.scores), (d_sink, wanted.sink)):
+        assert gradient is not None
+        oracle.assert_matches(
+            actual, gradient.value, dtype, magnitude=gradient.magnitude, zero=gradient.zero
+        )
+
+
+def test_lse_of_large_scores(device: str) -> None:
+    scores = torch.tensor([[1e30, 1e30], [-1e30, -1e30], [88.0, 89.0]], device=device)
+    _, lse = softmax_on(device)(scores, return_lse=True)
+    torch.testing.assert_close(lse, scores.double().logsumexp(-1).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [5, 64, 129, 1000])
+def test_incoming_gradients_of_any_strides(dtype: torch.dtype, columns: int, device: str) -> None:
+    shape = (2, 3, 5, columns)
+    scores = normal(*shape, device=device, dtype=dtype)
+    bias = normal(1, 3, 5, columns, device=device, dtype=dtype, seed=2).requires_grad_()
+    incoming = [
+        normal(2, 3, columns, 5, device=device, dtype=dtype).transpose(-1, -2),
+        normal(2, 5, 3, columns, device=device, dtype=dtype).transpose(1, 2),
+        normal(2, 3, 5, columns + 3, device=device, dtype=dtype)[..., 3:],
+        normal(2, 3, 5, 2 * columns, device=device, dtype=dtype)[..., ::2],
+        torch.ones((), device=device, dtype=dtype).expand(shape),
+        normal(2, 3, 5, 1, device=device, dtype=dtype).expand(shape),
+        normal(columns, device=device, dtype=dtype).expand(shape),
+    ]
+    h = normal(5, 3, 2, device=device, seed=5).permute(2, 1, 0)
+    for g in incoming:
+        kept = g.clone()
+        check(scores, g=g, h=h)
+        check(scores, g=g, h=torch.ones((), device=device).expand(shape[:-1]), causal=True)
+        check(scores, g=g, bias=bias, mask=coin(2, 1, 5, columns, device=device))
+        assert bits_equal(g, kept)
+
+
+def test_incoming_gradients_are_not_modified(device: str) -> None:
+    for arguments in ({}, {"causal": True}, {"sink": 0.5}, {"window": (3, 3)}):
+        scores = normal(*SHAPE, device=device).requires_grad_()
+        p, lse = softmax_on(device)(scores, return_lse=True, **arguments)
+        g, h = oracle.random_like(p, 1), oracle.random_like(lse, 2)
+        kept = [tensor.clone() for tensor in (g, h, p, lse, scores)]
+        torch.autograd.grad((p, lse), scores, (g, h))
+        for tensor, copy in zip((g, h, p, lse, scores), kept, strict=True):
+            assert bits_equal(tensor.detach(), copy.detach())
+
+
+# Layouts
+
+
+def _layouts(columns: int, device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def make(*shape: int) -> Tensor:
+        return normal(*shape, device=device, dtype=dtype)
+
+    yield "keys and queries swapped", make(2, 3, columns, 5).transpose(-1, -2)
+    yield "heads and queries swapped", make(2, 5, 3, columns).transpose(1, 2)
+    yield "batch inside", make(3, 5, columns, 2).permute(3, 0, 1, 2)
+    yield "middle of wider rows", make(2, 3, 5, columns + 11)[..., 3 : columns + 3]
+    yield "every second column", make(2, 3, 5, 2 * columns)[..., ::2]
+    yield "every second query", make(2, 3, 10, columns)[:, :, 1::2]
+    yield "odd offset", make(30 * columns + 1)[1:].view(2, 3, 5, columns)
+    yield "expanded batches", make(1, 3, 5, columns).expand(2, -1, -1, -1)
+    yield "expanded queries", make(2, 3, 1, columns).expand(-1, -1, 5, -1)
+    yield "expanded columns", make(2, 3, 5, 1).expand(-1, -1, -1, columns)
+    yield (
+        "odd strides of dimensions of size 1",
+        make(5 * columns).as_strided((1, 1, 5, columns), (7, 3, columns, 1)),
+    )
+    yield "one column with any stride", make(60).as_strided((2, 3, 5, 1), (30, 10, 2, 5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "columns", [1, 8, 13, 129, pytest.param(5000, marks=gpu), pytest.param(40001, marks=gpu)]
+)
+def test_layouts_of_scores(columns: int, dtype: torch.dtype, device: str) -> None:
+    if columns > 1000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    for what, scores in _layouts(columns, device, dtype):
+        heads, keys = scores.shape[1], scores.shape[-1]
+        sink = torch.linspace(-1, 1, heads, device=device).requires_grad_()
+        check(scores, what=what)
+        check(scores, what=what, mask=coin(keys, device=device), causal=True, sink=sink)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8, 13, 129, pytest.param(5000, marks=gpu)])
+def test_layouts_of_mask_and_bias(columns: int, dtype: torch.dtype, device: str) -> None:
+    if columns > 1000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    scores = normal(2, 3, 5, columns, device=device, dtype=dtype)
+    for what, bias in _layouts(columns, device, dtype):
+        if bias.shape[-1] == columns:
+            mask = bias > 0.5
+            # Comparing keeps strides, but not stride 0 and not gaps: those are made here.
+            gaps = torch.zeros(2, 3, 5, 2 * columns + 1, dtype=torch.bool, device=device)
+            spread = gaps[..., 1::2].copy_(mask.expand_as(scores))
+            check(scores, what=what, mask=mask)
+            check(scores, what=what, mask=spread, bias=bias)
+            check(scores, what=what, bias=bias.detach().requires_grad_(), causal=True)
+            check(scores, what=what, bias=bias.detach().float().requires_grad_(), mask=mask)
+    one = coin(1, 1, 1, columns, device=device)
+    for mask in (one.expand(scores.shape), one[..., :1].expand(scores.shape)):
+        check(scores, mask=mask)
+        check(scores, mask=mask, bias=mask.to(dtype), window=(columns // 2, 0))
+    offset = coin(2 * columns + 1, device=device)[1:].view(2, 1, 1, columns)
+    check(scores, mask=offset)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(37,), (1,), (5, 37), (3, 5, 37), (2, 2, 3, 5, 37), (2, 1, 2, 3, 5, 37), (1, 1, 1, 1, 1, 1)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    scores = normal(*shape, device=device, dtype=dtype)
+    check(scores)
+    check(scores, mask=coin(*shape, device=device), sink=0.5)
+    check(scores, bias=normal(shape[-1], device=device, seed=2).requires_grad_())
+    if len(shape) > 1:
+        check(scores, causal=True)
+    if len(shape) > 2:
+        sink = torch.linspace(-1, 1, shape[-3], device=device).requires_grad_()
+        check(scores, sink=sink, bias=normal(*shape[-3:], device=device).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0,),
+        (4, 0),
+        (0, 7),
+        (0, 3, 5, 7),
+        (2, 0, 5, 7),
+        (2, 3, 0, 7),
+        (2, 3, 5, 0),
+        (0, 0),
+        (2, 0, 3, 5, 7),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    scores = normal(*shape, device=device, dtype=dtype)
+    check(scores)
+    check(scores, mask=coin(*shape, device=device))
+    check(scores, bias=normal(shape[-1], device=device, dtype=dtype).requires_grad_())
+    check(scores, sink=torch.ones(1, device=device).requires_grad_())
+    if len(shape) > 1:
+        check(scores, causal=True, window=(3, 0), sink=0.5)
+    if len(shape) > 3:
+        bias = normal(1, 1, *shape[-2:], device=device, dtype=dtype)
+        check(scores, bias=bias.requires_grad_(), sink=torch.ones(shape[-3], device=device))
+
+
+@gpu
+def test_leading_dimensions_that_do_not_merge_take_the_plain_path() -> None:
+    scores = normal(2, 3, 4, 5, 37, device="cuda").transpose(0, 1)
+    (reason,) = megasoftmax.why_not_fused(megasoftmax.softmax, scores)
+    assert reason.constraint == "leading dimensions of scores"
+    with pytest.raises(ValueError, match="leading dimensions of scores"):
+        megasoftmax.softmax(scores, fused=True)
+    oracle.check(megasoftmax.softmax, scores, causal=True)
+    whole = normal(3, 2, 4, 5, 37, device="cuda")
+    mask = coin(2, 3, 4, 5, 37, device="cuda").transpose(0, 1)
+    with pytest.raises(ValueError, match="leading dimensions of mask"):
+        megasoftmax.softmax(whole, mask=mask, fused=True)
+    oracle.check(megasoftmax.softmax, whole, mask=mask)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(2, 66001, 1, 5), (66001, 2, 1, 5), (1, 1, 66001, 5)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_more_rows_than_a_grid_has_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    device = "cuda"
+    batch, heads, queries, keys = shape
+    scores = normal(*shape, device=device, dtype=dtype)
+    sink = normal(heads, device=device, seed=4).requires_grad_()
+    check(scores, mask=coin(batch, 1, queries, keys, device=device), sink=sink)
+    check(scores, window=(2, 0), bias=normal(1, heads, 1, keys, device=device, dtype=dtype))
+    bias = normal(batch, 1, queries, keys, device=device).requires_grad_()
+    check(scores, bias=bias, causal=True)
+
+
+# Every edge of the tables in limits.h
+
+
+def _edges() -> list[int]:
+    regimes = LIMITS.forward + LIMITS.backward
+    return sorted({regime.max_chunks for regime in regimes if regime.max_chunks is not None})
+
+
+def _pack(dtype: torch.dtype) -> int:
+    return 16 // dtype.itemsize
+
+
+@gpu
+@pytest.mark.parametrize("chunks", _edges())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges_of_regimes(chunks: int, dtype: torch.dtype) -> None:
+    """Rows that fill a regime, and one column less and more.
+
+    A row that is no multiple of a chunk may need one chunk more, so its edge comes a chunk earlier.
+    """
+    full, pack = chunks * _pack(dtype), _pack(dtype)
+    queries = 19 if chunks <= 80 else 5
+    variants = list(VARIANTS)
+    turn = DTYPES.index(dtype)
+    for columns in (full - pack + 1, full - pack + 2, full - 1, full, full + 1):
+        for _ in range(5):  # 25 turns for 12 variants: each meets either side of the edge
+            check_variant(variants[turn % len(variants)], (2, 3, queries, columns), dtype, "cuda")
+            turn += 1
+
+
+@gpu
+@pytest.mark.parametrize("columns", [33333, 65536, 131075])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_beyond_the_tables(variant: str, dtype: torch.dtype, columns: int) -> None:
+    check_variant(variant, (2, 2, 2, columns), dtype, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= 1026])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges_of_regimes_in_a_window(chunks: int, dtype: torch.dtype) -> None:
+    """A long row takes the regime of what a window leaves of it."""
+    pack = _pack(dtype)
+    keys = pack * max(3 * chunks, 1100) + 3
+    scores = normal(1, 2, 5, keys, device="cuda", dtype=dtype)
+    edge = (chunks - 1) * pack + 1  # the most columns that never touch one more chunk
+    for visible in (edge - 1, edge, edge + 1, edge + pack):
+        left = max(visible - 3, 0)
+        check(scores, window=(left, 2), what=f"{visible} visible")
+        check(scores, window=(visible - 1, 0), causal=True, sink=0.5, what=f"{visible} visible")
+        mask = coin(1, 1, 5, keys, device="cuda")
+        bias = normal(1, 2, 5, keys, device="cuda", dtype=dtype, seed=2).requires_grad_()
+        check(scores, window=(left, 2), mask=mask, bias=bias, what=f"{visible} visible")
+        check(scores[..., 3:], window=(left, 2), mask=mask[..., 3:], what=f"{visible} visible")
+
+
+@gpu
+@pytest.mark.parametrize("sizes", [(2100, 2100), (1300, 2500), (2500, 1300)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    scores = normal(1, 2, *sizes, device="cuda", dtype=dtype)
+    check(scores, causal=True)
+    sink = torch.tensor([0.5, -0.5], device="cuda").requires_grad_()
+    for window in ((0, 0), (17, 40), (300, 0), (0, 300), (511, 512), (-1, 100), (100, -1)):
+        check(scores, window=window, sink=sink, what=f"window {window}")
+    bias = normal(1, 2, *sizes, device="cuda", dtype=dtype, seed=2).requires_grad_()
+    check(scores, window=(300, 20), mask=coin(1, 1, *sizes, device="cuda"), bias=bias)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("queries", [2900, 3001])
+def test_mask_and_bias_that_heads_share(dtype: torch.dtype, queries: int) -> None:
+    """More than 2 ** 23 of them, which changes the order of rows."""
+    scores = normal(2, 3, queries, 3000, device="cuda", dtype=dtype)
+    check(scores, mask=coin(2, 1, queries, 3000, device="cuda"), causal=True)
+    bias = normal(queries, 3000, device="cuda", dtype=dtype, seed=2).requires_grad_()
+    check(scores, bias=bias)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "shape", [(8, 4, 64, 300), (64, 2, 3, 1000), (16, 1, 200, 65), (2, 2, 9, 9000)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_a_bias_that_many_rows_share(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    batch, heads, queries, keys = shape
+    scores = normal(*shape, device="cuda", dtype=dtype)
+    for sizes in (
+        (keys,),
+        (heads, 1, keys),
+        (1, heads, queries, keys),
+        (batch, 1, 1, keys),
+        (batch, 1, queries, keys),
+        (queries, keys),
+    ):
+        bias = normal(*sizes, device="cuda", dtype=dtype, seed=2).requires_grad_()
+        check(scores, bias=bias, what=f"bias {sizes}")
+        check(scores, bias=bias, what=f"bias {sizes}", causal=True, window=(40, 0))
+
+
+# Memory, streams, graphs, reproducibility
+
+
+@gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    shape, dtype = (3, 2, 20000, 20000), torch.bfloat16
+    scores = torch.empty(shape, device="cuda", dtype=dtype).normal_().requires_grad_()
+    p, lse = megasoftmax.softmax(scores, causal=True, return_lse=True, fused=True)
+    g = torch.empty(shape, device="cuda", dtype=dtype).normal_()
+    (d_scores,) = torch.autograd.grad(p, scores, g)
+    rows = [(b, h, i) for b, h in ((0, 0), (1, 1), (2, 0), (2, 1)) for i in (0, 1, 9999, 19999)]
+    for b, h, i in rows:
+        row = (b, h, slice(i, i + 1))
+        mask = torch.arange(20000, device="cuda")[None] > i
+        forward = oracle.softmax(scores[row], mask=mask)
+        oracle.assert_matches(p[row], forward.probabilities, dtype, what=f"{b, h, i}")
+        oracle.assert_matches(lse[row], forward.lse, torch.float32, what=f"{b, h, i}")
+        wanted = oracle.gradients(forward, g[row], dtype=dtype).scores
+        oracle.assert_matches(
+            d_scores[row],
+            wanted.value,
+            dtype,
+            magnitude=wanted.magnitude,
+            zero=wanted.zero,
+            slack=2.0,
+            what=f"{b, h, i}",
+        )
+    for b in range(3):
+        for h in range(2):
+            assert (p[b, h].sum(-1, dtype=torch.float32) - 1).abs().max() < 0.02
+            for result in (p, d_scores):
+                assert result[b, h, :10000, 10000:].count_nonzero() == 0
+
+
+@gpu
+@pytest.mark.parametrize("case", ["plain", "mask", "bias", "causal", "sink and window"])
+def test_memory(case: str) -> None:
+    shape = (2, 4, 1024, 2048)
+    scores = normal(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    g = oracle.random_like(scores, 1)
+    arguments: dict[str, Any] = {
+        "plain": {},
+        "mask": {"mask": coin(2, 1, 1024, 2048, device="cuda").expand(shape)},
+        "bias": {"bias": normal(2048, device="cuda", dtype=torch.bfloat16).expand(shape)},
+        "causal": {"causal": True},
+        "sink and window": {"sink": torch.zeros(4, device="cuda"), "window": (100, 5)},
+    }[case]
+
+    def run() -> None:
+        p = megasoftmax.softmax(scores, scale=0.5, fused=True, **arguments)
+        torch.autograd.grad(p, scores, g)
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    output = scores.numel() * scores.element_size()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert 2 * output <= peak <= 2 * output + 2**18, f"{peak / output:.3f} times the output"
+    assert torch.cuda.memory_allocated() == before
+
+
+def _all_results(scores: Tensor, bias: Tensor, sink: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (scores, bias, sink)]
+    p, lse = softmax_on(scores.device.type)(
+        leaves[0], scale=0.7, mask=mask, bias=leaves[1], sink=leaves[2], causal=True,
+        return_lse=True,
+    )  # fmt: skip
+    outgoing = (oracle.random_like(p, 5), oracle.random_like(lse, 6))
+    return p.detach(), lse.detach(), *torch.autograd.grad((p, lse), leaves, outgoing)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [13, 64, 1000, pytest.param(9001, marks=gpu)])
+@pytest.mark.parametrize("bias_shape", ["1h1k", "1hqk", "b11k", "k"])
+@pytest.mark.parametrize("sinks", [1, 3])
+def test_the_same_call_gives_the_same_bits(
+    dtype: torch.dtype, columns: int, bias_shape: str, sinks: int, device: str
+) -> None:
+    if columns > 1000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    batch, queries = (16, 33) if device == "cuda" else (2, 5)
+    sizes = {"1": 1, "b": batch, "h": 3, "q": queries, "k": columns}
+    scores = normal(batch, 3, queries, columns, device=device, dtype=dtype)
+    bias = normal(*(sizes[s] for s in bias_shape), device=device, dtype=dtype, seed=2)
+    sink = normal(sinks, device=device, seed=3)
+    mask = coin(batch, 1, queries, columns, device=device)
+    first = _all_results(scores, bias, sink, mask)
+    for _ in range(3):
+        again = _all_results(scores, bias, sink, mask)
+        assert all(bits_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [13, 64, 1000, 1001, 6000, pytest.param(40000, marks=gpu)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
+    dtype: torch.dtype, columns: int, masked: bool, causal: bool, sink: float | None, device: str
+) -> None:
+    if columns > 10000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    scores = normal(6, 3, 4, columns, device=device, dtype=dtype)
+    mask = coin(6, 1, 4, columns, device=device) if masked else None
+    g = oracle.random_like(scores, 1)
+
+    def run(batches: slice) -> list[Tensor]:
+        part = scores[batches].detach().requires_grad_()
+        rows = None if mask is None else mask[batches]
+        p, lse = softmax_on(device)(
+            part, scale=0.7, mask=rows, causal=causal, sink=sink, return_lse=True
+        )
+        return [p.detach(), lse.detach(), *torch.autograd.grad(p, part, g[batches])]
+
+    whole = run(slice(None))
+    parts = [slice(0, 1), slice(0, 2), slice(0, 5)]
+    if columns % 8 == 0:  # else where rows start in memory depends on the slice
+        parts += [slice(3, 4), slice(2, 6)]
+    for batches in parts:
+        for a, b in zip(whole, run(batches), strict=True):
+            assert bits_equal(a[batches], b)
+
+
+@gpu
+def test_side_stream() -> None:
+    scores = normal(4, 3, 64, 1000, device="cuda", dtype=torch.bfloat16)
+    bias, sink = normal(3, 1, 1000, device="cuda").bfloat16(), normal(3, device="cuda")
+    mask = coin(4, 1, 64, 1000, device="cuda")
+    expected = _all_results(scores, bias, sink, mask)
+    late = torch.zeros_like(scores)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # what does not wait for it reads zeros
+        late.copy_(scores)
+        results = _all_results(late, bias, sink, mask)
+    stream.synchronize()
+    assert all(bits_equal(a, b) for a, b in zip(expected, results, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("columns", [37, 1000, 9001, 40000])
+def test_cuda_graph(columns: int) -> None:
+    shape = (2, 3, 16, columns)
+    scores, g = (normal(*shape, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
+    bias = normal(3, 16, columns, device="cuda", dtype=torch.bfloat16, seed=2).requires_grad_()
+    sink = normal(3, device="cuda", seed=3).requires_grad_()
+    mask = coin(2, 1, 16, columns, device="cuda")
+    scores.requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        p = megasoftmax.softmax(
+            scores, scale=0.7, mask=mask, bias=bias, sink=sink, causal=True, fused=True
+        )
+        return p, *torch.autograd.grad(p, (scores, bias, sink), g)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in (10, 20):
+        with torch.no_grad():
+            scores.copy_(normal(*shape, device="cuda", seed=seed))
+            g.copy_(normal(*shape, device="cuda", seed=seed + 1))
+            sink.copy_(normal(3, device="cuda", seed=seed + 2))
+        graph.replay()
+        replayed = [tensor.detach().clone() for tensor in captured]
+        for a, b in zip(replayed, run(), strict=True):
+            assert bits_equal(a, b.detach())
+
+
+# Anything at all
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    rank = draw(st.integers(1, 5))
+    shape = [draw(st.integers(0 if i == 0 else 1, 4)) for i in range(rank - 1)]
+    shape.append(draw(st.sampled_from([0, 1, 2, 5, 8, 16, 31, 65, 130, 257, 600])))
+
+    def companion() -> list[int] | None:
+        if not draw(st.booleans()):
+            return None
+        kept = draw(st.integers(0, rank))
+        return [size if draw(st.booleans()) else 1 for size in shape[rank - kept :]]
+
+    limit = st.integers(-1, 20)
+    return {
+        "shape": shape,
+        "dtype": draw(st.sampled_from([*DTYPES, torch.float64])),
+        "out": draw(st.sampled_from([None, None, *DTYPES])),
+        "scale": draw(st.sampled_from([1.0, 0.125, -0.7, 80**-0.5, 3.0])),
+        "mask": companion(),
+        "bias": companion(),
+        "bias_dtype": draw(st.sampled_from([None, torch.float32])),
+        "causal": rank > 1 and draw(st.booleans()),
+        "window": draw(st.none() | st.tuples(limit, limit)) if rank > 1 else None,
+        "sink": draw(st.sampled_from([None, "number", "one", "per head"])),
+        "swapped": rank > 1 and draw(st.booleans()),
+        "lse_gradient": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(call=calls())
+def test_any_call(device: str, call: dict[str, Any]) -> None:
+    shape, dtype, seed = call["shape"], call["dtype"], call["seed"]
+    if call["swapped"]:
+        swapped = [*shape[:-2], shape[-1], shape[-2]]
+        scores = normal(*swapped, device=device, dtype=dtype, seed=seed).transpose(-1, -2)
+    else:
+        scores = normal(*shape, device=device, dtype=dtype, seed=seed)
+    arguments = {name: call[name] for name in ("scale", "causal", "window", "lse_gradient")}
+    if call["mask"] is not None:
+        arguments["mask"] = coin(*call["mask"], device=device, seed=seed + 1)
+    if call["bias"] is not None:
+        bias = normal(*call["bias"], device=device, seed=seed + 2)
+        arguments["bias"] = bias.to(call["bias_dtype"] or dtype).requires_grad_()
+    if call["sink"] == "number":
+        arguments["sink"] = 0.5
+    elif call["sink"] is not None:
+        heads = shape[-3] if call["sink"] == "per head" and len(shape) > 2 else 1
+        arguments["sink"] = normal(heads, device=device, seed=seed + 3).requires_grad_()
+    oracle.check(megasoftmax.softmax, scores, dtype=call["out"], **arguments)

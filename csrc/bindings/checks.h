@@ -103,7 +103,7 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
   int64_t inner = -1, extent = 1;
   for (int64_t i = rank - 4; i >= 0; --i) {
     const int64_t size = scores.size(i);
-    if (size == 1) continue;
+    if (size == 1 || scores.numel() == 0) continue;
     if (inner < 0) {
       inner = strides[i];
     } else {

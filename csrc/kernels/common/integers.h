@@ -21,7 +21,7 @@ struct Divider {
 
   Divider() = default;
   explicit Divider(int64_t value) : divisor(value) {
-    if (value > INT32_MAX) return;
+    if (value < 1 || value > INT32_MAX) return;  // 0: of nothing, never asked
     while ((int64_t{1} << shift) < value) ++shift;
     magic =
         static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);

@@ -108,7 +108,7 @@ cudaError_t launch_forward_with_bias(const ForwardParams& params, cudaStream_t s
 template <class T>
 cudaError_t softmax_forward_instance(ForwardParams params, cudaStream_t stream) {
   params.rows = params.shape.rows();
-  if (params.rows == 0 || params.shape.columns == 0) return cudaSuccess;
+  if (params.rows == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   drop_idle_limits(params.window, params.shape);
   merge_dimensions(params.shape, params.window, params.sink,
@@ -151,13 +151,14 @@ cudaError_t launch_backward(const BackwardParams& params, cudaStream_t stream) {
 template <class T>
 cudaError_t softmax_backward_instance(BackwardParams params, cudaStream_t stream) {
   params.rows = params.shape.rows();
-  if (params.rows == 0 || params.shape.columns == 0) return cudaSuccess;
+  if (params.bias_gradient == nullptr) params.bias_shape = params.shape;
+  if (params.bias_shape.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   drop_idle_limits(params.window, params.shape);
   if (params.bias_gradient == nullptr) {
     merge_dimensions(params.shape, params.window, params.sink,
                      {&params.gradient, &params.probabilities});
-    params.bias_shape = params.shape;
+    params.bias_shape = params.shape;  // as merged
     return launch_backward<T, NoBiasGradient>(params, stream);
   }
   const Shape &shape = params.shape, &bias = params.bias_shape;

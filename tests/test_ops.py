@@ -1,0 +1,571 @@
+"""The ops under autograd, torch.compile, export, vmap, checkpoints, autocast, streams and graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import megasoftmax
+from megasoftmax import dispatch, ops, reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
+SHAPE = (BATCH, HEADS, QUERIES, KEYS)
+
+softmax_forward = torch.ops.megasoftmax.softmax_forward.default
+softmax_backward = torch.ops.megasoftmax.softmax_backward.default
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture(params=["reference", "fused"])
+def softmax(request, monkeypatch):
+    """The public function, in plain torch and through the ops: on CPU tensors too."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    if request.param == "fused":
+        monkeypatch.setattr(dispatch, "_device", lambda scores: None)
+        monkeypatch.setattr(dispatch, "_compiled_part", lambda scores: None)
+
+    def call(scores, **arguments):
+        return megasoftmax.softmax(scores, **arguments, fused=request.param == "fused")
+
+    return call
+
+
+def make_inputs(device="cpu", dtype=torch.float32):
+    """Scores, bias and sink, which require gradients, and a mask with rows that are full."""
+    scores = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
+    bias = torch.randn(HEADS, 1, KEYS, device=device, dtype=dtype, requires_grad=True)
+    sink = torch.randn(HEADS, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.4
+    mask[0, 0, 1] = True
+    return scores, bias, sink, mask
+
+
+def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+    probabilities, lse = function(*inputs)
+    loss = (probabilities.float() * WEIGHTS.to(probabilities.device)).sum()
+    loss = loss + lse.masked_fill(lse == -torch.inf, 0).square().sum()
+    return probabilities.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)
+
+
+WEIGHTS = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+# The ops themselves
+
+FORWARD_CASES = {
+    "plain": {},
+    "scaled": {"scale": -0.3, "return_lse": True},
+    "mask": {"mask": (BATCH, 1, QUERIES, KEYS)},
+    "causal window": {"causal": True, "left": 2},
+    "bias": {"bias": (1, HEADS, QUERIES, KEYS)},
+    "broadcast bias": {"bias": (QUERIES, KEYS), "mask": (1, HEADS, 1, KEYS), "right": 1},
+    "sink": {"sink": (HEADS,), "return_lse": True},
+    "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
+    "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
+    "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
+}
+
+
+def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
+    def floats(name):
+        size = case.get(name)
+        return torch.randn(size, device=device, dtype=dtype, requires_grad=True) if size else None
+
+    mask = torch.rand(case["mask"], device=device) < 0.4 if "mask" in case else None
+    return (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True),
+        case.get("scale", 1.0),
+        mask,
+        floats("bias"),
+        case.get("causal", False),
+        case.get("left", -1),
+        case.get("right", -1),
+        floats("sink"),
+        case.get("sink_value"),
+        case.get("out", dtype),
+        case.get("return_lse", False),
+    )
+
+
+def backward_arguments(device, dtype=torch.float32, bias=None, sink=None, lse=True):
+    def rows():
+        return torch.randn(SHAPE[:-1], device=device, dtype=dtype, requires_grad=True)
+
+    probabilities = torch.rand(SHAPE, device=device, dtype=dtype).add_(0.1).requires_grad_()
+    gradient = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
+    return (
+        gradient,
+        probabilities,
+        rows() if lse else None,
+        rows() if lse else None,
+        -0.7,
+        None if bias is None else torch.empty(bias, device=device, dtype=dtype),
+        False,
+        -1,
+        -1,
+        None if sink is None else torch.randn(sink, device=device, dtype=dtype, requires_grad=True),
+        None,
+        dtype,
+        bias is not None,
+        sink is not None,
+    )
+
+
+BACKWARD_CASES = {
+    "plain": {"lse": False},
+    "lse": {},
+    "bias": {"bias": (HEADS, 1, KEYS)},
+    "sink": {"sink": (HEADS,)},
+    "bias and one sink": {"bias": SHAPE, "sink": (1,)},
+}
+
+
+@pytest.mark.parametrize("case", FORWARD_CASES)
+def test_opcheck_of_forward(case, device):
+    torch.library.opcheck(softmax_forward, forward_arguments(device, **FORWARD_CASES[case]))
+
+
+@pytest.mark.parametrize("shape", [(KEYS,), (QUERIES, KEYS), (2, 1, HEADS, QUERIES, KEYS), (3, 0)])
+def test_opcheck_of_other_ranks(shape, device):
+    arguments = forward_arguments(device, shape=shape, return_lse=True)
+    torch.library.opcheck(softmax_forward, arguments)
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_opcheck_of_backward(case, device):
+    torch.library.opcheck(softmax_backward, backward_arguments(device, **BACKWARD_CASES[case]))
+
+
+@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "float16"])
+def test_gradients_of_forward(case):
+    torch.manual_seed(0)
+    arguments = forward_arguments("cpu", torch.float64, **FORWARD_CASES[case])
+    assert torch.autograd.gradcheck(softmax_forward, arguments)
+    assert torch.autograd.gradgradcheck(softmax_forward, arguments)
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_gradients_of_backward(case):
+    torch.manual_seed(0)
+    arguments = backward_arguments("cpu", torch.float64, **BACKWARD_CASES[case])
+    assert torch.autograd.gradcheck(softmax_backward, arguments)
+    assert torch.autograd.gradgradcheck(softmax_backward, arguments)
+
+
+def test_sink_gradient_of_the_op_needs_lse():
+    arguments = forward_arguments("cpu", sink=(HEADS,), return_lse=False)
+    with pytest.raises(ValueError, match="return_lse"):
+        softmax_forward(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FORWARD_CASES)
+def test_ops_agree_between_cpu_and_gpu(case):
+    assert dispatch._extension.load().available
+    torch.manual_seed(0)
+    on_cpu = forward_arguments("cpu", **FORWARD_CASES[case])
+    on_gpu = [
+        each.detach().cuda().requires_grad_(each.requires_grad)
+        if isinstance(each, Tensor)
+        else each
+        for each in on_cpu
+    ]
+    results = []
+    for arguments in (on_cpu, on_gpu):
+        probabilities, lse = softmax_forward(*arguments)
+        loss = (probabilities.float() * WEIGHTS.to(probabilities.device)).sum() + lse.sum()
+        inputs = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        results.append((probabilities, lse, *torch.autograd.grad(loss, inputs)))
+    for cpu, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-3, atol=1e-5)
+
+
+# The public function
+
+
+def full_call(softmax, mask):
+    """softmax with everything, as a function of scores, bias and sink."""
+
+    def function(scores: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        return softmax(
+            scores,
+            scale=-0.7,
+            mask=mask,
+            bias=bias,
+            causal=True,
+            window=(3, -1),
+            sink=sink,
+            return_lse=True,
+        )
+
+    return function
+
+
+def test_gradients_in_float64():
+    """The fused path takes no float64; its op is checked above."""
+    torch.manual_seed(0)
+    *inputs, mask = make_inputs(dtype=torch.float64)
+    assert torch.autograd.gradcheck(full_call(megasoftmax.softmax, mask), inputs)
+    assert torch.autograd.gradgradcheck(full_call(megasoftmax.softmax, mask), inputs)
+
+
+@pytest.mark.parametrize("used", ["probabilities", "lse"])
+def test_gradient_of_one_output(softmax, used):
+    scores, *_ = make_inputs()
+    index = ("probabilities", "lse").index(used)
+    exact = scores.detach().double().requires_grad_()
+    expected = (exact.softmax(-1), exact.logsumexp(-1))[index].square().sum()
+    actual = softmax(scores, return_lse=True)[index].square().sum()
+    (wanted,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(torch.autograd.grad(actual, scores)[0], wanted.float())
+
+
+def test_double_backward(softmax, device):
+    """Against the second derivatives that torch's own softmax gives."""
+    scores, _, _, mask = make_inputs(device)
+    mask[0, 0, 1] = False
+    mask[..., 0] = False
+    found = []
+    for probabilities in (
+        softmax(scores, scale=0.5, mask=mask),
+        (scores * 0.5).masked_fill(mask, -torch.inf).softmax(-1),
+    ):
+        (first,) = torch.autograd.grad(probabilities.square().sum(), scores, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), scores)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_in_place_change_of_the_result_is_noticed(softmax):
+    scores, *_ = make_inputs()
+    probabilities = softmax(scores)
+    probabilities.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        probabilities.sum().backward()
+
+
+def test_bias_may_change_before_the_backward(softmax):
+    scores, bias, *_ = make_inputs()
+    found = []
+    for change in (False, True):
+        probabilities = softmax(scores, bias=bias)
+        if change:
+            with torch.no_grad():
+                bias.zero_()
+        found.append(torch.autograd.grad((probabilities**2).sum(), (scores, bias)))
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1].equal(found[1][1])
+
+
+def test_nothing_is_recorded_without_need(softmax):
+    scores, bias, sink, mask = make_inputs()
+    with torch.no_grad():
+        probabilities, lse = full_call(softmax, mask)(scores, bias, sink)
+    assert not probabilities.requires_grad
+    assert not lse.requires_grad
+    assert not softmax(scores.detach(), bias=bias.detach(), sink=sink.detach()).requires_grad
+    assert softmax(scores.detach(), sink=sink).requires_grad
+    assert softmax(scores.detach(), bias=bias).requires_grad
+
+
+# Compilation and export
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(softmax, device, dynamic):
+    *inputs, mask = make_inputs(device)
+    function = full_call(softmax, mask)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    expected = gradients_of(function, *inputs)
+    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_compiled_once_for_all_lengths(softmax, device):
+    backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def function(scores: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        return softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0))
+
+    for batch, queries, keys in ((2, 5, 7), (3, 6, 9), (4, 9, 12)):
+        scores = torch.randn(batch, HEADS, queries, keys, device=device, requires_grad=True)
+        bias = torch.randn(1, HEADS, queries, keys, device=device, requires_grad=True)
+        mask = torch.rand(batch, 1, 1, keys, device=device) < 0.4
+        actual = function(scores, mask, bias)
+        expected = softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0))
+        torch.testing.assert_close(actual, expected)
+        found = (torch.autograd.grad(p.square().sum(), (scores, bias)) for p in (actual, expected))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(softmax, device, strict):
+    class Attention(torch.nn.Module):
+        def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
+            return softmax(scores, scale=0.5, mask=mask, causal=True)
+
+    scores, _, _, mask = make_inputs(device)
+    scores = scores.detach()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        Attention(), (scores, mask), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
+    )
+    more, more_mask = torch.cat([scores, scores + 1, scores]), torch.cat([mask, mask, mask])
+    actual = program.module()(more, more_mask)
+    torch.testing.assert_close(actual, Attention()(more, more_mask))
+
+
+def test_export_contains_the_op(monkeypatch):
+    monkeypatch.setattr(dispatch, "reasons_against_fused_softmax", lambda *arguments: ())
+
+    class Attention(torch.nn.Module):
+        def forward(self, scores: Tensor) -> Tensor:
+            return megasoftmax.softmax(scores, causal=True, fused=True)
+
+    program = torch.export.export(Attention(), (torch.randn(SHAPE),))
+    assert softmax_forward in [node.target for node in program.graph.nodes]
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("batched", ["scores", "mask", "bias", "sink", "all"])
+def test_vmap(softmax, device, batched):
+    examples = 3
+    names = ("scores", "mask", "bias", "sink")
+    shapes = {
+        "scores": (HEADS, QUERIES, KEYS),
+        "mask": (QUERIES, KEYS),
+        "bias": (1, KEYS),
+        "sink": (HEADS,),
+    }
+    dims = {name: 0 if batched in (name, "all") else None for name in names}
+    if batched in ("scores", "all"):
+        dims["scores"] = 2
+    inputs = []
+    for name in names:
+        shape = list(shapes[name])
+        if dims[name] is not None:
+            shape.insert(dims[name], examples)
+        values = torch.randn(shape, device=device)
+        inputs.append(values < -0.3 if name == "mask" else values)
+
+    def function(scores: Tensor, mask: Tensor, bias: Tensor, sink: Tensor) -> Any:
+        return softmax(
+            scores, scale=0.5, mask=mask, bias=bias, causal=True, sink=sink, return_lse=True
+        )
+
+    def each(i: int) -> Any:
+        return function(
+            *(
+                value if dims[name] is None else value.select(dims[name], i)
+                for name, value in zip(names, inputs, strict=True)
+            )
+        )
+
+    actual = torch.vmap(function, in_dims=tuple(dims.values()))(*inputs)
+    for found, *expected in zip(actual, *map(each, range(examples)), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_vmap_of_the_plain_op(device):
+    scores = torch.randn(4, QUERIES, KEYS, device=device)
+    dispatch._extension.load() if device == "cuda" else None
+
+    def op(example: Tensor) -> Tensor:
+        out = torch.float32
+        return softmax_forward(example, 1.0, None, None, True, -1, -1, None, None, out, False)[0]
+
+    torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))
+
+
+@pytest.mark.parametrize("batched", ["scores", "sink", "all"])
+def test_gradients_per_example(softmax, device, batched):
+    """vmap of grad: bias and sink get a gradient for each example, shared or not."""
+    scores, bias, sink = (
+        torch.randn(4, HEADS, QUERIES, KEYS, device=device),
+        torch.randn(HEADS, 1, KEYS, device=device),
+        torch.randn(HEADS, device=device),
+    )
+    dims = (0, None, None)
+    if batched != "scores":
+        sink, dims = torch.randn(4, HEADS, device=device), (0, None, 0)
+    if batched == "all":
+        bias, dims = torch.randn(HEADS, 1, 4, KEYS, device=device), (0, 2, 0)
+
+    def loss(scores: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
+        probabilities, lse = softmax(scores, bias=bias, causal=True, sink=sink, return_lse=True)
+        return probabilities.square().sum() + lse.sin().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    actual = torch.vmap(gradient, in_dims=dims)(scores, bias, sink)
+    for i in range(4):
+        example = [
+            value if dim is None else value.select(dim, i)
+            for value, dim in zip((scores, bias, sink), dims, strict=True)
+        ]
+        leaves = [value.detach().clone().requires_grad_() for value in example]
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        for found, wanted in zip(actual, expected, strict=True):
+            torch.testing.assert_close(found[i], wanted)
+
+
+def test_second_derivatives_by_transforms(softmax, device):
+    row = torch.randn(KEYS, device=device)
+
+    def loss(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda scores: function(scores).square().sum()
+
+    second = torch.func.jacrev(torch.func.jacrev(loss(softmax)))(row)
+    expected = torch.autograd.functional.hessian(loss(lambda scores: scores.softmax(-1)), row)
+    torch.testing.assert_close(second, expected)
+
+
+def test_forward_mode_is_refused(softmax):
+    scores = torch.randn(3, KEYS)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(softmax, (scores,), (scores,))
+
+
+# Training
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(softmax, device, reentrant):
+    *inputs, mask = make_inputs(device)
+    function = full_call(softmax, mask)
+    actual = gradients_of if not reentrant else _gradients_by_backward
+
+    def again(*tensors: Tensor) -> Any:
+        return checkpoint(function, *tensors, use_reentrant=reentrant)
+
+    for found, wanted in zip(actual(again, *inputs), actual(function, *inputs), strict=True):
+        assert found.equal(wanted)
+
+
+def _gradients_by_backward(function, *inputs):
+    """The same as `gradients_of`: reentrant checkpoints refuse autograd.grad."""
+    for each in inputs:
+        each.grad = None
+    probabilities, lse = function(*inputs)
+    (probabilities.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
+    return probabilities.detach(), lse.detach(), *(each.grad for each in inputs)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(softmax, device, cast):
+    *inputs, mask = make_inputs(device)
+    expected = gradients_of(full_call(softmax, mask), *inputs)
+    with torch.autocast(device, dtype=cast):
+        actual = gradients_of(full_call(softmax, mask), *inputs)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_mixed_types(softmax, device, bias_dtype, sink_dtype):
+    scores, bias, sink, mask = make_inputs(device)
+    scores = scores.detach().bfloat16().requires_grad_()
+    bias = bias.detach().to(bias_dtype).requires_grad_()
+    sink = sink.detach().to(sink_dtype).requires_grad_()
+    inputs = (scores, bias, sink)
+    actual = gradients_of(full_call(softmax, mask), *inputs)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    expected = gradients_of(full_call(megasoftmax.softmax, mask), *exact)
+    for found, each, wanted in zip(actual[2:], inputs, expected[2:], strict=True):
+        assert found.dtype == each.dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)
+
+
+# CUDA
+
+
+@pytest.mark.gpu
+def test_side_stream():
+    """The input is ready late on the side stream: work on another stream would come too early."""
+    scores = torch.zeros(64, 1024, device="cuda")
+    expected = torch.randn(64, 1024, device="cuda")
+    megasoftmax.softmax(scores, fused=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        scores.copy_(expected)
+        actual = megasoftmax.softmax(scores, fused=True)
+    stream.synchronize()
+    torch.testing.assert_close(actual, expected.softmax(-1))
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    *inputs, mask = make_inputs("cuda")
+    function = full_call(lambda *a, **k: megasoftmax.softmax(*a, **k, fused=True), mask)
+    weights = WEIGHTS.cuda()
+
+    def step() -> tuple[Tensor, ...]:
+        probabilities, lse = function(*inputs)
+        loss = (probabilities * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+        return probabilities, *torch.autograd.grad(loss, inputs)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        inputs[0].copy_(torch.randn(SHAPE))
+    graph.replay()
+    for found, wanted in zip(captured, step(), strict=True):
+        assert found.equal(wanted)
+
+
+@pytest.mark.gpu
+def test_never_synchronises():
+    *inputs, mask = make_inputs("cuda")
+    function = full_call(megasoftmax.softmax, mask)
+    function(*inputs)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        probabilities, lse = function(*inputs)
+        torch.autograd.grad((probabilities, lse), inputs, (probabilities, lse))
+        megasoftmax.softmax(inputs[0], mask=mask, sink=0.0, fused=False)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_other_device_is_current():
+    *inputs, mask = make_inputs("cuda:1")
+    actual = gradients_of(full_call(megasoftmax.softmax, mask), *inputs)
+    with torch.cuda.device(1):
+        expected = gradients_of(full_call(megasoftmax.softmax, mask), *inputs)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.device == torch.device("cuda:1")
+        assert found.equal(wanted)
+
+
+def test_halves_of_the_fused_path_are_the_ops():
+    arguments = forward_arguments("cpu", **FORWARD_CASES["sink value"])
+    with torch.no_grad():
+        for found, wanted in zip(
+            ops.HALVES.forward(*arguments), reference.HALVES.forward(*arguments), strict=True
+        ):
+            assert found.equal(wanted)
