@@ -130,8 +130,9 @@ def eager(case: Case, excluded: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def implementations(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Every softmax that takes the case: ours, eager torch, torch.compile, and installed ones."""
-    yield "megasoftmax", lambda scores: megasoftmax.softmax(
-        scores, scale=SCALE, fused=True, **case.arguments
+    yield (
+        "megasoftmax",
+        lambda scores: megasoftmax.softmax(scores, scale=SCALE, fused=True, **case.arguments),
     )
     plain = eager(case, case.excluded())
     yield "eager", plain

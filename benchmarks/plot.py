@@ -1,7 +1,7 @@
 """Draws the README's picture and fills its tables from benchmarks/results: never by hand.
 
-    python benchmarks/plot.py            # rewrites docs/speedup.png and the marked parts of README.md
-    python benchmarks/plot.py --check    # fails when README.md does not match the results
+python benchmarks/plot.py            # rewrites docs/speedup.png and the marked parts of README.md
+python benchmarks/plot.py --check    # fails when README.md does not match the results
 """
 
 import csv

@@ -195,7 +195,7 @@ def main(
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="bf16: autocast, weights in fp32")
     ] = "fp32",
-    steps: Annotated[int, typer.Option(min=2)] = 200,
+    steps: Annotated[int, typer.Option(min=2)] = 150,
     batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 16,
     length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
     layers: Annotated[int, typer.Option(min=1)] = 4,

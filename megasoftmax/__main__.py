@@ -96,7 +96,9 @@ def _regimes(direction: str, regimes: tuple[_extension.RowRegime, ...]) -> Table
     for regime in regimes:
         longest = "any" if regime.max_chunks is None else f"{regime.max_chunks * 16:,}"
         numbers = (regime.threads_per_row, regime.rows_per_block, regime.blocks_per_sm)
-        table.add_row(regime.name, regime.storage, ", ".join(regime.serves), longest, *map(str, numbers))
+        table.add_row(
+            regime.name, regime.storage, ", ".join(regime.serves), longest, *map(str, numbers)
+        )
     return table
 
 

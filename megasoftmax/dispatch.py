@@ -1,6 +1,5 @@
 """Why a call cannot run fused: named constraints, each a function that returns a Reason or None."""
 
-import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +10,10 @@ from megasoftmax import _extension
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
-MAX_INDEX = 2**31 - 1  # kernels count rows and columns in 32 bits, and address in 64
+# Kernels count rows and columns in 32 bits (and address in 64), and run past the end by a batch.
+MAX_INDEX = 2**31 - 1 - 16384
+
+_TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 Window = tuple[int, int]
 
@@ -49,14 +51,12 @@ def reasons_against_fused_softmax(
         _dtype("dtype of scores", scores.dtype),
         None if dtype is None else _dtype("dtype", dtype),
         _scale(scale),
-        _leading_dimensions("scores", scores, scores),
-        None if mask is None else _leading_dimensions("mask", mask, scores),
-        None if bias is None else _leading_dimensions("bias", bias, scores),
+        *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 else ()),
         _rows(scores),
         _columns(scores, is_limited),
         None if bias is None else _bias_gradient(bias, scores),
     )
-    return tuple(reason for reason in found if reason is not None)
+    return tuple(reason for reason in found if reason is not None) if any(found) else ()
 
 
 def _device(scores: Tensor) -> Reason | None:
@@ -77,10 +77,16 @@ def _compute_capability(scores: Tensor) -> Reason | None:
     return Reason("compute capability", _dotted(capability), f"at least {_dotted(MIN_CAPABILITY)}")
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+_capabilities: dict[int, tuple[int, int]] = {}
+
+
 def _capability_of(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    if index not in _capabilities:
+        _capabilities[index] = torch.cuda.get_device_capability(index)
+    return _capabilities[index]
+
+
+_capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -93,15 +99,25 @@ def _dtype(name: str, dtype: torch.dtype) -> Reason | None:
 
 def _scale(scale: float) -> Reason | None:
     """Kernels compare raw scores and apply the scale to their differences."""
-    return None if scale != 0 else Reason("scale", "0", "a number other than 0")
-
-
-def _leading_dimensions(name: str, tensor: Tensor, scores: Tensor) -> Reason | None:
-    """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
-    if scores.dim() <= 4 or scores.numel() == 0 or _has_one_stride(tensor, scores):
+    if _TINIEST <= abs(scale) <= _LARGEST:
         return None
-    actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-    return Reason(f"leading dimensions of {name}", actual, "a view that merges all but the last 3")
+    return Reason("scale", str(scale), "a normal float32, not 0")
+
+
+def _leading_dimensions(
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None
+) -> list[Reason | None]:
+    """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
+    tensors = {"scores": scores, "mask": mask, "bias": bias}
+    return [
+        Reason(
+            f"leading dimensions of {name}",
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+            "a view that merges all but the last 3",
+        )
+        for name, tensor in tensors.items()
+        if tensor is not None and not _has_one_stride(tensor, scores)
+    ]
 
 
 def _has_one_stride(tensor: Tensor, scores: Tensor) -> bool:
@@ -116,7 +132,11 @@ def _has_one_stride(tensor: Tensor, scores: Tensor) -> bool:
 
 
 def _rows(scores: Tensor) -> Reason | None:
-    outer, queries = _count(scores.shape[:-2]), scores.shape[-2] if scores.dim() > 1 else 1
+    outer, queries = 1, 1
+    for size in scores.shape[:-2]:
+        outer *= size
+    if scores.dim() > 1:
+        queries = scores.shape[-2]
     if outer <= MAX_INDEX and queries <= MAX_INDEX:
         return None
     return Reason("rows", f"{outer} x {queries}", f"at most {MAX_INDEX} x {MAX_INDEX}")
@@ -128,21 +148,15 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
     borders = columns + scores.shape[-2] if is_limited else 0
     if columns + borders <= MAX_INDEX:
         return None
-    return Reason("columns", str(columns), f"at most {MAX_INDEX - borders}")
-
-
-def _count(sizes: tuple[int, ...]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    limit = f"at most {MAX_INDEX}" + (", twice and with the queries" if is_limited else "")
+    return Reason("columns", str(columns + borders), limit)
 
 
 def _bias_gradient(bias: Tensor, scores: Tensor) -> Reason | None:
     """Kernels sum the gradient over batches, heads and queries, but not along a row."""
     if not bias.requires_grad or not torch.is_grad_enabled():
         return None
-    columns = bias.shape[-1] if bias.dim() > 0 else 1
+    columns = bias.shape[-1] if bias.dim() > 0 else 0
     if columns == scores.shape[-1]:
         return None
     return Reason("keys of a bias that needs a gradient", str(columns), str(scores.shape[-1]))

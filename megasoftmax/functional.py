@@ -238,7 +238,7 @@ def _check(
     if sink is not None:
         _check_sink(sink, scores)
     if dtype is not None and dtype not in _DTYPES:
-        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype}")
+        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
     if fused is not None and not isinstance(fused, bool):
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
@@ -248,16 +248,21 @@ def _check_companion(name: str, tensor: Tensor, scores: Tensor) -> None:
     if tensor.device != scores.device:
         raise ValueError(f"{name}: expected device {scores.device}, as scores, got {tensor.device}")
     shape, target = tensor.shape, scores.shape
-    if shape == target:
-        return
-    fits = len(shape) <= len(target) and all(
-        size == 1 or size == wanted
-        for size, wanted in zip(reversed(shape), reversed(target), strict=False)
-    )
-    if not fits:
+    if shape != target and not _broadcasts(shape, target):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
         )
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    if len(shape) > len(target):
+        return False
+    for size, wanted in zip(
+        reversed(shape), reversed(target), strict=False
+    ):  # all() takes twice as long
+        if size not in (1, wanted):
+            return False
+    return True
 
 
 def _check_has_queries(name: str, scores: Tensor) -> None:

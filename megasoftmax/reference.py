@@ -109,36 +109,49 @@ def softmax_forward(
         makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
+    # Without a bias it is differences of scores that are scaled: so no product overflows.
+    before, after = scale, 1.0
+    if bias is None and scale != 0:
+        before, after = (1.0, scale) if scale > 0 else (-1.0, -scale)
     z = scores.contiguous()
-    z = z * scale if z.dtype == compute else z.to(compute).mul_(scale)  # a copy in either case
+    z = z * before if z.dtype == compute else z.to(compute).mul_(before)  # a copy in either case
     if bias is not None:
         z.add_(bias)
     excluded = excluded_entries(scores, mask, causal, window_left, window_right)
-    if excluded is not None:
-        z.masked_fill_(excluded, -torch.inf)
+    can_be_empty = excluded is not None or bias is not None
+    highest = None
+    if excluded is not None:  # passes over z without a branch per entry: masked_fill_ has one
+        highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
+        _clear_(z, keep=highest)
+        torch.minimum(z, highest, out=z)
 
     largest = _max(z, -torch.inf)
     empty = largest == -torch.inf
-    # torch reads a row, several times, before it writes it: the result can take its place.
-    probabilities = torch.softmax(z, -1, out=z)
+    if after != 1:
+        z.sub_(largest.unsqueeze(-1)).mul_(after)
+    # On a CPU torch reads a row, several times, before it writes it: the result can take its place.
+    in_place = z.device.type == "cpu" and not torch.compiler.is_compiling()
+    probabilities = torch.softmax(z, -1, out=z) if in_place else z.softmax(-1)
 
     lse = z.new_empty(0)
-    logit = sink_logit(sink, sink_value, compute, scores.device)
+    # CPUs have other code for the ends of arrays: float64 hides that its last bit may differ.
+    row_dtype = torch.float64 if scores.is_cpu else compute
+    logit = sink_logit(sink, sink_value, row_dtype, scores.device)
     if return_lse or logit is not None:
         # The largest probability is 1 / sum exp(z - max z).
-        lse = (largest - _max(probabilities, 1).log_()).masked_fill_(empty, -torch.inf)
-    can_be_empty = excluded is not None or bias is not None
+        lse = after * largest.to(row_dtype) - _max(probabilities, 1).to(row_dtype).log_()
+        lse.masked_fill_(empty, -torch.inf)
     if logit is not None:
-        probabilities.mul_(torch.sigmoid(lse - logit).unsqueeze(-1))
+        probabilities.mul_(torch.sigmoid(lse - logit).to(compute).unsqueeze(-1))
         lse = torch.logaddexp(lse, logit)
         empty &= logit >= -torch.inf if can_be_empty else logit > -torch.inf
 
-    probabilities = probabilities.to(dtype)
+    # What is excluded is 0 already, but in rows that are NaN throughout.
     if can_be_empty or logit is not None:
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
-    if excluded is not None:  # 0 already, but in rows that are NaN throughout
-        probabilities.masked_fill_(excluded, 0)
-    return probabilities, lse if return_lse else z.new_empty(0)
+    if highest is not None:
+        _clear_(probabilities, keep=highest)
+    return probabilities.to(dtype), lse.to(compute) if return_lse else z.new_empty(0)
 
 
 def softmax_backward(
@@ -184,12 +197,12 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    dz = _zero_where_zero(gradient, probabilities).to(compute)
+    dz = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
     dz.addcmul_(p, d.unsqueeze(-1), value=-1)
-    _zero_where_zero_(dz, p)  # d may be NaN
+    _clear_(dz, keep=p)  # d may be NaN
 
     d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype).contiguous()
     d_bias = dz.new_empty(0)
@@ -265,14 +278,12 @@ def _max(z: Tensor, of_nothing: float) -> Tensor:
     return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
 
 
-def _zero_where_zero(values: Tensor, probabilities: Tensor) -> Tensor:
-    """The values, 0 where the probability is: in one pass, the one that relu's gradient takes."""
-    return torch.ops.aten.threshold_backward(values, probabilities, 0)
+def _clear_(values: Tensor, keep: Tensor) -> None:
+    """Sets to 0, NaN too, what is not to be kept: where `keep` is not positive.
 
-
-def _zero_where_zero_(values: Tensor, probabilities: Tensor) -> None:
-    """The same in place."""
-    torch.ops.aten.threshold_backward.grad_input(values, probabilities, 0, grad_input=values)
+    In one pass, which is the one that the gradient of relu takes.
+    """
+    torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
 
 
 def _sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
@@ -358,6 +369,8 @@ def gradients(
     lse, sink = rest or (None, None)
     if gradient is None:
         gradient = probabilities.new_zeros(()).expand(probabilities.shape)
+    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
+        gradient = gradient.contiguous()
     bias = None
     if ctx.bias is not None:
         shape, bias_dtype = ctx.bias

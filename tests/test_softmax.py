@@ -500,6 +500,16 @@ def test_incoming_gradients_of_any_strides(dtype: torch.dtype, columns: int, dev
         assert bits_equal(g, kept)
 
 
+def test_incoming_gradient_whose_leading_dimensions_do_not_merge(device: str) -> None:
+    scores = normal(2, 3, 4, 5, 37, device=device)
+    bias = normal(5, 37, device=device, seed=2).requires_grad_()
+    for dims in ((1, 0, 2, 3, 4), (0, 2, 1, 3, 4), (2, 1, 0, 4, 3)):
+        sizes = [scores.shape[dim] for dim in dims]
+        g = normal(*sizes, device=device, seed=3).permute(dims)
+        check(scores, g=g, causal=True)
+        check(scores, g=g, bias=bias)
+
+
 def test_incoming_gradients_are_not_modified(device: str) -> None:
     for arguments in ({}, {"causal": True}, {"sink": 0.5}, {"window": (3, 3)}):
         scores = normal(*SHAPE, device=device).requires_grad_()

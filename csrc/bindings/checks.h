@@ -27,10 +27,14 @@ inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
+// Not torch's own macro, whose name differs between the releases that this compiles against.
+inline void check_torch(AOTITorchError error) {
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch reported an error");
+}
+
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  check_torch(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -57,17 +61,17 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type,
     stride *= std::max<int64_t>(sizes[i], 1);
   }
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  check_torch(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
       aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle));
   return Tensor(handle);
 }
 
 // The sizes of a tensor without its last dimension, seen as [batches, heads, queries].
-using Rows = std::array<int64_t, 3>;
+using RowCounts = std::array<int64_t, 3>;
 
-inline Rows rows_of(const Tensor& tensor) {
-  Rows rows{1, 1, 1};
+inline RowCounts row_counts(const Tensor& tensor) {
+  RowCounts rows{1, 1, 1};
   const int64_t leading = tensor.dim() - 1;
   for (int64_t i = 0; i < leading; ++i) {
     const int64_t from_end = leading - 1 - i;  // 0: queries, 1: heads, 2 and above: batches
@@ -77,7 +81,7 @@ inline Rows rows_of(const Tensor& tensor) {
 }
 
 inline Shape shape_of(const Tensor& scores) {
-  const Rows rows = rows_of(scores);
+  const RowCounts rows = row_counts(scores);
   return {rows[0], rows[1], rows[2], scores.size(scores.dim() - 1)};
 }
 
@@ -136,7 +140,7 @@ inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double
 }
 
 inline Window window_of(bool causal, int64_t left, int64_t right) {
-  return {left, causal ? (right < 0 ? 0 : std::min<int64_t>(right, 0)) : right};
+  return {left, causal ? 0 : right};
 }
 
 }  // namespace megasoftmax

@@ -85,9 +85,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   params.probabilities = strided(probabilities, probabilities, "probabilities");
   params.gradient.type = params.probabilities.type =
       dtype_of(probabilities.scalar_type(), "probabilities");
-  const auto float_rows = [](const Tensor& tensor) {
+  const auto float_rows = [&](const Tensor& tensor) {
     STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float,
                     "lse and its gradient must be float32");
+    STD_TORCH_CHECK(tensor.is_cuda() &&
+                        tensor.get_device_index() == probabilities.get_device_index() &&
+                        tensor.numel() == params.shape.rows(),
+                    "lse and its gradient must hold one number per row, on the same device");
     return torch::stable::contiguous(tensor);
   };
   Tensor lse_gradient_rows, lse_rows;
@@ -111,9 +115,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   if (bias_gradient) {
     STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
     const int64_t columns = params.shape.columns;
+    STD_TORCH_CHECK(bias->dim() >= 1, "bias must have at least one dimension");
+    strided(*bias, probabilities, "bias");  // its checks
     STD_TORCH_CHECK(bias->size(bias->dim() - 1) == columns,
                     "the gradient of a bias that is broadcast over keys is not fused");
-    const Rows rows = rows_of(*bias);
+    const RowCounts rows = row_counts(*bias);
     params.bias_shape = {rows[0], rows[1], rows[2], columns};
     STD_TORCH_CHECK((rows[0] == 1 || rows[0] == params.shape.batches),
                     "bias must be broadcast in all leading dimensions or in none");

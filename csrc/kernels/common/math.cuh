@@ -11,28 +11,12 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // happens.
 inline constexpr float kLowest = -3.402823466e+38f;
 
-// 2^((x - max) * c). For c <= 1 no product with c overflows, and one multiply-add serves: what max
-// * c loses in rounding is the same for every x, and cancels as long as sums are carried from one
-// maximum to another with the same products.
+// 2^((x - max) * c). The difference comes first: x * c - max * c in one multiply-add would be an
+// instruction less, but loses everything where the scores are large.
 struct Exponent {
   float c;
 
-  __device__ bool is_fused() const { return c <= 1.f; }
-
-  template <int kCount>
-  __device__ void raise(float (&x)[kCount], float max) const {
-    const float max_log2 = __fmul_rn(max, c);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x[i] = exp2_approximate(is_fused() ? fmaf(x[i], c, -max_log2) : (x[i] - max) * c);
-    }
-  }
-
-  // What carries a sum relative to `max` over to `new_max`.
-  __device__ float carry(float max, float new_max) const {
-    return exp2_approximate(is_fused() ? __fmul_rn(max, c) - __fmul_rn(new_max, c)
-                                       : (max - new_max) * c);
-  }
+  __device__ float operator()(float x, float max) const { return exp2_approximate((x - max) * c); }
 };
 
 // Pairwise, so that few operations wait for each other.

@@ -12,7 +12,7 @@ struct MaxAndSum {
 
   __device__ void merge(MaxAndSum other, Exponent exponent) {
     const float merged = fmaxf(max, other.max);
-    sum = sum * exponent.carry(max, merged) + other.sum * exponent.carry(other.max, merged);
+    sum = sum * exponent(max, merged) + other.sum * exponent(other.max, merged);
     max = merged;
   }
 };
@@ -45,7 +45,7 @@ __device__ inline float warp_sum(float x) {
 template <int kThreads>
 __device__ inline MaxAndSum warp_merge(MaxAndSum mine, Exponent exponent) {
   const float max = warp_max<kThreads>(mine.max);
-  return {max, warp_sum<kThreads>(mine.sum * exponent.carry(mine.max, max))};
+  return {max, warp_sum<kThreads>(mine.sum * exponent(mine.max, max))};
 }
 
 }  // namespace megasoftmax

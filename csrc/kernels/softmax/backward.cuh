@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kBackwardRegimes[kRegimeIndex].threads(),
     const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : row * columns);
     constexpr int kUnroll =
         Biases::kPresent ? kElements : 1;  // whose odd rows are partial throughout
-    const bool is_last = row + 1 == params.rows;
+    const bool is_last = row + kElements >= params.rows;
     const RowReader<T, kElements, true, kUnroll> gradients(params.gradient, index, grid, bounds,
                                                            columns, is_last);
     const RowReader<T, kElements, true, kUnroll> probabilities(params.probabilities, index, grid,

@@ -39,14 +39,14 @@ struct RowReader {
   int last_whole;  // where the last whole chunk may begin
 
   __device__ RowReader(const Strided& tensor, const RowIndex& index, ChunkGrid<kElements> grid,
-                       const Bounds& bounds, int columns, bool is_last_row)
+                       const Bounds& bounds, int columns, bool is_near_end)
       : tensor(tensor),
         bounds(bounds),
         row(static_cast<const T*>(tensor.data) + index.offset_in(tensor)) {
     constexpr int kBytes = sizeof(T) * kElements;
     const bool is_whole =
         tensor.column_stride == 1 && is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16);
-    const int room = kMayOverhang && !is_last_row ? columns - 1 : columns - kElements;
+    const int room = kMayOverhang && !is_near_end ? columns - 1 : columns - kElements;
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
   }
 

@@ -41,7 +41,8 @@ cudaError_t launch_rows(void (*kernel)(Params, Tiling, RowIndex), const RowRegim
   constexpr int64_t kMaxYZ = 65535;
   const int64_t blocks = divide_up<int64_t>(shape.queries, regime.rows_per_block);
   const int64_t per_tile =
-      std::min(blocks, divide_up<int64_t>(queries_per_tile, regime.rows_per_block));
+      std::max(std::min(blocks, divide_up<int64_t>(queries_per_tile, regime.rows_per_block)),
+               divide_up<int64_t>(blocks, kMaxYZ));
   const Tiling tiling{static_cast<int>(per_tile), Divider(divide_up(blocks, per_tile))};
   const int64_t batches_per_launch = std::max<int64_t>(kMaxYZ / tiling.tiles.divisor, 1);
   for (int64_t batch = 0; batch < shape.batches; batch += batches_per_launch) {
@@ -110,6 +111,8 @@ cudaError_t softmax_forward_instance(ForwardParams params, cudaStream_t stream) 
   params.rows = params.shape.rows();
   if (params.rows == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
+  params.can_exclude =
+      params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited();
   drop_idle_limits(params.window, params.shape);
   merge_dimensions(params.shape, params.window, params.sink,
                    {&params.scores, &params.mask, &params.bias});

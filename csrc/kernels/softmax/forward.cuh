@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(
   const auto grid = ChunkGrid<kElements>::aligned_to(row * columns);
   const int first_column = grid.begin(bounds) + thread * kElements;  // of this thread's first chunk
   const RowReader<T, kElements, true> scores(params.scores, index, grid, bounds, columns,
-                                             row + 1 == params.rows);
+                                             row + kElements >= params.rows);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Exponent exponent = logits.exponent();
 
@@ -173,12 +173,13 @@ __global__ void __launch_bounds__(
       if constexpr (kFoldsMask) kept[(batch + i) * kThreads] = Pack<T>::round(z[i]);
       max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
     }
-    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exponent.carry(mine.max, max);
+    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exponent(mine.max, max);
     mine.max = max;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       if (column + i * kStride >= bounds.end) continue;
-      exponent.raise(z[i], max);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
       mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
     }
     if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
@@ -191,11 +192,9 @@ __global__ void __launch_bounds__(
   // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
   // NaN elsewhere.
   const bool is_special = !denominator.is_regular();
-  const bool can_exclude = Mask::kPresent || Bias::kPresent || params.window.is_limited();
   // Exponentials in registers are relative to this thread's own maximum.
   const float factor =
-      denominator.factor *
-      (kStorage == Storage::kRegisters ? exponent.carry(mine.max, total.max) : 1.f);
+      denominator.factor * (kStorage == Storage::kRegisters ? exponent(mine.max, total.max) : 1.f);
 
   const auto write = [&](auto output_tag) {
     const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns,
@@ -214,11 +213,13 @@ __global__ void __launch_bounds__(
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
-        if constexpr (kStorage != Storage::kRegisters) exponent.raise(z[i], total.max);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        for (int j = 0; j < kElements; ++j) {
+          if constexpr (kStorage != Storage::kRegisters) z[i][j] = exponent(z[i][j], total.max);
+          z[i][j] *= factor;
+        }
         if (is_special) {
-          const float special = denominator.is_empty() && can_exclude ? 0.f : NAN;
+          const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
 #pragma unroll
           for (int j = 0; j < kElements; ++j) {
             z[i][j] = bounds.contains(at + j) && !logits.mask.excluded(at + j) ? special : 0.f;

@@ -10,7 +10,7 @@ namespace megasoftmax {
 
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them.
 inline bool fits_indices(const Shape& shape, const Window& window) {
-  constexpr int64_t kMax = INT32_MAX;
+  constexpr int64_t kMax = INT32_MAX - 16384;  // loops run past the end by a batch of chunks
   return shape.batches * shape.heads <= kMax && shape.queries <= kMax &&
          shape.columns * (window.is_limited() ? 2 : 1) + shape.queries * window.is_limited() <=
              kMax;
@@ -26,8 +26,8 @@ inline void drop_idle_limits(Window& window, const Shape& shape) {
 // beside the scores?
 inline bool shares_between_heads(const Strided& tensor, const Shape& shape) {
   constexpr int64_t kCachedElements = int64_t{8} << 20;
-  return tensor.data != nullptr && tensor.head_stride == 0 && tensor.query_stride != 0 &&
-         shape.queries * shape.columns > kCachedElements;
+  return tensor.data != nullptr && shape.heads > 1 && tensor.head_stride == 0 &&
+         tensor.query_stride != 0 && shape.queries * shape.columns > kCachedElements;
 }
 // Then this many queries of one head are followed by those of the next. Single queries would be
 // worse for the scores: 7% at 2048 columns on an H200.

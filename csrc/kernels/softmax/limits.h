@@ -23,7 +23,7 @@ enum Rows : unsigned {
   kMasked = 4,         // with a bool mask
   kNarrow = 8,         // long ones of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers
-  kAllRows = kPlain | kLimited | kMasked | kBiasGradient,
+  kAnyRows = kPlain | kLimited | kMasked | kBiasGradient,
 };
 
 struct RowRegime {
@@ -46,40 +46,40 @@ inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
     // name            storage              threads  rows  chunks   max chunks  blocks  serves
-    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     16, kAllRows},
-    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     16, kAllRows},
-    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     16, kAllRows},
-    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     16, kAllRows},
-    {"lanes_16x5",     Storage::kRegisters,    16,    4,      5,          80,     14, kAllRows},
-    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     16, kAllRows},
-    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     14, kAllRows},
-    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     18, kAllRows},
+    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     16, kAnyRows},
+    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     16, kAnyRows},
+    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     16, kAnyRows},
+    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     16, kAnyRows},
+    {"lanes_16x5",     Storage::kRegisters,    16,    4,      5,          80,     14, kAnyRows},
+    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     16, kAnyRows},
+    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     14, kAnyRows},
+    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     18, kAnyRows},
     {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      6, kNarrow},
-    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     16, kAllRows},
+    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     16, kAnyRows},
     {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      9, kLimited | kMasked},
     {"shared_64",      Storage::kShared,       64,    1,      2,         512,     18, kPlain},
-    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      8, kAllRows},
+    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      8, kAnyRows},
     {"block_256x4",    Storage::kRegisters,   256,    1,      4,        1024,      4, kMasked},
-    {"shared_64_long", Storage::kShared,       64,    1,      2,        1026,     18, kAllRows},
-    {"shared_256",     Storage::kShared,      256,    1,      2,        4098,      4, kAllRows},
-    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAllRows},
+    {"shared_64_long", Storage::kShared,       64,    1,      2,        1026,     18, kAnyRows},
+    {"shared_256",     Storage::kShared,      256,    1,      2,        4098,      4, kAnyRows},
+    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAnyRows},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     14, kAllRows},
-    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     12, kAllRows},
-    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     12, kAllRows},
-    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     12, kAllRows},
+    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     14, kAnyRows},
+    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     12, kAnyRows},
+    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     12, kAnyRows},
+    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     12, kAnyRows},
     {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     12, kBiasGradient},
     {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     10, kBiasGradient},
     {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     14, kBiasGradient},
     {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      5, kNarrow},
     {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     12, kBiasGradient},
-    {"shared_32",      Storage::kShared,       32,    1,      2,         322,     32, kAllRows},
+    {"shared_32",      Storage::kShared,       32,    1,      2,         322,     32, kPlain | kLimited},
     {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      7, kBiasGradient},
     {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      6, kBiasGradient},
-    {"shared_64",      Storage::kShared,       64,    1,      2,        1026,     16, kAllRows},
-    {"shared_256",     Storage::kShared,      256,    1,      2,        3072,      4, kAllRows},
-    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAllRows},
+    {"shared_64",      Storage::kShared,       64,    1,      2,        1026,     16, kAnyRows},
+    {"shared_256",     Storage::kShared,      256,    1,      2,        3072,      4, kAnyRows},
+    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAnyRows},
 };
 // clang-format on
 
@@ -102,6 +102,10 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount]) {
     if (i > 0 && regime.max_chunks < table[i - 1].max_chunks) return false;
     if (regime.storage == Storage::kRegisters &&
         regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread)
+      return false;
+    // Sums in global memory pass between threads, which only a block's barrier orders.
+    if ((regime.serves & kBiasGradient) != 0 && regime.storage != Storage::kRegisters &&
+        regime.threads_per_row <= 32)
       return false;
     if (regime.threads() % 32 != 0 ||
         ((regime.threads_per_row > 32 || regime.storage != Storage::kRegisters) &&

@@ -60,7 +60,9 @@ struct ForwardParams {
   DType probabilities_type = DType::kFloat32;
   float* log_sum_exp = nullptr;  // [rows], or null
 
-  int64_t rows = 0;  // set by the launcher
+  // Set by the launcher: how many rows there are, and whether one without visible entries is 0.
+  int64_t rows = 0;
+  bool can_exclude = false;
 };
 
 struct BackwardParams {

@@ -22,7 +22,7 @@ struct Denominator {
 
   __device__ Denominator(MaxAndSum columns, Exponent exponent, const SinkLogit& sink,
                          int64_t head) {
-    max_log2 = fmaxf(__fmul_rn(columns.max, exponent.c), kLowest);
+    max_log2 = fmaxf(columns.max * exponent.c, kLowest);
     sum = columns.sum;
     factor = 1.f;
     if (sink.is_present()) {

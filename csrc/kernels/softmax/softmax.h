@@ -8,7 +8,7 @@
 
 namespace megasoftmax {
 
-// `scores_type` in params selects the instance.
+// The type of `scores` selects the instance.
 cudaError_t softmax_forward(const ForwardParams& params, cudaStream_t stream);
 
 // The type of `probabilities` selects the instance.

@@ -1,0 +1,222 @@
+"""Which calls run fused, and the reasons of those that do not."""
+
+import dataclasses
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megasoftmax
+from megasoftmax import Reason, _extension, dispatch, why_not_fused
+
+SHAPE = (2, 3, 4, 5)
+
+
+@pytest.fixture
+def as_if_fused(monkeypatch):
+    """Of the constraints only those that are about a GPU hold on any machine."""
+    for name in ("_device", "_compiled_part", "_compute_capability"):
+        monkeypatch.setattr(dispatch, name, lambda scores: None)
+
+
+def names(*args, **kwargs):
+    return [reason.constraint for reason in why_not_fused(megasoftmax.softmax, *args, **kwargs)]
+
+
+def test_reason_reads_as_a_sentence():
+    reason = Reason("rows", "3", "at most 2")
+    assert str(reason) == "rows: expected at most 2, got 3"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        reason.actual = "1"
+
+
+def test_reasons_on_a_cpu(monkeypatch):
+    nothing = _extension.Status(False, reason="nobody built it")
+    monkeypatch.setattr(_extension, "status", lambda: nothing)
+    monkeypatch.setattr(_extension, "load", lambda: pytest.fail("no GPU asked for it"))
+    assert why_not_fused(megasoftmax.softmax, torch.zeros(SHAPE)) == (
+        Reason("device", "cpu", "a CUDA device"),
+        Reason("compiled part", "none: nobody built it", "one"),
+    )
+
+
+def test_all_reasons_come_in_order(monkeypatch):
+    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    scores = torch.zeros(2, 2, *SHAPE, dtype=torch.float64).transpose(0, 2)
+    bias = torch.zeros(3, 1, 1, requires_grad=True)
+    found = names(scores, scale=0.0, bias=bias, dtype=torch.float64)
+    assert found == [
+        "device",
+        "compiled part",
+        "dtype of scores",
+        "dtype",
+        "scale",
+        "leading dimensions of scores",
+        "keys of a bias that needs a gradient",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5), SHAPE, (2, *SHAPE), (0, 3, 4, 5)])
+def test_no_reason(as_if_fused, dtype, shape):
+    scores = torch.zeros(shape, dtype=dtype)
+    assert names(scores, scale=-1, dtype=torch.float32, return_lse=True, sink=0.0) == []
+    assert names(scores, mask=scores.bool(), bias=scores.double().requires_grad_()) == []
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 3)])
+def test_compute_capability(capability, monkeypatch):
+    monkeypatch.setattr(dispatch, "_capability_of", lambda index: capability)
+    scores = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
+    expected = Reason("compute capability", "7.5", "at least 8.0") if capability < (8, 0) else None
+    assert dispatch._compute_capability(scores) == expected
+
+
+def test_compiled_code_asks_the_driver_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dispatch, "_capabilities", {})
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: calls.append(index) or (9, index)
+    )
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x):
+        return x + dispatch._capability_of(1)[0] + dispatch._capability_of(1)[1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [function(torch.zeros(())).item() for _ in range(2)] == [10, 10]
+    assert calls == [1]
+
+
+def test_gpu_without_compiled_part(monkeypatch):
+    nothing = _extension.Status(False, reason="no nvcc")
+    monkeypatch.setattr(_extension, "load", lambda: nothing)
+    reason = dispatch._compiled_part(SimpleNamespace(is_cuda=True))
+    assert reason == Reason("compiled part", "none: no nvcc", "one")
+
+
+# Leading dimensions: a view that merges all but the last 3, for scores, mask and bias
+
+RANK_6 = (2, 1, 7, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "is_fused"),
+    [
+        ("mask", torch.zeros(2, 1, 7, 1, 1, 5), True),
+        ("mask", torch.zeros(1, 1, 1, 3, 4, 5), True),
+        ("mask", torch.zeros(3, 4, 5), True),
+        ("mask", torch.zeros(5), True),
+        ("mask", torch.zeros(1, 1, 7, 1, 1, 5), False),
+        ("mask", torch.zeros(7, 1, 1, 5), False),
+        ("mask", torch.zeros(2, 1, 1, 1, 1, 5), False),
+        ("bias", torch.zeros(2, 1, 1, 1, 1, 5).expand(2, 1, 7, 1, 1, 5), False),
+        ("bias", torch.zeros(1, 1, 1, 1, 1, 5).expand(2, 1, 7, 1, 1, 5), True),
+        ("bias", torch.zeros(7, 1, 2, 3, 4, 5).transpose(0, 2), False),
+        ("bias", torch.zeros(2, 1, 14, 3, 4, 5)[:, :, ::2], True),
+    ],
+)
+def test_leading_dimensions(as_if_fused, name, tensor, is_fused):
+    if name == "mask":
+        tensor = tensor.bool()
+    found = names(torch.zeros(RANK_6), **{name: tensor})
+    assert found == ([] if is_fused else [f"leading dimensions of {name}"])
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_fused"),
+    [
+        (torch.zeros(RANK_6), True),
+        (torch.zeros(2, 1, 7, 5, 4, 3).transpose(-1, -3), True),
+        (torch.zeros(7, 1, 2, 3, 4, 5).transpose(0, 2), False),
+        (torch.zeros(2, 7, 3, 4, 5).transpose(0, 1), False),
+        (torch.zeros(2, 3, 4, 5).transpose(0, 1), True),
+        (torch.zeros(1, 3, 4, 5).expand(2, 7, 3, 4, 5), True),
+    ],
+)
+def test_leading_dimensions_of_scores(as_if_fused, scores, is_fused):
+    assert names(scores) == ([] if is_fused else ["leading dimensions of scores"])
+
+
+# Sizes, on tensors without memory
+
+MAX = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "expected"),
+    [
+        ((2, MAX), {}, []),
+        ((2, MAX + 1), {}, ["columns"]),
+        ((4, (MAX - 4) // 2), {"causal": True}, []),
+        ((4, (MAX - 4) // 2 + 1), {"causal": True}, ["columns"]),
+        ((4, (MAX - 4) // 2 + 1), {"window": (1, 1)}, ["columns"]),
+        ((MAX, 1), {}, []),
+        ((MAX + 1, 1), {}, ["rows"]),
+        ((MAX, 1, 1), {}, []),
+        ((2, 2**30, 1, 1), {}, ["rows"]),
+    ],
+)
+def test_sizes(as_if_fused, shape, arguments, expected):
+    assert names(torch.empty(shape, device="meta"), **arguments) == expected
+
+
+def test_gradient_of_a_bias_that_is_broadcast_over_keys(as_if_fused):
+    scores, bias = torch.zeros(SHAPE), torch.zeros(3, 4, 1, requires_grad=True)
+    expected = Reason("keys of a bias that needs a gradient", "1", "5")
+    assert why_not_fused(megasoftmax.softmax, scores, bias=bias) == (expected,)
+    assert names(scores, bias=torch.zeros((), requires_grad=True)) == [expected.constraint]
+    assert names(scores, bias=bias.detach()) == []
+    assert names(scores[..., :1], bias=bias) == []
+    with torch.no_grad():
+        assert names(scores, bias=bias) == []
+
+
+# What the public functions make of it
+
+
+def test_fused_lists_the_reasons(as_if_fused):
+    with pytest.raises(ValueError, match="fused: cannot be True here") as error:
+        megasoftmax.softmax(torch.zeros(SHAPE), scale=0.0, dtype=torch.float64, fused=True)
+    assert "scale: expected a number other than 0, got 0" in str(error.value)
+    assert "dtype: expected float16, bfloat16 or float32, got torch.float64" in str(error.value)
+
+
+def test_why_not_fused_of_something_else():
+    with pytest.raises(TypeError, match=r"^function: expected megasoftmax\.softmax.*got"):
+        why_not_fused(torch.softmax, torch.zeros(SHAPE))
+
+
+def test_cpu_call_asks_nothing(monkeypatch):
+    monkeypatch.setattr(_extension, "load", lambda: pytest.fail("asked for the compiled part"))
+    monkeypatch.setattr(_extension, "status", lambda: pytest.fail("asked for the compiled part"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        megasoftmax.softmax(torch.zeros(SHAPE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gpu_runs_fused(dtype):
+    scores = torch.randn(SHAPE, device="cuda", dtype=dtype)
+    assert why_not_fused(megasoftmax.softmax, scores, causal=True) == ()
+    with torch.profiler.profile() as profile:
+        megasoftmax.softmax(scores, causal=True)
+    assert "megasoftmax::softmax_forward" in [event.key for event in profile.key_averages()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "arguments",
+    [{"scale": 0.0}, {"dtype": torch.float64}, {"fused": False}],
+    ids=str,
+)
+def test_gpu_falls_back(arguments):
+    scores = torch.randn(SHAPE, device="cuda")
+    with torch.profiler.profile() as profile:
+        actual = megasoftmax.softmax(scores, causal=True, **arguments)
+    assert "megasoftmax::softmax_forward" not in [event.key for event in profile.key_averages()]
+    expected = megasoftmax.softmax(scores.cpu(), causal=True, **arguments)
+    torch.testing.assert_close(actual.cpu(), expected)

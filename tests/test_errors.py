@@ -1,0 +1,304 @@
+"""Bad input: TypeError or ValueError that names the argument, what was expected and what came."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import megasoftmax
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPE = (2, 3, 4, 5)
+
+
+def floats(*shape):
+    return torch.zeros(shape)
+
+
+def bools(*shape):
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+# name: (arguments, exception, argument named, expected, actual)
+CASES = {
+    "scores are a list": (
+        {"scores": [[0.0]]},
+        TypeError,
+        "scores",
+        "a tensor",
+        "list",
+    ),
+    "scores are integers": (
+        {"scores": torch.zeros(SHAPE, dtype=torch.int64)},
+        TypeError,
+        "scores",
+        "float16, bfloat16, float32 or float64",
+        "torch.int64",
+    ),
+    "scores are complex": (
+        {"scores": torch.zeros(SHAPE, dtype=torch.complex64)},
+        TypeError,
+        "scores",
+        "float16, bfloat16, float32 or float64",
+        "torch.complex64",
+    ),
+    "scores without dimensions": (
+        {"scores": torch.tensor(1.0)},
+        ValueError,
+        "scores",
+        "at least 1 dimension",
+        "without dimensions",
+    ),
+    "scale is a tensor": (
+        {"scale": torch.tensor(0.5)},
+        TypeError,
+        "scale",
+        "a number",
+        "torch.float32",
+    ),
+    "scale is None": ({"scale": None}, TypeError, "scale", "a number", "NoneType"),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
+    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale", "a finite number", "-inf"),
+    "mask is additive": (
+        {"mask": floats(*SHAPE)},
+        TypeError,
+        "mask",
+        "a bool tensor, True = excluded",
+        "torch.float32",
+    ),
+    "mask of bytes": (
+        {"mask": torch.zeros(SHAPE, dtype=torch.uint8)},
+        TypeError,
+        "mask",
+        "a bool tensor, True = excluded",
+        "torch.uint8",
+    ),
+    "mask is a list": ({"mask": [True]}, TypeError, "mask", "a bool tensor", "list"),
+    "mask of other keys": (
+        {"mask": bools(2, 1, 4, 6)},
+        ValueError,
+        "mask",
+        "(2, 3, 4, 5)",
+        "(2, 1, 4, 6)",
+    ),
+    "mask of two heads for three": (
+        {"mask": bools(2, 2, 4, 5)},
+        ValueError,
+        "mask",
+        "(2, 3, 4, 5)",
+        "(2, 2, 4, 5)",
+    ),
+    "mask of too many dimensions": (
+        {"mask": bools(1, 2, 3, 4, 5)},
+        ValueError,
+        "mask",
+        "(2, 3, 4, 5)",
+        "(1, 2, 3, 4, 5)",
+    ),
+    "mask elsewhere": (
+        {"mask": torch.zeros(SHAPE, dtype=torch.bool, device="meta")},
+        ValueError,
+        "mask",
+        "device cpu, as scores",
+        "meta",
+    ),
+    "bias of integers": (
+        {"bias": torch.zeros(5, dtype=torch.int32)},
+        TypeError,
+        "bias",
+        "a tensor of float16, bfloat16, float32 or float64",
+        "torch.int32",
+    ),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
+    "bias of other queries": (
+        {"bias": floats(3, 5, 5)},
+        ValueError,
+        "bias",
+        "(2, 3, 4, 5)",
+        "(3, 5, 5)",
+    ),
+    "bias elsewhere": (
+        {"bias": torch.zeros(5, device="meta")},
+        ValueError,
+        "bias",
+        "device cpu, as scores",
+        "meta",
+    ),
+    "causal is a number": ({"causal": 1}, TypeError, "causal", "a bool", "int"),
+    "causal is a tensor": ({"causal": bools(1)}, TypeError, "causal", "a bool", "torch.bool"),
+    "causal without queries": (
+        {"scores": floats(5), "causal": True},
+        ValueError,
+        "causal",
+        "[..., queries, keys]",
+        "(5,)",
+    ),
+    "window without queries": (
+        {"scores": floats(5), "window": (1, 1)},
+        ValueError,
+        "window",
+        "[..., queries, keys]",
+        "(5,)",
+    ),
+    "window is a number": ({"window": 3}, TypeError, "window", "(left, right)", "int"),
+    "window of three": (
+        {"window": (1, 2, 3)},
+        ValueError,
+        "window",
+        "(left, right)",
+        "(1, 2, 3)",
+    ),
+    "window of fractions": (
+        {"window": (1.5, 2)},
+        TypeError,
+        "window",
+        "two integers from -1 on",
+        "(1.5, 2)",
+    ),
+    "window below -1": (
+        {"window": (0, -2)},
+        ValueError,
+        "window",
+        "two integers from -1 on",
+        "(0, -2)",
+    ),
+    "sink is a string": ({"sink": "0"}, TypeError, "sink", "a tensor or a number", "str"),
+    "sink of integers": (
+        {"sink": torch.zeros(3, dtype=torch.int64)},
+        TypeError,
+        "sink",
+        "a tensor of float16, bfloat16, float32 or float64",
+        "torch.int64",
+    ),
+    "sink of four for three heads": (
+        {"sink": floats(4)},
+        ValueError,
+        "sink",
+        "one element or [3], one per head",
+        "(4,)",
+    ),
+    "sink with dimensions": (
+        {"sink": floats(1, 3, 1, 1)},
+        ValueError,
+        "sink",
+        "one element or [3], one per head",
+        "(1, 3, 1, 1)",
+    ),
+    "sink per head without heads": (
+        {"scores": floats(4, 5), "sink": floats(4)},
+        ValueError,
+        "sink",
+        "one element",
+        "(4,)",
+    ),
+    "sink without elements": ({"sink": floats(0)}, ValueError, "sink", "one element", "(0,)"),
+    "sink elsewhere": (
+        {"sink": torch.zeros(3, device="meta")},
+        ValueError,
+        "sink",
+        "device cpu, as scores",
+        "meta",
+    ),
+    "dtype of integers": (
+        {"dtype": torch.int8},
+        TypeError,
+        "dtype",
+        "float16, bfloat16, float32 or float64",
+        "torch.int8",
+    ),
+    "dtype is a string": (
+        {"dtype": "float16"},
+        TypeError,
+        "dtype",
+        "float16, bfloat16",
+        "'float16'",
+    ),
+    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message_names_argument_expected_and_actual(case):
+    arguments, error, name, expected, actual = CASES[case]
+    pattern = f"^{name}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
+    arguments = {"scores": floats(*SHAPE)} | arguments
+    with pytest.raises(error, match=pattern):
+        megasoftmax.softmax(**arguments)
+    with pytest.raises(error, match=pattern):
+        megasoftmax.why_not_fused(megasoftmax.softmax, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"mask": bools(*SHAPE)}, "mask"),
+        ({"bias": floats(*SHAPE)}, "bias"),
+        ({"sink": floats(3)}, "sink"),
+    ],
+)
+def test_tensors_of_two_devices(arguments, name):
+    with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as scores, got cpu"):
+        megasoftmax.softmax(floats(*SHAPE).cuda(), **arguments)
+
+
+def test_options_are_named():
+    with pytest.raises(TypeError, match="positional"):
+        megasoftmax.softmax(floats(*SHAPE), 0.5)
+
+
+def test_fused_on_a_cpu_says_every_reason():
+    with pytest.raises(ValueError, match=r"^fused: cannot be True here") as error:
+        megasoftmax.softmax(floats(*SHAPE).double(), scale=0, fused=True)
+    for reason in ("device: expected a CUDA device, got cpu", "torch.float64", "scale"):
+        assert reason in str(error.value)
+
+
+def test_bad_input_launches_nothing(monkeypatch):
+    def forbidden(*arguments):
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(megasoftmax.functional.reference, "call", forbidden)
+    for arguments, error, *_ in CASES.values():
+        with pytest.raises(error):
+            megasoftmax.softmax(**({"scores": floats(*SHAPE)} | arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": 2},
+        {"scale": -0.0},
+        {"mask": bools()},
+        {"mask": bools(1, 1, 1, 1)},
+        {"bias": floats()},
+        {"window": [1, 2]},
+        {"window": (-1, -1)},
+        {"window": (10**6, 10**6)},
+        {"sink": 1},
+        {"sink": -math.inf},
+        {"sink": floats()},
+        {"sink": floats(1, 1)},
+        {"sink": floats(3)},
+        {"dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_unusual_but_right(arguments, device):
+    scores = torch.randn(SHAPE, device=device)
+    arguments = {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in arguments.items()
+    }
+    probabilities = megasoftmax.softmax(scores, **arguments)
+    scale = arguments.get("scale", 1)
+    z = torch.cat([scores * scale, torch.full((2, 3, 4, 1), -math.inf, device=device)], -1)
+    if "sink" in arguments:
+        z[..., -1] = float(torch.as_tensor(arguments["sink"]).flatten()[0])
+    queries, keys = torch.arange(4)[:, None] + 1, torch.arange(5)
+    if arguments.get("window") == [1, 2]:
+        z[..., :-1][..., (keys < queries - 1) | (keys > queries + 2)] = -math.inf
+    expected = z.softmax(-1)[..., :-1].to(probabilities.dtype)
+    torch.testing.assert_close(probabilities, expected)
