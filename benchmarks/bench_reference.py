@@ -81,7 +81,9 @@ def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
     today = datetime.date.today().isoformat()
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("device torch commit date case eager_ms reference_ms ratio".split())
+        writer.writerow(
+            ["device", "torch", "commit", "date", "case", "eager_ms", "reference_ms", "ratio"]
+        )
         for row in rows:
             writer.writerow((machine, torch.__version__, commit, today, *row))
 

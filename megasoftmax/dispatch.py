@@ -51,7 +51,7 @@ def reasons_against_fused_softmax(
         _dtype("dtype of scores", scores.dtype),
         None if dtype is None else _dtype("dtype", dtype),
         _scale(scale),
-        *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 else ()),
+        *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 and scores.numel() else ()),
         _rows(scores),
         _columns(scores, is_limited),
         None if bias is None else _bias_gradient(bias, scores),
@@ -69,28 +69,22 @@ def _compiled_part(scores: Tensor) -> Reason | None:
 
 
 def _compute_capability(scores: Tensor) -> Reason | None:
-    if not scores.is_cuda:
-        return None
-    capability = _capability_of(scores.device.index)
-    if capability >= MIN_CAPABILITY:
-        return None
-    return Reason("compute capability", _dotted(capability), f"at least {_dotted(MIN_CAPABILITY)}")
+    too_old = _too_old_capability(scores.device.index) if scores.is_cuda else None
+    return None if too_old is None else Reason("compute capability", too_old, "at least 8.0")
 
 
-_capabilities: dict[int, tuple[int, int]] = {}
+_too_old: dict[int, str | None] = {}
 
 
-def _capability_of(index: int) -> tuple[int, int]:
-    if index not in _capabilities:
-        _capabilities[index] = torch.cuda.get_device_capability(index)
-    return _capabilities[index]
+def _too_old_capability(index: int) -> str | None:
+    if index not in _too_old:
+        capability = torch.cuda.get_device_capability(index)
+        is_too_old = capability < MIN_CAPABILITY
+        _too_old[index] = f"{capability[0]}.{capability[1]}" if is_too_old else None
+    return _too_old[index]
 
 
-_capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+_too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
 
 
 def _dtype(name: str, dtype: torch.dtype) -> Reason | None:
@@ -156,7 +150,7 @@ def _bias_gradient(bias: Tensor, scores: Tensor) -> Reason | None:
     """Kernels sum the gradient over batches, heads and queries, but not along a row."""
     if not bias.requires_grad or not torch.is_grad_enabled():
         return None
-    columns = bias.shape[-1] if bias.dim() > 0 else 0
-    if columns == scores.shape[-1]:
+    columns = bias.shape[-1] if bias.dim() > 0 else 1
+    if bias.dim() > 0 and columns == scores.shape[-1]:
         return None
     return Reason("keys of a bias that needs a gradient", str(columns), str(scores.shape[-1]))

@@ -123,7 +123,7 @@ def softmax_forward(
     if excluded is not None:  # passes over z without a branch per entry: masked_fill_ has one
         highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
         _clear_(z, keep=highest)
-        torch.minimum(z, highest, out=z)
+        z.clamp_max_(highest)
 
     largest = _max(z, -torch.inf)
     empty = largest == -torch.inf
@@ -151,7 +151,10 @@ def softmax_forward(
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
         _clear_(probabilities, keep=highest)
-    return probabilities.to(dtype), lse.to(compute) if return_lse else z.new_empty(0)
+    probabilities, lse = probabilities.to(dtype), lse.to(compute)
+    if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
+        probabilities, lse = probabilities.clone(), lse.clone()
+    return probabilities, lse if return_lse else z.new_empty(0)
 
 
 def softmax_backward(
@@ -283,7 +286,10 @@ def _clear_(values: Tensor, keep: Tensor) -> None:
 
     In one pass, which is the one that the gradient of relu takes.
     """
-    torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
+    if torch.compiler.is_compiling():  # torch 2.11 loses what goes to an op's output argument
+        values.copy_(torch.ops.aten.threshold_backward(values, keep, 0))
+    else:
+        torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
 
 
 def _sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:

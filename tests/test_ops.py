@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import dispatch, ops, reference
+from megasoftmax import _extension, dispatch, ops, reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
@@ -22,6 +22,8 @@ softmax_backward = torch.ops.megasoftmax.softmax_backward.default
 @pytest.fixture(params=DEVICES)
 def device(request):
     torch.manual_seed(0)
+    if request.param == "cuda":
+        assert _extension.load().available
     return request.param
 
 
@@ -174,7 +176,7 @@ def test_sink_gradient_of_the_op_needs_lse():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FORWARD_CASES)
 def test_ops_agree_between_cpu_and_gpu(case):
-    assert dispatch._extension.load().available
+    assert _extension.load().available
     torch.manual_seed(0)
     on_cpu = forward_arguments("cpu", **FORWARD_CASES[case])
     on_gpu = [
@@ -386,7 +388,6 @@ def test_vmap(softmax, device, batched):
 
 def test_vmap_of_the_plain_op(device):
     scores = torch.randn(4, QUERIES, KEYS, device=device)
-    dispatch._extension.load() if device == "cuda" else None
 
     def op(example: Tensor) -> Tensor:
         out = torch.float32
