@@ -452,7 +452,7 @@ def batch_forward(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
     """`forward` under vmap: batches become the first dimension of the scores."""
     given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
-    if dims.sink is not None:  # a sink per example
+    if dims.sink is not None or _has_no_room(given.scores, dims.scores):
         return _one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
     scores = _batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
@@ -471,7 +471,7 @@ def batch_backward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int | None, ...]]:
     """`backward` under vmap."""
     given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
-    if dims.sink is not None:
+    if dims.sink is not None or _has_no_room(given.probabilities, dims.probabilities):
         return _one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
     probabilities = _batch_first(given.probabilities, dims.probabilities, info.batch_size)
     bias = None
@@ -489,6 +489,11 @@ def batch_backward(
         d_bias = d_bias.reshape(bias.shape)
     asked_for = (True, given.bias_gradient, given.sink_gradient)
     return (d_scores, d_bias, d_rows), tuple(0 if asked else None for asked in asked_for)
+
+
+def _has_no_room(tensor: Tensor, dim: int | None) -> bool:
+    """Kernels see one dimension before the heads: an example that has it already goes alone."""
+    return tensor.is_cuda and tensor.dim() - (dim is not None) > 3
 
 
 def _one_by_one(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -297,12 +298,13 @@ def test_compile(softmax, device, dynamic):
 
 
 def test_compiled_once_for_all_lengths(softmax, device):
-    backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, dynamic=True, backend=backend)
     def function(scores: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
         return softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0))
 
+    compilations = set()
     for batch, queries, keys in ((2, 5, 7), (3, 6, 9), (4, 9, 12)):
         scores = torch.randn(batch, HEADS, queries, keys, device=device, requires_grad=True)
         bias = torch.randn(1, HEADS, queries, keys, device=device, requires_grad=True)
@@ -313,7 +315,8 @@ def test_compiled_once_for_all_lengths(softmax, device):
         found = (torch.autograd.grad(p.square().sum(), (scores, bias)) for p in (actual, expected))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
-    assert backend.frame_count == 1
+        compilations.add(backend.frame_count)
+    assert len(compilations) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
