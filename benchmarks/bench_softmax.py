@@ -225,13 +225,18 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
             }
 
 
-def main(rounds: int = 21, peers: bool = True, out: Path = RESULTS, only: str = "") -> None:
-    """Runs the table; `only` keeps the cases whose "shape variant" contains it."""
+def main(
+    rounds: int = 15, peers: bool = True, out: Path = RESULTS, only: str = "", commit: str = ""
+) -> None:
+    """Runs the table.
+
+    `only` keeps the cases whose "shape variant" contains it; `commit` is for a copy without git.
+    """
     functorch_config.donated_buffer = False  # one output is differentiated many times
     folder = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
-    ).stdout.strip()
+    if not commit:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=folder).stdout.strip()
     common = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

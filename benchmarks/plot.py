@@ -59,7 +59,8 @@ def draw(rows: list[Row]) -> None:
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    axes[1].legend(loc="lower right")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="upper right", ncols=3, frameon=False)
     gpu, torch = rows[0]["gpu"], rows[0]["torch"]
     figure.suptitle(f"Attention softmax, bf16, {gpu}, torch {torch}")
     figure.tight_layout()
