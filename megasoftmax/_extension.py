@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megasoftmax import _build
+from megasoftmax._build import MIN_CAPABILITY as MIN_CAPABILITY
 
 
 @dataclass(frozen=True)

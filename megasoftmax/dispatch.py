@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megasoftmax import _extension
+from megasoftmax._extension import MIN_CAPABILITY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_CAPABILITY = (8, 0)
 # Kernels count rows and columns in 32 bits (and address in 64), and run past the end by a batch.
 MAX_INDEX = 2**31 - 1 - 16384
 
@@ -70,7 +70,9 @@ def _compiled_part(scores: Tensor) -> Reason | None:
 
 def _compute_capability(scores: Tensor) -> Reason | None:
     too_old = _too_old_capability(scores.device.index) if scores.is_cuda else None
-    return None if too_old is None else Reason("compute capability", too_old, "at least 8.0")
+    if too_old is None:
+        return None
+    return Reason("compute capability", too_old, f"at least {_dotted(MIN_CAPABILITY)}")
 
 
 _too_old: dict[int, str | None] = {}
@@ -79,12 +81,15 @@ _too_old: dict[int, str | None] = {}
 def _too_old_capability(index: int) -> str | None:
     if index not in _too_old:
         capability = torch.cuda.get_device_capability(index)
-        is_too_old = capability < MIN_CAPABILITY
-        _too_old[index] = f"{capability[0]}.{capability[1]}" if is_too_old else None
+        _too_old[index] = _dotted(capability) if capability < MIN_CAPABILITY else None
     return _too_old[index]
 
 
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def _dtype(name: str, dtype: torch.dtype) -> Reason | None:
