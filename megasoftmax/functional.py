@@ -1,5 +1,6 @@
 """The public functions."""
 
+import inspect
 from typing import Any, Literal, overload
 
 import torch
@@ -168,21 +169,17 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
     )
 
 
-def _softmax_reasons(
-    scores: Tensor,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    sink: Tensor | float | None = None,
-    dtype: torch.dtype | None = None,
-    return_lse: bool = False,
-    fused: bool | None = None,
-) -> tuple[Reason, ...]:
-    _check(scores, scale, mask, bias, causal, window, sink, dtype, fused)
-    return dispatch.reasons_against_fused_softmax(scores, scale, mask, bias, causal, window, dtype)
+_SIGNATURE = inspect.signature(softmax)
+
+
+def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    del given["return_lse"]  # anything that is true or false, with kernels for both
+    _check(**given)
+    del given["sink"], given["fused"]
+    return dispatch.reasons_against_fused_softmax(**given)
 
 
 def _as_kernels_take_it(

@@ -48,53 +48,30 @@ def softmax_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 HALVES = reference.Halves(softmax_forward, softmax_backward)
 
 
-def _fake_forward(
-    scores: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    sink: Tensor | None,
-    sink_value: float | None,
-    dtype: torch.dtype,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    lse_shape = scores.shape[:-1] if return_lse else (0,)
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    given = reference.ForwardSlots(*args)
+    scores = given.scores
+    lse_shape = scores.shape[:-1] if given.return_lse else (0,)
     lse_dtype = reference.accumulation_dtype(scores.dtype)
     return (
-        scores.new_empty(scores.shape, dtype=dtype),
+        scores.new_empty(scores.shape, dtype=given.dtype),
         scores.new_empty(lse_shape, dtype=lse_dtype),
     )
 
 
-def _fake_backward(
-    gradient: Tensor,
-    probabilities: Tensor,
-    lse_gradient: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    bias: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    sink: Tensor | None,
-    sink_value: float | None,
-    dtype: torch.dtype,
-    bias_gradient: bool,
-    sink_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = reference.BackwardSlots(*args)
+    probabilities, bias = given.probabilities, given.bias
     shape = probabilities.shape
-    row_dtype = reference.accumulation_dtype(dtype)
-    if bias is not None and bias_gradient:
+    row_dtype = reference.accumulation_dtype(given.dtype)
+    if given.bias_gradient:
         d_bias = bias.new_empty(bias.shape)
     else:
         d_bias = probabilities.new_empty(0, dtype=row_dtype)
     return (
-        probabilities.new_empty(shape, dtype=dtype),
+        probabilities.new_empty(shape, dtype=given.dtype),
         d_bias,
-        probabilities.new_empty(shape[:-1] if sink_gradient else (0,), dtype=row_dtype),
+        probabilities.new_empty(shape[:-1] if given.sink_gradient else (0,), dtype=row_dtype),
     )
 
 
