@@ -6,12 +6,9 @@ Eager is what models run without fused kernels: scale, masked_fill, softmax in f
 import csv
 import datetime
 import platform
-import statistics
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+import measure
 import torch
 import typer
 from torch import Tensor
@@ -27,27 +24,13 @@ def eager(scores: Tensor, mask: Tensor) -> Tensor:
     return logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
 
 
-def interleaved(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each function; they take turns."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds + 2):
-        for function, samples in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            samples.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(samples[2:]) for samples in times]
-
-
 def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
     """Masked and causal, forward alone and with backward, float32 and bfloat16."""
     torch.set_num_threads(threads)
     shape = (4, 8, 512, 512)
     causal = torch.ones(shape[-2:], dtype=torch.bool).triu(1)
     masks = {"masked": torch.rand(shape[0], 1, *shape[-2:]) < 0.25, "causal": causal}
-    folder = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder
-    ).stdout.strip()
+    commit = measure.commit()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for variant, mask in masks.items():
@@ -63,18 +46,18 @@ def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
 
             for direction in ("forward", "forward+backward"):
                 with torch.set_grad_enabled(direction != "forward"):
-                    if direction == "forward":
-                        functions = [theirs, ours]
-                    else:
-                        functions = [
-                            lambda f=f, s=scores, g=gradient: torch.autograd.grad(f(), s, g)
-                            for f in (theirs, ours)
-                        ]
-                    eager_ms, ours_ms = interleaved(functions, rounds)
+                    functions: dict[str, measure.Function] = {"eager": theirs, "ours": ours}
+                    if direction != "forward":
+                        functions = {
+                            name: lambda f=f, s=scores, g=gradient: torch.autograd.grad(f(), s, g)
+                            for name, f in functions.items()
+                        }
+                    times = measure.interleaved(
+                        functions, rounds, measure.host_milliseconds, warm_up=2
+                    )
                 name = f"{list(shape)} {str(dtype).removeprefix('torch.')} {variant} {direction}"
-                rows.append(
-                    (name, f"{eager_ms:.2f}", f"{ours_ms:.2f}", f"{ours_ms / eager_ms:.2f}")
-                )
+                milliseconds = (f"{times['eager']:.2f}", f"{times['ours']:.2f}")
+                rows.append((name, *milliseconds, f"{times['ours'] / times['eager']:.2f}"))
                 print(*rows[-1])
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = f"{platform.machine()}, {threads} threads"

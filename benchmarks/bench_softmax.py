@@ -8,12 +8,11 @@ each call; a figure is the median over the rounds.
 
 import csv
 import datetime
-import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import measure
 import torch
 import torch._functorch.config as functorch_config
 import typer
@@ -28,7 +27,6 @@ FIELDS = [
     *("implementation", "microseconds", "bytes", "percent_of_copy"),
 ]
 SCALE = 0.125
-HEAD_START = 1_000_000  # GPU cycles, about 0.5 ms: the host is done before the GPU begins
 
 TABLE = [
     ([8, 32, 2048, 2048], ["causal", "masked", "scaled"]),
@@ -154,25 +152,6 @@ def implementations(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor
             pass
 
 
-def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median microseconds of each function; they take turns, with a flushed L2 cache."""
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            torch.cuda._sleep(HEAD_START)
-            start.record()
-            function()
-            stop.record()
-            stop.synchronize()
-            times[name].append(1e3 * start.elapsed_time(stop))
-    return {name: statistics.median(samples) for name, samples in times.items()}
-
-
 def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
     """The rows of one case: forward, backward and both through autograd, with the copy."""
     scores = case.scores
@@ -186,7 +165,8 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
     }
     fewest["forward+backward"] = sum(fewest.values())
 
-    calls: dict[str, dict[str, Callable[[], object]]] = {name: {} for name in fewest}
+    timer = measure.gpu_timer()
+    calls: dict[str, dict[str, measure.Function]] = {name: {} for name in fewest}
     for name, softmax in implementations(case):
         if not peers and name != "megasoftmax":
             continue
@@ -209,7 +189,8 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
         calls["forward+backward"][name] = both
     for direction, functions in calls.items():
         with torch.set_grad_enabled(direction != "forward"):
-            times = interleaved({"copy": lambda: target.copy_(scores)} | functions, rounds)
+            copy = {"copy": lambda: target.copy_(scores)}
+            times = measure.interleaved(copy | functions, rounds, timer)
         bandwidth = 2 * size / times["copy"]
         for name, microseconds in times.items():
             bytes_moved = 2 * size if name == "copy" else fewest[direction]
@@ -233,14 +214,10 @@ def main(
     `only` keeps the cases whose "shape variant" contains it; `commit` is for a copy without git.
     """
     functorch_config.donated_buffer = False  # one output is differentiated many times
-    folder = Path(__file__).parent
-    if not commit:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, cwd=folder).stdout.strip()
     common = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": commit or measure.commit(),
         "date": datetime.date.today().isoformat(),
     }
     cases = [(shape, variant) for shape, variants in TABLE for variant in variants]
