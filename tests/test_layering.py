@@ -31,7 +31,6 @@ MODULES = {
     "dispatch": {"_extension"},
     "functional": {"dispatch", "ops", "reference"},
     "modules": {"functional"},
-    "testing": {"reference"},
     "integrations": {"megasoftmax", "modules"},
 }
 
