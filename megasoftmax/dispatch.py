@@ -45,18 +45,33 @@ def reasons_against_fused_softmax(
     """
     is_limited = causal or window is not None
     found = (
-        _device(scores),
-        _compiled_part(scores),
-        _compute_capability(scores),
-        _dtype("dtype of scores", scores.dtype),
-        None if dtype is None else _dtype("dtype", dtype),
-        _scale(scale),
+        *_of_any_call(scores, scale, dtype),
         *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 and scores.numel() else ()),
         _rows(scores),
         _columns(scores, is_limited),
         None if bias is None else _bias_gradient(bias, scores),
     )
     return tuple(reason for reason in found if reason is not None) if any(found) else ()
+
+
+def reasons_against_fused_columns(
+    scores: Tensor, scale: float, dtype: torch.dtype | None
+) -> tuple[Reason, ...]:
+    """The same for scores alone, normalised over a dimension that others follow."""
+    return tuple(reason for reason in _of_any_call(scores, scale, dtype) if reason is not None)
+
+
+def _of_any_call(
+    scores: Tensor, scale: float, dtype: torch.dtype | None
+) -> tuple[Reason | None, ...]:
+    return (
+        _device(scores),
+        _compiled_part(scores),
+        _compute_capability(scores),
+        _dtype("dtype of scores", scores.dtype),
+        None if dtype is None else _dtype("dtype", dtype),
+        _scale(scale),
+    )
 
 
 def _device(scores: Tensor) -> Reason | None:

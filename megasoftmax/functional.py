@@ -1,6 +1,8 @@
 """The public functions."""
 
 import inspect
+import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -27,6 +29,7 @@ def softmax(
     sink: Tensor | float | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
+    dim: int = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
 
@@ -43,6 +46,7 @@ def softmax(
     sink: Tensor | float | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
+    dim: int = ...,
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -58,15 +62,17 @@ def softmax(
     sink: Tensor | float | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    dim: int = -1,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax of attention scores over the last dimension, fused on NVIDIA GPUs.
+    """Softmax of attention scores, fused on NVIDIA GPUs.
 
         z = scale * scores + bias
         p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
 
     computed in float32 (float64 for float64 scores), whatever the types of the tensors. Exact: the
-    same rules hold on GPU and CPU, fused or not.
+    same rules hold on GPU and CPU, fused or not. What follows calls a row what sums to 1: the last
+    dimension of the scores, unless `dim` says otherwise.
 
     * An excluded entry (by mask, causal or window: their union) has probability exactly 0 and
       gradient exactly 0, whatever scores, bias and incoming gradient hold there.
@@ -93,13 +99,17 @@ def softmax(
             element, or a number. 0 gives the off-by-one softmax.
         dtype: of the probabilities; by default that of the scores.
         return_lse: also return the log-sum-exp.
+        dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
+            last, keys are not what it counts: neither causal nor window may be given, and a sink
+            is one for all. Without mask, bias and sink, scores and incoming gradients that are not
+            contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
 
     Returns:
         The probabilities, contiguous, of the shape of scores. With return_lse also the natural
-        log of the denominator, sink included, [..., heads, queries], float32 (float64 for float64
-        scores).
+        log of the denominator, sink included, [..., heads, queries], or the shape of scores
+        without `dim`, float32 (float64 for float64 scores).
 
     Raises:
         TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
@@ -110,40 +120,15 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
-    _check(scores, scale, mask, bias, causal, window, sink, dtype, fused)
-    halves = reference.HALVES
-    if fused or (fused is None and scores.is_cuda):
-        reasons = dispatch.reasons_against_fused_softmax(
-            scores, scale, mask, bias, causal, window, dtype
+    _check(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
+    if dim in (-1, scores.dim() - 1):
+        probabilities, lse = _softmax_over_last(
+            scores, scale, mask, bias, causal, window, sink, dtype, return_lse, fused
         )
-        if not reasons:
-            halves = ops.HALVES
-            bias, sink = _as_kernels_take_it(scores, bias, sink)
-        elif fused:
-            raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
-
-    left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
-    needs_gradient = torch.is_grad_enabled() and (
-        scores.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (sink_tensor is not None and sink_tensor.requires_grad)
-    )
-    probabilities, lse = reference.call(
-        halves,
-        needs_gradient,
-        scores,
-        scale,
-        mask,
-        bias,
-        causal,
-        left,
-        right,
-        sink_tensor,
-        sink_value,
-        scores.dtype if dtype is None else dtype,
-        return_lse or (sink_tensor is not None and needs_gradient),
-    )
+    else:
+        probabilities, lse = _softmax_over_earlier(
+            scores, scale, mask, bias, sink, dtype, return_lse, dim % scores.dim(), fused
+        )
     return (probabilities, lse) if return_lse else probabilities
 
 
@@ -169,6 +154,131 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
     )
 
 
+def _softmax_over_last(
+    scores: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    dtype: torch.dtype | None,
+    return_lse: bool,
+    fused: bool | None,
+) -> tuple[Tensor, Tensor]:
+    halves = reference.HALVES
+    against = dispatch.reasons_against_fused_softmax
+    if _is_fused(fused, against, scores, scale, mask, bias, causal, window, dtype):
+        halves = ops.HALVES
+        bias, sink = _as_kernels_take_it(scores, bias, sink)
+
+    left, right = (-1, -1) if window is None else window
+    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    needs_gradient = torch.is_grad_enabled() and (
+        scores.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink_tensor is not None and sink_tensor.requires_grad)
+    )
+    return reference.call(
+        halves,
+        needs_gradient,
+        scores,
+        scale,
+        mask,
+        bias,
+        causal,
+        left,
+        right,
+        sink_tensor,
+        sink_value,
+        scores.dtype if dtype is None else dtype,
+        return_lse or (sink_tensor is not None and needs_gradient),
+    )
+
+
+def _softmax_over_earlier(
+    scores: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | float | None,
+    dtype: torch.dtype | None,
+    return_lse: bool,
+    dim: int,
+    fused: bool | None,
+) -> tuple[Tensor, Tensor]:
+    """Over a dimension, counted from 0, before the last."""
+    against = dispatch.reasons_against_fused_columns
+    if _has_columns_alone(scores, mask, bias, sink, dim) and _is_fused(
+        fused, against, scores, scale, dtype
+    ):
+        return _softmax_of_columns(scores, scale, dtype, return_lse, dim)
+    probabilities, lse = _softmax_over_last(
+        scores.movedim(dim, -1),
+        scale,
+        reference.moved_to_last(mask, dim, scores.dim()),
+        reference.moved_to_last(bias, dim, scores.dim()),
+        False,
+        None,
+        sink,
+        dtype,
+        return_lse,
+        fused,
+    )
+    return probabilities.movedim(-1, dim).contiguous(), lse
+
+
+def _has_columns_alone(
+    scores: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | float | None,
+    dim: int,
+) -> bool:
+    """Whether there is nothing but scores, and something follows `dim`: else columns are rows."""
+    if mask is not None or bias is not None or sink is not None:
+        return False
+    return any(size != 1 for size in scores.shape[dim + 1 :])
+
+
+def _softmax_of_columns(
+    scores: Tensor, scale: float, dtype: torch.dtype | None, return_lse: bool, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Fused, where `_has_columns_alone`."""
+    before, after = scores.shape[:dim], scores.shape[dim + 1 :]
+    probabilities, lse = reference.call(
+        ops.COLUMN_HALVES,
+        torch.is_grad_enabled() and scores.requires_grad,
+        scores.reshape(math.prod(before), scores.shape[dim], math.prod(after)),
+        scale,
+        None,
+        None,
+        False,
+        -1,
+        -1,
+        None,
+        None,
+        scores.dtype if dtype is None else dtype,
+        return_lse,
+    )
+    return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
+
+
+def _is_fused(
+    fused: bool | None,
+    reasons_against: Callable[..., tuple[Reason, ...]],
+    scores: Tensor,
+    *args: Any,
+) -> bool:
+    """Whether a call runs fused; raises where it must and cannot."""
+    if fused is False or (fused is None and not scores.is_cuda):
+        return False
+    reasons = reasons_against(scores, *args)
+    if reasons and fused:
+        raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+    return not reasons
+
+
 _SIGNATURE = inspect.signature(softmax)
 
 
@@ -178,7 +288,14 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = bound.arguments
     del given["return_lse"]  # anything that is true or false, with kernels for both
     _check(**given)
-    del given["sink"], given["fused"]
+    sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
+    scores, mask, bias = given["scores"], given["mask"], given["bias"]
+    rank = scores.dim()
+    if _has_columns_alone(scores, mask, bias, sink, dim % rank):
+        return dispatch.reasons_against_fused_columns(scores, given["scale"], given["dtype"])
+    given["scores"] = scores.movedim(dim, -1)
+    given["mask"] = reference.moved_to_last(mask, dim, rank)
+    given["bias"] = reference.moved_to_last(bias, dim, rank)
     return dispatch.reasons_against_fused_softmax(**given)
 
 
@@ -205,6 +322,7 @@ def _check(
     window: Window | None,
     sink: Tensor | float | None,
     dtype: torch.dtype | None,
+    dim: int,
     fused: bool | None,
 ) -> None:
     if not isinstance(scores, Tensor):
@@ -234,6 +352,8 @@ def _check(
         _check_has_queries("window", scores)
     if sink is not None:
         _check_sink(sink, scores)
+    if not isinstance(dim, int) or dim != -1:
+        _check_dim(dim, scores, causal, window, sink)
     if dtype is not None and dtype not in _DTYPES:
         raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
     if fused is not None and not isinstance(fused, bool):
@@ -296,6 +416,26 @@ def _check_sink(sink: Tensor | float, scores: Tensor) -> None:
     if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:
         heads = f" or [{scores.shape[-3]}], one per head," if scores.dim() > 2 else ""
         raise ValueError(f"sink: expected one element{heads} got shape {tuple(sink.shape)}")
+
+
+def _check_dim(
+    dim: int, scores: Tensor, causal: bool, window: Window | None, sink: Tensor | float | None
+) -> None:
+    rank = scores.dim()
+    expected = f"dim: expected an integer from {-rank} to {rank - 1}"
+    if not isinstance(dim, int):
+        raise TypeError(f"{expected}, got {_kind(dim)}")
+    if not -rank <= dim < rank:
+        raise ValueError(f"{expected}, got {dim}")
+    if dim % rank == rank - 1:
+        return
+    for name, is_given in (("causal", causal), ("window", window is not None)):
+        if is_given:
+            raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")
+    if isinstance(sink, Tensor) and sink.numel() != 1:
+        raise ValueError(
+            f"sink: expected one element, or dim -1, got shape {tuple(sink.shape)} and dim {dim}"
+        )
 
 
 def _kind(value: object) -> str:

@@ -4,6 +4,8 @@ The compiled part adds those when it is loaded (see `_extension`). Arguments and
 explained in `reference`, whose functions are the CPU implementations.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,24 +27,41 @@ _library.define(
     "-> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_library.define(
+    "softmax_columns_forward(Tensor scores, float scale, ScalarType dtype, bool return_lse) "
+    "-> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "softmax_columns_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, "
+    "float scale, ScalarType dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 _forward = torch.ops.megasoftmax.softmax_forward.default
 _backward = torch.ops.megasoftmax.softmax_backward.default
+_columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
+_columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
+
+
+def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
+    """The op without its autograd, which would cost a detour through Python."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+# Rows: softmax over the last dimension
 
 
 def softmax_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op without its autograd, which would cost a detour through Python."""
-    if torch.compiler.is_compiling():
-        return _forward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward(*args)
+    """The op without its autograd."""
+    return _below_autograd(_forward, *args)
 
 
 def softmax_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The op without its autograd."""
-    if torch.compiler.is_compiling():
-        return _backward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward(*args)
+    return _below_autograd(_backward, *args)
 
 
 HALVES = reference.Halves(softmax_forward, softmax_backward)
@@ -101,5 +120,123 @@ torch.library.register_autograd(
     _backward,
     reference.double_gradients,
     setup_context=reference.save_for_double_gradients,
+    lib=_library,
+)
+
+
+# Columns: softmax over a dimension that others follow. With the signatures of rows, of which they
+# take what the ops know, and a further leading dimension under vmap, they share all that rows have.
+
+
+def _forward_by(op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
+    given = reference.ForwardSlots(*args)
+    shape = given.scores.shape
+    probabilities, lse = op(
+        given.scores.contiguous().flatten(0, -3), given.scale, given.dtype, given.return_lse
+    )
+    if len(shape) > 3:
+        probabilities = probabilities.view(shape)
+        lse = lse.view(*shape[:-2], shape[-1]) if given.return_lse else lse
+    return probabilities, lse
+
+
+def _backward_by(op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = reference.BackwardSlots(*args)
+    shape, lse_gradient = given.probabilities.shape, given.lse_gradient
+    d_scores = op(
+        given.gradient.contiguous().flatten(0, -3),
+        given.probabilities.contiguous().flatten(0, -3),
+        None if lse_gradient is None else lse_gradient.contiguous().flatten(0, -2),
+        given.scale,
+        given.dtype,
+    )
+    if len(shape) > 3:
+        d_scores = d_scores.view(shape)
+    return d_scores, d_scores.new_empty(0), d_scores.new_empty(0)
+
+
+def softmax_columns_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """The op without its autograd, for scores [..., outer, length, inner] of any strides."""
+    return _below_autograd(_forward_by, _columns_forward, *args)
+
+
+def softmax_columns_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op without its autograd, for tensors of any strides."""
+    return _below_autograd(_backward_by, _columns_backward, *args)
+
+
+COLUMN_HALVES = reference.Halves(softmax_columns_forward, softmax_columns_backward, dim=-2)
+
+
+def _forward_slots(scores: Any, scale: Any, dtype: Any, return_lse: Any) -> reference.ForwardSlots:
+    return reference.ForwardSlots(scores, scale, dtype=dtype, return_lse=return_lse)
+
+
+def _backward_slots(
+    gradient: Any, probabilities: Any, lse_gradient: Any, scale: Any, dtype: Any
+) -> reference.BackwardSlots:
+    return reference.BackwardSlots(gradient, probabilities, lse_gradient, scale=scale, dtype=dtype)
+
+
+def _fake_columns_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    scores, _, dtype, return_lse = args
+    outer, _, inner = scores.shape
+    lse_dtype = reference.accumulation_dtype(scores.dtype)
+    return (
+        scores.new_empty(scores.shape, dtype=dtype),
+        scores.new_empty((outer, inner) if return_lse else (0,), dtype=lse_dtype),
+    )
+
+
+def _fake_columns_backward(*args: Any) -> Tensor:
+    _, probabilities, _, _, dtype = args
+    return probabilities.new_empty(probabilities.shape, dtype=dtype)
+
+
+def _save_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    reference.save_for_gradients(ctx, _forward_slots(*inputs), output)
+
+
+def _columns_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    d_scores, *_ = reference.gradients(ctx, partial(_backward_by, _columns_backward), *grads)
+    return d_scores, None, None, None
+
+
+def _save_columns_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    reference.save_for_double_gradients(ctx, _backward_slots(*inputs), (output,))
+
+
+def _columns_double_gradients(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+    found = reference.double_gradients(ctx, cotangent, None, None, dim=-2)
+    return found.gradient, found.probabilities, found.lse_gradient, None, None
+
+
+def _batch_columns_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    forward = partial(_forward_by, _columns_forward)
+    return reference.batch_forward(forward, info, _forward_slots(*in_dims), *_forward_slots(*args))
+
+
+def _batch_columns_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    backward = partial(_backward_by, _columns_backward)
+    outputs, dims = reference.batch_backward(
+        backward, info, _backward_slots(*in_dims), *_backward_slots(*args)
+    )
+    return outputs[0], dims[0]
+
+
+_library.impl("softmax_columns_forward", reference.softmax_columns_forward, "CPU")
+torch.library.register_fake(_columns_forward, _fake_columns_forward, lib=_library)
+torch.library.register_vmap(_columns_forward, _batch_columns_forward, lib=_library)
+torch.library.register_autograd(
+    _columns_forward, _columns_gradients, setup_context=_save_columns, lib=_library
+)
+
+_library.impl("softmax_columns_backward", reference.softmax_columns_backward, "CPU")
+torch.library.register_fake(_columns_backward, _fake_columns_backward, lib=_library)
+torch.library.register_vmap(_columns_backward, _batch_columns_backward, lib=_library)
+torch.library.register_autograd(
+    _columns_backward,
+    _columns_double_gradients,
+    setup_context=_save_columns_again,
     lib=_library,
 )

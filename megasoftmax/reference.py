@@ -5,7 +5,7 @@
 
 and exactly 0 for excluded entries, in float32, or float64 for float64 scores. `softmax_forward` and
 `softmax_backward` have the signatures of the ops and are pure, without autograd. `SoftmaxFunction`
-makes one differentiable function of any such pair; `softmax` of the pair here.
+makes one differentiable function of any such pair; `softmax` of the pair here, over any dimension.
 
 On a CPU, memory that is touched for the first time costs ten times what a pass over it costs
 (measured at 32 MiB), so each half makes as few buffers as it can and changes them in place.
@@ -218,6 +218,61 @@ def softmax_backward(
     return d_scores, d_bias, d_sink
 
 
+def softmax_columns_forward(
+    scores: Tensor, scale: float, dtype: torch.dtype, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """`softmax_forward` over the middle dimension, without mask, bias, window and sink.
+
+    Args:
+        scores: floating, [outer, length, inner].
+        scale, dtype, return_lse: as in `softmax_forward`.
+
+    Returns:
+        Probabilities, contiguous, [outer, length, inner], in `dtype`. Log-sum-exp [outer, inner],
+        float32 (float64 for float64 scores), or (0,).
+    """
+    probabilities, lse = softmax_forward(
+        scores.mT, scale, None, None, False, -1, -1, None, None, dtype, return_lse
+    )
+    return probabilities.mT.contiguous(), lse
+
+
+def softmax_columns_backward(
+    gradient: Tensor,
+    probabilities: Tensor,
+    lse_gradient: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`softmax_backward` over the middle dimension.
+
+    Args:
+        gradient, probabilities: [outer, length, inner].
+        lse_gradient: [outer, inner], or None.
+        scale, dtype: as in `softmax_backward`.
+
+    Returns:
+        The gradient of the scores, contiguous, in `dtype`.
+    """
+    d_scores, _, _ = softmax_backward(
+        gradient.mT,
+        probabilities.mT,
+        lse_gradient,
+        None,
+        scale,
+        None,
+        False,
+        -1,
+        -1,
+        None,
+        None,
+        dtype,
+        False,
+        False,
+    )
+    return d_scores.mT.contiguous()
+
+
 def softmax_double_backward(
     scores_cotangent: Tensor | None,
     bias_cotangent: Tensor | None,
@@ -230,6 +285,7 @@ def softmax_double_backward(
     sink: Tensor | None,
     sink_value: float | None,
     dtype: torch.dtype,
+    dim: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `softmax_backward`, itself differentiable as often as wanted.
 
@@ -240,6 +296,7 @@ def softmax_double_backward(
     Args:
         scores_cotangent, bias_cotangent, sink_cotangent: of what `softmax_backward` returned.
         gradient, ...: what it was given.
+        dim: over which the probabilities sum to 1.
 
     Returns:
         The gradients of gradient, probabilities, lse_gradient and lse (None without a
@@ -255,18 +312,18 @@ def softmax_double_backward(
         v = v + bias_cotangent.to(compute)
     v = torch.where(visible, v, 0)
     g = torch.where(visible, gradient.to(compute), 0)
-    d = (g * p).sum(-1)
+    d = (g * p).sum(dim)
     if lse_gradient is not None:
         d = d - lse_gradient
-    e = (v * p).sum(-1)
+    e = (v * p).sum(dim)
     d_lse = None
     if sink_cotangent is not None:
         weight = _sink_share(sink, sink_value, lse) * sink_cotangent
         e = e + weight
         d_lse = weight * d
-    d, e_column = d.unsqueeze(-1), e.unsqueeze(-1)
-    d_gradient = torch.where(visible, p * (v - e_column), 0)
-    d_probabilities = torch.where(visible, v * (g - d) - g * e_column, 0)
+    d, e_of_all = d.unsqueeze(dim), e.unsqueeze(dim)
+    d_gradient = torch.where(visible, p * (v - e_of_all), 0)
+    d_probabilities = torch.where(visible, v * (g - d) - g * e_of_all, 0)
     return d_gradient, d_probabilities, e, d_lse
 
 
@@ -304,10 +361,14 @@ def _sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | Non
 
 
 class Halves(NamedTuple):
-    """A forward and a backward with the signatures of `softmax_forward` and `softmax_backward`."""
+    """A forward and a backward with the signatures of `softmax_forward` and `softmax_backward`.
+
+    They normalise over `dim` of the scores, which the log-sum-exp lacks.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    dim: int = -1
 
 
 class ForwardSlots(NamedTuple):
@@ -348,7 +409,8 @@ class BackwardSlots(NamedTuple):
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
     scores, scale, _, bias, causal, left, right, sink, _, _, return_lse = inputs[:11]
-    _, _, _, wants_bias, _, _, _, wants_sink, *_ = ctx.needs_input_grad
+    wants_bias = bias is not None and ctx.needs_input_grad[3]
+    wants_sink = sink is not None and ctx.needs_input_grad[7]
     ctx.set_materialize_grads(False)
     if wants_sink:
         if not return_lse:
@@ -417,7 +479,7 @@ def save_for_double_gradients(
 
 
 def double_gradients(
-    ctx: Any, scores: Tensor | None, bias: Tensor | None, sink: Tensor | None
+    ctx: Any, scores: Tensor | None, bias: Tensor | None, sink: Tensor | None, *, dim: int = -1
 ) -> BackwardSlots:
     """The gradients of the arguments of `softmax_backward`, from those of its results."""
     gradient, probabilities, lse_gradient, lse, sink_logits = ctx.saved_tensors
@@ -434,6 +496,7 @@ def double_gradients(
         sink_logits,
         given.sink_value,
         given.dtype,
+        dim,
     )
     d_sink = None
     if d_lse is not None and sink_logits is not None:
@@ -614,11 +677,12 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dim = inputs[-1].dim
         save_for_double_gradients(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *double_gradients(ctx, *grads), None
+        return *double_gradients(ctx, *grads, dim=ctx.dim), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -650,6 +714,13 @@ def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tens
 HALVES = Halves(softmax_forward, softmax_backward)
 
 
+def moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
+    """A view of what broadcasts to `rank` dimensions, with `dim` of them last."""
+    if tensor is None:
+        return None
+    return tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
+
+
 def softmax(
     scores: Tensor,
     *,
@@ -661,17 +732,19 @@ def softmax(
     sink: Tensor | float | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    dim: int = -1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The specification of `megasoftmax.softmax`, differentiable, without its checks."""
+    rank = scores.dim()
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     probabilities, lse = call(
         HALVES,
         True,
-        scores,
+        scores.movedim(dim, -1),
         scale,
-        mask,
-        bias,
+        moved_to_last(mask, dim, rank),
+        moved_to_last(bias, dim, rank),
         causal,
         left,
         right,
@@ -680,4 +753,5 @@ def softmax(
         scores.dtype if dtype is None else dtype,
         return_lse or sink_tensor is not None,
     )
+    probabilities = probabilities.movedim(-1, dim).contiguous()
     return (probabilities, lse) if return_lse else probabilities

@@ -1,0 +1,698 @@
+"""softmax over a dimension that is not the last, against the oracle; the ops of columns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import Reason, dispatch, ops, reference, why_not_fused
+
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = [*HALVES, torch.float32]
+INF, NAN = torch.inf, torch.nan
+
+gpu = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+
+columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
+columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
+
+
+class Path:
+    """A device, and how softmax runs there."""
+
+    def __init__(self, device: str, fused: bool) -> None:
+        self.device, self.fused = device, fused
+
+    def softmax(self, scores: Tensor, **arguments: Any) -> Any:
+        return megasoftmax.softmax(scores, **({"fused": self.fused} | arguments))
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device).to(dtype)
+
+    def coin(self, *shape: int, seed: int = 1) -> Tensor:
+        return self.normal(*shape, seed=seed) < -0.5
+
+    def check(self, scores: Tensor, dim: int, **arguments: Any) -> tuple[Tensor, ...]:
+        """Against the oracle, which is given a view with `dim` last; so are the results."""
+        rank = scores.dim()
+        shapes = {}
+        for name in ("mask", "bias"):
+            if arguments.get(name) is not None:
+                tensor = arguments[name]
+                shapes[name] = tensor.shape
+                arguments[name] = tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
+
+        def function(moved: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+            for name, shape in shapes.items():
+                given[name] = given[name].movedim(-1, dim).reshape(shape)
+            original = moved.movedim(-1, dim)
+            p, lse = self.softmax(original, dim=dim, **given)
+            assert p.shape == original.shape
+            assert p.is_contiguous()
+            assert lse.is_contiguous()
+            return p.movedim(dim, -1).contiguous(), lse
+
+        what = f"({tuple(scores.shape)}, dim {dim}, {scores.dtype})"
+        return oracle.check(function, scores.movedim(dim, -1), what=what, **arguments)
+
+
+@pytest.fixture(params=["reference", "operators", pytest.param("cuda", marks=gpu)])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In plain torch, through the CPU implementations of the ops, and in the kernels."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    if request.param == "operators":
+        for name in ("_device", "_compiled_part"):
+            monkeypatch.setattr(dispatch, name, lambda scores: None)
+        monkeypatch.setattr(dispatch, "_dtype", lambda name, dtype: None)
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return Path(device, fused=request.param != "reference")
+
+
+@pytest.fixture
+def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_device", "_compiled_part", "_compute_capability"):
+        monkeypatch.setattr(dispatch, name, lambda scores: None)
+
+
+# Every dimension
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (37,),
+        (5, 37),
+        (37, 5),
+        (8, 8),
+        (3, 17, 9),
+        (1, 33, 1),
+        (4, 1, 6),
+        (2, 64, 16),
+        (2, 3, 5, 7),
+        (1, 1, 9, 13),
+        (3, 1, 31, 1),
+        (2, 1, 2, 1, 9),
+    ],
+)
+def test_every_dimension(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if path.device == "cuda" and dtype == torch.float64:
+        path.fused = False
+    scores = path.normal(*shape, dtype=dtype)
+    for dim in range(-len(shape), len(shape)):
+        path.check(scores, dim, scale=0.7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [2, 7, 8, 9, 31, 32, 33, 65, 129, 257])
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 33, 130, 257])
+def test_sizes(path: Path, length: int, inner: int, dtype: torch.dtype) -> None:
+    path.check(path.normal(3, length, inner, dtype=dtype), 1, scale=-1.5)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 20011, 3),
+        (2, 5000, 40),
+        (1, 100003, 1000),
+        (3, 1024, 1024),
+        (70001, 3, 5),
+        (2, 9, 70001),
+        (70001, 2, 2),
+        (1, 2, 5_000_011),
+    ],
+)
+def test_large_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    path = Path("cuda", True)
+    path.check(path.normal(*shape, dtype=dtype), 1)
+
+
+@gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    shape, dtype = (2, 40000, 30000), torch.bfloat16
+    scores = torch.empty(shape, device="cuda", dtype=dtype).normal_().requires_grad_()
+    p, lse = megasoftmax.softmax(scores, dim=1, return_lse=True, fused=True)
+    g = torch.empty(shape, device="cuda", dtype=dtype).normal_()
+    (d_scores,) = torch.autograd.grad(p, scores, g)
+    for at in ((0, 0), (0, 29999), (1, 0), (1, 12345), (1, 29999)):
+        column = (at[0], slice(None), at[1])
+        forward = oracle.softmax(scores[column])
+        oracle.assert_matches(p[column], forward.probabilities, dtype, what=f"{at}")
+        oracle.assert_matches(lse[at], forward.lse, torch.float32, what=f"{at}")
+        wanted = oracle.gradients(forward, g[column], dtype=dtype).scores
+        oracle.assert_matches(
+            d_scores[column],
+            wanted.value,
+            dtype,
+            magnitude=wanted.magnitude,
+            zero=wanted.zero,
+            slack=2.0,
+            what=f"{at}",
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_negative_dim_is_the_same(path: Path, dtype: torch.dtype) -> None:
+    scores = path.normal(2, 3, 5, 7, dtype=dtype)
+    for dim in range(4):
+        assert path.softmax(scores, dim=dim).equal(path.softmax(scores, dim=dim - 4))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_of_the_specification(dim: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(3, 5, 7, requires_grad=True)
+    mask, bias = torch.rand(5, 7) < 0.3, torch.randn(5, 1)
+    expected = (scores * 0.5 + bias).masked_fill(mask, -INF)
+    p, lse = reference.softmax(
+        scores, scale=0.5, mask=mask, bias=bias, sink=0.25, return_lse=True, dim=dim
+    )
+    sink = torch.full_like(expected, 0.25).narrow(dim, 0, 1)
+    together = torch.cat([expected, sink], dim)
+    torch.testing.assert_close(p, together.softmax(dim).narrow(dim, 0, scores.shape[dim]))
+    torch.testing.assert_close(lse, together.logsumexp(dim))
+    assert p.is_contiguous()
+
+
+# The rules
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", [*DTYPES, None])
+def test_type_of_probabilities(path: Path, dtype: torch.dtype, out: torch.dtype | None) -> None:
+    path.check(path.normal(2, 19, 6, dtype=dtype), 1, dtype=out)
+    path.check(path.normal(2, 19, 6, dtype=dtype), 0, dtype=out, lse_gradient=False)
+
+
+@pytest.mark.parametrize("scale", [-1.0, -0.37, 80**-0.5, 3, 12.5])
+def test_scale(path: Path, scale: float) -> None:
+    path.check(path.normal(2, 19, 6), 1, scale=scale)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+def test_offset_of_all_scores(path: Path, offset: float) -> None:
+    path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
+
+
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+@pytest.mark.parametrize("length", [4, 64, 3000])
+def test_scale_of_huge_scores_does_not_overflow(path: Path, huge: float, length: int) -> None:
+    scores = torch.full((2, length, 3), -abs(huge), device=path.device, dtype=torch.bfloat16)
+    scores[:, 1] = scores[:, length - 1] = huge
+    p = path.softmax(scores, scale=3.0, dim=1)
+    oracle.assert_matches(p, (scores.double() * 3).softmax(1), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("length", [9, 64, 1003])
+def test_nan_or_infinity_makes_its_column_nan(
+    path: Path, value: float, dtype: torch.dtype, length: int
+) -> None:
+    scores = path.normal(3, length, 10, dtype=dtype)
+    scores[1, length // 2, 3] = value
+    p, lse, d_scores = path.check(scores, 1)
+    for result in (p, d_scores):  # with the length last
+        assert result[1, 3].isnan().all()
+        assert result.isnan().sum() == length
+    assert lse[1, 3].isnan()
+    assert lse.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [9, 64, 1003])
+def test_minus_infinity(path: Path, dtype: torch.dtype, length: int) -> None:
+    scores = path.normal(3, length, 10, dtype=dtype)
+    scores[0, :, 3] = -INF
+    scores[1, 1:, 4] = -INF
+    scores[2, :5] = -INF
+    scores[2, -1, 7] = -INF
+    g = path.normal(3, 10, length, dtype=dtype, seed=2)
+    g[2, :, :5] = INF  # where the probability is 0
+    p, _, d_scores = path.check(scores, 1, g=g)
+    assert p[0, 3].isnan().all()
+    assert d_scores.isnan().sum() == p.isnan().sum() == length
+    assert p[1, 4, 0] == 1
+    assert (p[2, :, :5] == 0).all()
+    assert (d_scores[2, :, :5] == 0).all()
+
+
+def test_nan_gradient_of_an_entry_spreads(path: Path) -> None:
+    g = path.normal(3, 10, 37, seed=2)
+    g[1, 2, 7] = NAN
+    *_, d_scores = path.check(path.normal(3, 37, 10), 1, g=g)
+    assert d_scores[1, 2].isnan().all()
+    assert d_scores.isnan().sum() == 37
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowest_scores_are_uniform(path: Path, dtype: torch.dtype) -> None:
+    flat = torch.full((3, 16, 4), torch.finfo(dtype).min, dtype=dtype, device=path.device)
+    assert (path.softmax(flat, dim=1) == 1 / 16).all()
+
+
+# Mask, bias and sink
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("shape", [(4, 9, 6), (9, 6), (6,), (4, 1, 1), (1, 9, 1), (1, 1)])
+def test_mask_and_bias(path: Path, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    scores = path.normal(4, 9, 6, dtype=dtype)
+    mask = path.coin(*shape)
+    bias = path.normal(*shape, dtype=dtype, seed=2)
+    path.check(scores, dim, mask=mask)
+    path.check(scores, dim, bias=bias, scale=-0.5)
+    path.check(scores, dim, bias=bias, mask=path.coin(4, 9, 6), sink=0.5)
+    aligned = (1,) * (3 - len(shape)) + shape
+    if not path.fused or aligned[dim] == scores.shape[dim]:
+        path.check(scores, dim, bias=bias.requires_grad_(), mask=mask)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", [None, (), (1,), (1, 1, 1)])
+def test_sink(path: Path, shape: tuple[int, ...] | None, dim: int) -> None:
+    sink = 0.3
+    if shape is not None:
+        sink = torch.full(shape, 0.3, device=path.device).requires_grad_()
+    path.check(path.normal(2, 5, 4, 7), dim, sink=sink)
+    path.check(path.normal(2, 5, 4, 7), dim, sink=sink, lse_gradient=False)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_column_with_nothing_left_is_zero(path: Path, dim: int) -> None:
+    mask = torch.zeros(6, 6, dtype=torch.bool, device=path.device)
+    mask.select(1 - dim, 2).fill_(True)
+    p, lse, d_scores = path.check(path.normal(6, 6), dim, mask=mask)
+    for result in (p, d_scores):
+        assert (result[2] == 0).all()
+    assert lse[2] == -INF
+
+
+def test_dim_before_ones_is_a_view(path: Path) -> None:
+    """Such columns are rows, causality apart: no copy, and the row's op."""
+    scores = path.normal(3, 37, 1, 1)
+    rows = path.softmax(scores[..., 0, 0])
+    assert path.softmax(scores, dim=1).equal(rows[..., None, None])
+    path.check(scores, 1, mask=path.coin(37, 1, 1), sink=0.5)
+
+
+# Strides, and what is given
+
+
+def test_strides_of_scores(path: Path) -> None:
+    wide = path.normal(4, 40, 12)
+    for scores in (
+        wide[1:3],
+        wide[:, 3:],
+        wide[:, ::2],
+        wide[..., 1:],
+        wide[..., ::3],
+        wide.transpose(0, 1),
+        wide.transpose(1, 2),
+        wide.permute(2, 0, 1),
+        wide[:, :1].expand(-1, 7, -1),
+        wide[:1].expand(3, -1, -1),
+        wide[..., :1].expand(-1, -1, 5),
+        wide.view(-1)[1:1201].view(3, 40, 10),
+    ):
+        for dim in range(3):
+            path.check(scores, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_of_gradients(path: Path, dtype: torch.dtype) -> None:
+    scores = path.normal(3, 20, 10, dtype=dtype).requires_grad_()
+    p, lse = path.softmax(scores, dim=1, return_lse=True)
+    whole, h = path.normal(3, 20, 10, dtype=dtype, seed=2), path.normal(3, 10, seed=3)
+    (expected,) = torch.autograd.grad((p, lse), scores, (whole, h), retain_graph=True)
+    for g in (
+        whole.mT.contiguous().mT,
+        whole.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        torch.stack([whole, whole], -1)[..., 1],
+    ):
+        kept = g.clone(), h.clone()
+        strided_h = torch.stack([h, h], -1)[..., 0]
+        (found,) = torch.autograd.grad((p, lse), scores, (g, strided_h), retain_graph=True)
+        assert found.equal(expected)
+        assert found.is_contiguous() or not path.fused
+        assert g.equal(kept[0])
+        assert strided_h.equal(kept[1])
+    one = torch.ones((), device=path.device, dtype=dtype).expand(3, 20, 10)
+    (found,) = torch.autograd.grad(p, scores, one, retain_graph=True)
+    assert found.abs().max() < 0.01
+    (of_lse,) = torch.autograd.grad(lse, scores, torch.ones_like(h))
+    torch.testing.assert_close(of_lse, p.detach(), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0), (0, 4), (4, 0), (2, 0, 3, 4)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    scores = path.normal(*shape, dtype=dtype)
+    for dim in range(len(shape)):
+        path.check(scores, dim)
+        path.check(scores, dim, mask=path.coin(*shape))
+        path.check(scores, dim, sink=torch.ones(1, device=path.device).requires_grad_())
+        path.check(scores, dim, bias=path.normal(*shape, dtype=dtype).requires_grad_())
+
+
+def test_change_of_the_result_is_noticed(path: Path) -> None:
+    scores = path.normal(3, 20, 10).requires_grad_()
+    p = path.softmax(scores, dim=1)
+    if path.fused:  # else it is a copy of what the gradient needs
+        p.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            p.sum().backward()
+    with torch.no_grad():
+        assert not path.softmax(scores, dim=1).requires_grad
+    assert not path.softmax(scores.detach(), dim=1).requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> None:
+    scores = path.normal(5, 130, 70, dtype=dtype).requires_grad_()
+    g = oracle.random_like(scores, 1)
+
+    def run(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        p, lse = path.softmax(scores[part], dim=1, return_lse=True)
+        return p, lse, torch.autograd.grad(p, scores, g[part])[0][part]
+
+    first = run(slice(None))
+    for part in (slice(None), slice(0, 1), slice(0, 3)):
+        for a, b in zip(first, run(part), strict=True):
+            assert a[part].equal(b)
+
+
+# Derivatives, transforms and compilation
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradients_in_float64(path: Path, dim: int) -> None:
+    if path.device == "cuda":
+        pytest.skip("kernels take no float64")
+    scores = path.normal(3, 4, 2, dtype=torch.float64).requires_grad_()
+
+    def function(scores: Tensor) -> Any:
+        return path.softmax(scores, scale=-0.7, dim=dim, return_lse=True)
+
+    assert torch.autograd.gradcheck(function, scores)
+    assert torch.autograd.gradgradcheck(function, scores)
+
+
+def test_double_backward(path: Path) -> None:
+    """Against the second derivatives that torch's own softmax gives."""
+    scores = path.normal(3, 9, 5).requires_grad_()
+    found = []
+    for p in (path.softmax(scores, scale=0.5, dim=1), (scores * 0.5).softmax(1)):
+        (first,) = torch.autograd.grad(p.square().sum(), scores, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), scores)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("in_dim", [0, 1, 2, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_vmap(path: Path, in_dim: int, dim: int) -> None:
+    batch = path.normal(2, 3, 4, 5)
+
+    def function(scores: Tensor) -> Any:
+        return path.softmax(scores, scale=0.5, dim=dim, return_lse=True)
+
+    actual = torch.vmap(function, in_dims=in_dim)(batch)
+    expected = [function(one) for one in batch.unbind(in_dim)]
+    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_per_example(path: Path, dim: int) -> None:
+    batch = path.normal(4, 5, 3)
+
+    def loss(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
+        def value(scores: Tensor) -> Tensor:
+            p, lse = function(scores)
+            return p.square().sum() + lse.sin().sum()
+
+        return value
+
+    ours = loss(lambda scores: path.softmax(scores, dim=dim, return_lse=True))
+    theirs = loss(lambda scores: (scores.softmax(dim), scores.logsumexp(dim)))
+    actual = torch.vmap(torch.func.grad(ours))(batch)
+    torch.testing.assert_close(actual, torch.vmap(torch.func.grad(theirs))(batch))
+    actual = torch.func.jacrev(torch.func.jacrev(ours))(batch[0])
+    expected = torch.func.jacrev(torch.func.jacrev(theirs))(batch[0])
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -2, -1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compile(path: Path, masked: bool, dim: int, dynamic: bool) -> None:
+    def function(scores: Tensor) -> tuple[Tensor, Tensor]:
+        mask = scores[:, :, :1] > 1 if masked else None
+        return path.softmax(scores, scale=0.5, mask=mask, dim=dim, return_lse=True)
+
+    backend = "aot_eager" if path.device == "cpu" else "inductor"
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    for sizes in ((2, 3, 4, 5), (3, 4, 5, 6)) if dynamic else ((2, 3, 4, 5),):
+        scores = path.normal(*sizes).requires_grad_()
+        results = []
+        for each in (compiled, function):
+            p, lse = each(scores)
+            loss = p.square().sum() + lse.masked_fill(lse == -INF, 0).square().sum()
+            results.append((p, lse, *torch.autograd.grad(loss, scores)))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(path: Path, strict: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, scores: Tensor) -> Tensor:
+            return path.softmax(scores, scale=0.5, dim=1)
+
+    scores = path.normal(3, 4, 5)
+    sizes = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(Module(), (scores,), dynamic_shapes=(sizes,), strict=strict)
+    if path.fused:
+        assert columns_forward in [node.target for node in program.graph.nodes]
+    more = path.normal(7, 4, 5)
+    torch.testing.assert_close(program.module()(more), Module()(more))
+
+
+# The ops
+
+
+def forward_arguments(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    scores = torch.randn(changes.get("shape", (2, 5, 3)), device=device, dtype=dtype)
+    return scores.requires_grad_(), -0.7, changes.get("out", dtype), changes.get("lse", True)
+
+
+def backward_arguments(device: str, dtype: torch.dtype = torch.float32, lse: bool = True) -> Any:
+    shape = (2, 5, 3)
+    gradient, probabilities = (
+        torch.rand(shape, device=device, dtype=dtype).add_(0.1).requires_grad_() for _ in range(2)
+    )
+    rows = torch.randn(2, 3, device=device, dtype=dtype, requires_grad=True) if lse else None
+    return gradient, probabilities, rows, -0.7, dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lse", [False, True])
+def test_opcheck(device: str, lse: bool) -> None:
+    torch.manual_seed(0)
+    for changes in ({}, {"out": torch.float16}, {"shape": (2, 0, 3)}, {"shape": (2, 5, 1)}):
+        torch.library.opcheck(columns_forward, forward_arguments(device, lse=lse, **changes))
+    torch.library.opcheck(columns_backward, backward_arguments(device, lse=lse))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_of_the_ops(lse: bool) -> None:
+    torch.manual_seed(0)
+    for op, arguments in (
+        (columns_forward, forward_arguments("cpu", torch.float64, lse=lse)),
+        (columns_backward, backward_arguments("cpu", torch.float64, lse=lse)),
+    ):
+        assert torch.autograd.gradcheck(op, arguments)
+        assert torch.autograd.gradgradcheck(op, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap_of_the_ops(device: str) -> None:
+    torch.manual_seed(0)
+    scores, *rest = forward_arguments(device, shape=(2, 5, 4, 3))
+    actual = torch.vmap(lambda one: columns_forward(one, *rest), in_dims=2)(scores)
+    expected = [columns_forward(one, *rest) for one in scores.unbind(2)]
+    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted))
+    _, p, h, *rest = backward_arguments(device)
+    g = torch.randn(2, 5, 3, 4, device=device)
+    actual = torch.vmap(lambda one: columns_backward(one, p, h, *rest), in_dims=3)(g)
+    expected = [columns_backward(one.contiguous(), p, h, *rest) for one in g.unbind(3)]
+    torch.testing.assert_close(actual, torch.stack(expected))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ops_agree_between_cpu_and_gpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(3, 70, 20).to(dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        p, lse = columns_forward(scores.to(device), 0.7, torch.float32, True)
+        d_scores = columns_backward(p.neg(), p, lse.sin(), 0.7, dtype)
+        results.append((p.cpu(), lse.cpu(), d_scores.cpu()))
+    for cpu, cuda in zip(*results, strict=True):
+        torch.testing.assert_close(cuda, cpu)
+
+
+def test_halves_take_what_is_not_contiguous() -> None:
+    scores = torch.randn(3, 2, 5).transpose(0, 1)
+    slots = reference.ForwardSlots(scores, 0.5, dtype=torch.float32, return_lse=True)
+    with torch.no_grad():
+        p, lse = ops.COLUMN_HALVES.forward(*slots)
+    torch.testing.assert_close(p, (scores * 0.5).softmax(1))
+    torch.testing.assert_close(lse, (scores * 0.5).logsumexp(1))
+
+
+# What runs fused
+
+
+def test_reasons(as_if_fused: None) -> None:
+    scores = torch.zeros(2, 3, 4, 5, 6, dtype=torch.float16)
+    strided, mask = scores.permute(3, 1, 4, 0, 2), torch.zeros(6, dtype=torch.bool)
+
+    def constraints(*args: Any, **kwargs: Any) -> list[str]:
+        return [reason.constraint for reason in why_not_fused(megasoftmax.softmax, *args, **kwargs)]
+
+    for dim in range(-5, 4):
+        assert constraints(scores, dim=dim, return_lse=True) == []
+    assert constraints(strided, dim=1) == []  # it is copied
+    assert constraints(strided) == ["leading dimensions of scores"]
+    assert constraints(scores, dim=1, mask=mask) == ["leading dimensions of scores"]
+    assert constraints(scores[0], dim=1, mask=mask) == []
+    assert constraints(scores.double(), dim=0, scale=0.0, dtype=torch.float64) == [
+        "dtype of scores",
+        "dtype",
+        "scale",
+    ]
+    bias = torch.zeros(3, 1, 5, 6, requires_grad=True)
+    assert constraints(scores[0], dim=0, bias=bias) == []
+    assert why_not_fused(megasoftmax.softmax, scores[0], dim=1, bias=bias) == (
+        Reason("keys of a bias that needs a gradient", "1", "4"),
+    )
+
+
+def test_reasons_are_raised(as_if_fused: None) -> None:
+    for arguments in ({}, {"sink": 0.5}):
+        with pytest.raises(ValueError, match=r"fused: cannot be True here.*scale"):
+            megasoftmax.softmax(torch.zeros(3, 4), dim=0, scale=0.0, fused=True, **arguments)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "megasoftmax::softmax_columns_forward"),
+        ({"sink": 0.5}, "megasoftmax::softmax_forward"),
+        ({"scale": 0.0}, None),
+        ({"fused": False}, None),
+    ],
+)
+def test_which_op_runs(arguments: dict[str, Any], name: str | None) -> None:
+    scores = torch.randn(3, 40, 50, device="cuda")
+    with torch.profiler.profile() as profile:
+        actual = megasoftmax.softmax(scores, dim=1, **arguments)
+    found = {event.key for event in profile.key_averages() if "megasoftmax::" in event.key}
+    assert found == ({name} if name else set())
+    expected = megasoftmax.softmax(scores.cpu(), dim=1, **arguments)
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+@gpu
+def test_memory() -> None:
+    scores = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    g = oracle.random_like(scores, 1)
+
+    def run() -> None:
+        torch.autograd.grad(megasoftmax.softmax(scores, dim=1, fused=True), scores, g)
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    output = scores.numel() * scores.element_size()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * output + 2**18
+
+
+@gpu
+def test_cuda_graph() -> None:
+    scores = torch.randn(4, 300, 200, device="cuda", dtype=torch.float16, requires_grad=True)
+    g = oracle.random_like(scores, 1)
+
+    def run() -> tuple[Tensor, Tensor]:
+        p = megasoftmax.softmax(scores, dim=1, fused=True)
+        return p, torch.autograd.grad(p, scores, g)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        scores.copy_(torch.randn_like(scores))
+    graph.replay()
+    for found, wanted in zip(captured, run(), strict=True):
+        assert found.equal(wanted)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dim": None}, TypeError, r"dim: expected an integer from -3 to 2, got NoneType"),
+        ({"dim": 1.0}, TypeError, r"dim: expected an integer from -3 to 2, got float"),
+        ({"dim": torch.tensor(1)}, TypeError, r"dim: expected an integer.*got a tensor"),
+        ({"dim": (0,)}, TypeError, r"dim: expected an integer.*got tuple"),
+        ({"dim": 3}, ValueError, r"dim: expected an integer from -3 to 2, got 3"),
+        ({"dim": -4}, ValueError, r"dim: expected an integer from -3 to 2, got -4"),
+        ({"dim": 0, "causal": True}, ValueError, r"causal: expected only over the last.*got dim 0"),
+        ({"dim": -2, "window": (1, 0)}, ValueError, r"window: expected only over.*got dim -2"),
+        (
+            {"dim": 1, "sink": torch.zeros(2)},
+            ValueError,
+            r"sink: expected one element, or dim -1, got shape \(2,\) and dim 1",
+        ),
+        ({"dim": 0, "mask": torch.zeros(2, 4, 3).bool()}, ValueError, r"mask: .*\(2, 3, 4\)"),
+    ],
+)
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    scores = torch.zeros(2, 3, 4)
+    with pytest.raises(error, match="^" + message):
+        megasoftmax.softmax(scores, **arguments)
+    with pytest.raises(error, match="^" + message):
+        why_not_fused(megasoftmax.softmax, scores, **arguments)
+
+
+@pytest.mark.parametrize("dim", [-1, 2])
+def test_last_dimension_by_either_name(dim: int) -> None:
+    scores, sink = torch.randn(2, 3, 4), torch.randn(2)
+    actual = megasoftmax.softmax(scores, dim=dim, causal=True, window=(2, 1), sink=sink)
+    assert actual.equal(megasoftmax.softmax(scores, causal=True, window=(2, 1), sink=sink))
