@@ -87,13 +87,7 @@ def table(rows: list[Row]) -> str:
             else:
                 cells += ["", "", ""]
             lines.append("| " + " | ".join(cells) + " |")
-    first = rows[0]
-    lines.append("")
-    lines.append(
-        f"{first['gpu']}, torch {first['torch']}, commit {first['commit']}, {first['date']}; "
-        "`python benchmarks/bench_softmax.py`."
-    )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", origin(rows[0], "bench_softmax.py")])
 
 
 def summary(rows: list[Row]) -> str:
@@ -125,6 +119,36 @@ def reference_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def rows_table(rows: list[Row]) -> str:
+    """Plain softmax of rows, ours beside every peer; small cases as in a CUDA graph."""
+    peers = ["torch.softmax", "torch.compile", "liger", "quack"]
+    cases: dict[tuple[str, ...], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        key = (row["shape"], row["dim"], row["dtype"], row["pass"])
+        cases[key][row["timing"]][row["implementation"]] = row
+    lines = [
+        f"| scores | pass | timing | copy µs | {OURS} µs | % of copy | {' µs | '.join(peers)} µs |",
+        "|---|---|---|" + "--:|" * (3 + len(peers)),
+    ]
+    for (shape, dim, dtype, direction), timings in cases.items():
+        timing = "graph" if "graph" in timings else "call"
+        found = timings[timing]
+        scores = f"[{shape.replace('x', ',')}] {dtype}" + ("" if dim == "-1" else f", dim {dim}")
+        cells = [scores, direction, timing, found["copy"]["microseconds"]]
+        cells += [found[OURS]["microseconds"], found[OURS]["percent_of_copy"]]
+        cells += [found[name]["microseconds"] if name in found else "" for name in peers]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", origin(rows[0], "bench_rows.py")])
+
+
+def origin(row: Row, script: str) -> str:
+    """Where, with what and when a table was measured."""
+    return (
+        f"{row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['date']}; "
+        f"`python benchmarks/{script}`."
+    )
+
+
 def fill(text: str, marker: str, content: str) -> str:
     """Replaces what stands between `<!-- marker -->` and `<!-- /marker -->`."""
     begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
@@ -134,11 +158,13 @@ def fill(text: str, marker: str, content: str) -> str:
 
 def main(check: bool = False) -> None:
     """Fills README.md and docs/numbers.md from the results, or checks that they match."""
-    softmax, reference = read("softmax.csv"), read("reference_cpu.csv")
+    softmax, reference, plain = read("softmax.csv"), read("reference_cpu.csv"), read("rows.csv")
     parts = {
         ROOT / "README.md": {"summary": summary(softmax), "reference": reference_table(reference)},
         ROOT / "docs" / "numbers.md": {"softmax": table(softmax)},
     }
+    if plain:
+        parts[ROOT / "docs" / "numbers.md"]["rows"] = rows_table(plain)
     for path, markers in parts.items():
         old = path.read_text()
         new = old
