@@ -300,7 +300,7 @@ def test_column_with_nothing_left_is_zero(path: Path, dim: int) -> None:
 
 
 def test_dim_before_ones_is_a_view(path: Path) -> None:
-    """Such columns are rows, causality apart: no copy, and the row's op."""
+    """Such columns are rows, causality apart."""
     scores = path.normal(3, 37, 1, 1)
     rows = path.softmax(scores[..., 0, 0])
     assert path.softmax(scores, dim=1).equal(rows[..., None, None])
@@ -533,7 +533,7 @@ def test_vmap_of_the_ops(device: str) -> None:
     torch.manual_seed(0)
     scores, *rest = forward_arguments(device, shape=(2, 5, 4, 3))
     actual = torch.vmap(lambda one: columns_forward(one, *rest), in_dims=2)(scores)
-    expected = [columns_forward(one, *rest) for one in scores.unbind(2)]
+    expected = [columns_forward(one.contiguous(), *rest) for one in scores.unbind(2)]
     for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(found, torch.stack(wanted))
     _, p, h, *rest = backward_arguments(device)
@@ -614,7 +614,7 @@ def test_which_op_runs(arguments: dict[str, Any], name: str | None) -> None:
     scores = torch.randn(3, 40, 50, device="cuda")
     with torch.profiler.profile() as profile:
         actual = megasoftmax.softmax(scores, dim=1, **arguments)
-    found = {event.key for event in profile.key_averages() if "megasoftmax::" in event.key}
+    found = {event.key for event in profile.key_averages() if event.key.startswith("megasoftmax::")}
     assert found == ({name} if name else set())
     expected = megasoftmax.softmax(scores.cpu(), dim=1, **arguments)
     torch.testing.assert_close(actual.cpu(), expected)
