@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from megasoftmax import _extension
-from megasoftmax._extension import MIN_CAPABILITY
+from megasoftmax._extension import LIMITS, MIN_CAPABILITY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Kernels count rows and columns in 32 bits (and address in 64), and run past the end by a batch.
-MAX_INDEX = 2**31 - 1 - 16384
 
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -151,18 +149,19 @@ def _rows(scores: Tensor) -> Reason | None:
         outer *= size
     if scores.dim() > 1:
         queries = scores.shape[-2]
-    if outer <= MAX_INDEX and queries <= MAX_INDEX:
+    most = LIMITS.max_index
+    if outer <= most and queries <= most:
         return None
-    return Reason("rows", f"{outer} x {queries}", f"at most {MAX_INDEX} x {MAX_INDEX}")
+    return Reason("rows", f"{outer} x {queries}", f"at most {most} x {most}")
 
 
 def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
     """With a window its borders count too: up to queries before the row and columns after it."""
     columns = scores.shape[-1]
     borders = columns + scores.shape[-2] if is_limited else 0
-    if columns + borders <= MAX_INDEX:
+    if columns + borders <= LIMITS.max_index:
         return None
-    limit = f"at most {MAX_INDEX}" + (", twice and with the queries" if is_limited else "")
+    limit = f"at most {LIMITS.max_index}" + (", twice and with the queries" if is_limited else "")
     return Reason("columns", str(columns + borders), limit)
 
 

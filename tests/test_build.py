@@ -224,13 +224,33 @@ def test_library_is_built_once_on_first_use(nothing_loaded, capfd):
 def test_limits_are_those_of_the_header():
     limits = _extension.LIMITS
     for regimes in (limits.forward, limits.backward):
-        assert regimes[-1].max_chunks is None
+        last = regimes[-1]
+        assert (last.max_chunks, last.min_rows) == (None, 0)
         for regime in regimes:
-            assert f'"{regime.name}"' in LIMITS_HEADER
+            assert regime.storage in ("tile", "registers", "shared", "reread")
+            assert set(regime.serves) <= set(limits.kinds)
             if regime.storage == "registers":
                 assert regime.max_chunks == regime.threads_per_row * regime.chunks_per_thread
-    rows = len(re.findall(r"\{\"", LIMITS_HEADER))
-    assert len(limits.forward) + len(limits.backward) == rows
+                assert (regime.blocks_per_row, regime.min_rows) == (1, 0)
+    names = re.findall(r"\{\"(\w+)\"", LIMITS_HEADER)
+    assert [regime.name for regime in limits.forward + limits.backward] == names
+
+
+def test_kinds_of_rows_are_those_of_the_header():
+    kinds = _extension.LIMITS.kinds
+    basic = {"plain", "uneven", "limited", "masked", "narrow", "bias gradient", "tiny"}
+    assert {name for name, parts in kinds.items() if parts == (name,)} == basic
+    assert kinds["spread"] == ("plain", "uneven", "limited", "masked")
+    assert kinds["any"] == (*kinds["spread"], "bias gradient")
+
+
+def test_constants_are_read_from_all_headers():
+    other = "inline constexpr int kOne = 1, kTwo = 2 * 3;  // kThree = 3\nint four = 4;"
+    constants = _extension.read_limits(LIMITS_HEADER, other).constants
+    assert (constants["kOne"], constants["kTwo"]) == (1, 6)
+    assert not {"kThree", "four", "kUnlimited"} & set(constants)
+    assert "kChunksPerBatch" in constants
+    assert "kOne" not in _extension.read_limits(LIMITS_HEADER).constants
 
 
 @pytest.mark.parametrize(
@@ -238,7 +258,10 @@ def test_limits_are_those_of_the_header():
     [
         ("kForwardRegimes[] = {", "kOtherRegimes[] = {", "no table kForwardRegimes"),
         ("kUnlimited,", "kUnlimited + 1,", "cannot read the row"),
+        ("kWholeGpu,", "kSomeGpu,", "cannot read the row"),
         ('{"', '{kName, "', "cannot read the row"),
+        ("Storage::kShared,", "kShared,", "cannot read the row"),
+        ("enum Rows", "enum Columns", "no enum Rows"),
         ("int rows_per_block;", "int rows_per_warp;", "members of RowRegime"),
     ],
 )

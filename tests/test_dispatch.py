@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megasoftmax
-from megasoftmax import Reason, _extension, dispatch, why_not_fused
+from megasoftmax import Reason, _build, _extension, dispatch, why_not_fused
 
 SHAPE = (2, 3, 4, 5)
 
@@ -143,7 +143,7 @@ def test_leading_dimensions_of_scores(as_if_fused, scores, is_fused):
 
 # Sizes, on tensors without memory
 
-MAX = dispatch.MAX_INDEX
+MAX = _extension.LIMITS.max_index
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,13 @@ MAX = dispatch.MAX_INDEX
 )
 def test_sizes(as_if_fused, shape, arguments, expected):
     assert names(torch.empty(shape, device="meta"), **arguments) == expected
+
+
+def test_sizes_are_limited_as_the_header_says():
+    header = (_build.CSRC / "kernels/softmax/limits.h").read_text()
+    assert f"kMaxIndex = INT32_MAX - {2**31 - 1 - MAX};" in header
+    with pytest.raises(ValueError, match="no kMaxIndex"):
+        _extension.read_limits(header.replace("kMaxIndex = INT32_MAX - ", "kMaxIndex = 1 << "))
 
 
 def test_gradient_of_a_bias_that_is_broadcast_over_keys(as_if_fused):

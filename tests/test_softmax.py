@@ -13,6 +13,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax._extension import LIMITS
+from megasoftmax.explain import explain
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALVES = [torch.float16, torch.bfloat16]
@@ -660,9 +661,27 @@ def test_more_rows_than_a_grid_has_blocks(shape: tuple[int, ...], dtype: torch.d
 # Every edge of the tables in limits.h
 
 
+LONG_EDGE = 5000  # chunks: from here on, rows are too long for all variants
+
+
 def _edges() -> list[int]:
     regimes = LIMITS.forward + LIMITS.backward
     return sorted({regime.max_chunks for regime in regimes if regime.max_chunks is not None})
+
+
+def _edges_of_rows() -> list[tuple[int, int]]:
+    """(rows, chunks) where the number of rows decides: the shortest rows that a regime serves."""
+    found = set()
+    for backward, regimes in ((False, LIMITS.forward), (True, LIMITS.backward)):
+        for index, regime in enumerate(regimes):
+            if not 0 < regime.min_rows <= LIMITS.max_index:
+                continue
+            for chunks in (1, *(edge + 1 for edge in _edges())):
+                call = explain(regime.min_rows, 4 * chunks, torch.float32, backward=backward)
+                if call.index == index:
+                    found.add((regime.min_rows, chunks))
+                    break
+    return sorted(found)
 
 
 def _pack(dtype: torch.dtype) -> int:
@@ -670,7 +689,7 @@ def _pack(dtype: torch.dtype) -> int:
 
 
 @gpu
-@pytest.mark.parametrize("chunks", _edges())
+@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= LONG_EDGE])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges_of_regimes(chunks: int, dtype: torch.dtype) -> None:
     """Rows that fill a regime, and one column less and more.
@@ -685,6 +704,26 @@ def test_edges_of_regimes(chunks: int, dtype: torch.dtype) -> None:
         for _ in range(5):  # 25 turns for 12 variants: each meets either side of the edge
             check_variant(variants[turn % len(variants)], (2, 3, queries, columns), dtype, "cuda")
             turn += 1
+
+
+@gpu
+@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge > LONG_EDGE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_edges_of_regimes_of_long_rows(chunks: int, dtype: torch.dtype) -> None:
+    """As above, with few rows and few variants."""
+    full, pack = chunks * _pack(dtype), _pack(dtype)
+    for columns in (full - pack + 2, full, full + 1):
+        for variant in ("plain", "full bias", "everything"):
+            check_variant(variant, (1, 2, 2, columns), dtype, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "chunks"), _edges_of_rows())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_edges_of_regimes_in_rows(rows: int, chunks: int, dtype: torch.dtype) -> None:
+    """Another row more, and all of them are served differently."""
+    for count in (rows - 1, rows):
+        check(normal(count, chunks * _pack(dtype), device="cuda", dtype=dtype))
 
 
 @gpu
@@ -885,6 +924,53 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
     for batches in parts:
         for a, b in zip(whole, run(batches), strict=True):
             assert bits_equal(a[batches], b)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("variant", "columns"),
+    [
+        *(("plain", 2**power) for power in range(12, 21)),
+        *(("plain", columns) for columns in (20000, 20001, 50257)),
+        *((variant, 20000) for variant in ("mask", "bias", "gradient of bias", "causal", "sink")),
+    ],
+)
+def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
+    variant: str, columns: int, dtype: torch.dtype
+) -> None:
+    """Alone and among others, rows lie differently over blocks, clusters and the GPU."""
+    shape = (300, 1, 2 if variant == "causal" else 1, columns)
+    scores = normal(*shape, device="cuda", dtype=dtype)
+    g = normal(*shape, device="cuda", dtype=dtype, seed=1)
+    of_rows: dict[str, Tensor] = {}  # arguments that are cut with the rows
+    if variant == "mask":
+        of_rows["mask"] = coin(*shape, device="cuda")
+    elif variant.endswith("bias"):
+        of_rows["bias"] = normal(*shape, device="cuda", dtype=dtype, seed=2)
+    h = oracle.random_like(scores[..., 0].float(), 3)
+
+    def run(batches: int) -> list[Tensor]:
+        arguments = {name: tensor[:batches].clone() for name, tensor in of_rows.items()}
+        leaves = [scores[:batches].clone().requires_grad_()]
+        if variant == "gradient of bias":
+            leaves.append(arguments["bias"].requires_grad_())
+        p, lse = megasoftmax.softmax(
+            leaves[0],
+            scale=0.7,
+            causal=variant == "causal",
+            sink=0.5 if variant == "sink" else None,
+            return_lse=True,
+            fused=True,
+            **arguments,
+        )
+        gradients = torch.autograd.grad((p, lse), leaves, (g[:batches], h[:batches]))
+        return [p.detach(), lse.detach(), *gradients]
+
+    whole = run(300)
+    for batches in (1, 8, 64):
+        for a, b in zip(whole, run(batches), strict=True):
+            assert bits_equal(a[:batches], b), f"{batches} rows"
 
 
 @gpu

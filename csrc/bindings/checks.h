@@ -67,6 +67,10 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type,
   return Tensor(handle);
 }
 
+inline Tensor new_workspace(int64_t bytes, const Tensor& on_device_of) {
+  return new_tensor({divide_up<int64_t>(bytes, sizeof(float))}, ScalarType::Float, on_device_of);
+}
+
 // The sizes of a tensor without its last dimension, seen as [batches, heads, queries].
 using RowCounts = std::array<int64_t, 3>;
 

@@ -53,6 +53,11 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = dtype_of(dtype, "dtype");
   if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
+  Tensor workspace;
+  if (const int64_t bytes = softmax_forward_workspace(params); bytes > 0) {
+    workspace = new_workspace(bytes, scores);
+    params.workspace = workspace.data_ptr();
+  }
   check_cuda(softmax_forward(params, current_stream(scores)), "softmax_forward");
   return {std::move(probabilities), std::move(log_sum_exp)};
 }
@@ -134,6 +139,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     params.bias_gradient = bias_parts.data_ptr();
     params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");
   }
+  Tensor workspace;
+  if (const int64_t bytes = softmax_backward_workspace(params); bytes > 0) {
+    workspace = new_workspace(bytes, probabilities);
+    params.workspace = workspace.data_ptr();
+  }
   check_cuda(softmax_backward(params, current_stream(probabilities)), "softmax_backward");
   if (bias_gradient) bias_parts = sum_of_parts(bias_parts, params.splits, *bias);
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
@@ -145,4 +155,38 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
   library.impl("softmax_forward", TORCH_BOX(&megasoftmax::forward));
   library.impl("softmax_backward", TORCH_BOX(&megasoftmax::backward));
+}
+
+// For ctypes: benchmarks/tune_softmax.py chooses regimes, tests/test_explain.py asks for the
+// choice.
+extern "C" __attribute__((visibility("default"))) void megasoftmax_force_regimes(int forward,
+                                                                                 int backward) {
+  megasoftmax::force_regimes(forward, backward);
+}
+
+// Of contiguous rows; causal ones are square.
+extern "C" __attribute__((visibility("default"))) int megasoftmax_regime(
+    int is_backward, int64_t rows, int64_t columns, int element_bytes, int is_masked,
+    int is_causal) {
+  using namespace megasoftmax;
+  const Shape shape{1, is_causal ? rows / columns : 1, is_causal ? columns : rows, columns};
+  Strided tensor;
+  tensor.type = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
+  tensor.head_stride = columns * shape.queries;
+  tensor.query_stride = columns;
+  tensor.column_stride = 1;
+  const Window window{-1, is_causal ? 0 : -1};
+  if (is_backward) {
+    BackwardParams params;
+    params.shape = shape;
+    params.gradient = params.probabilities = tensor;
+    params.window = window;
+    return chosen_regime(params);
+  }
+  ForwardParams params;
+  params.shape = shape;
+  params.scores = tensor;
+  params.window = window;
+  if (is_masked) params.mask.data = &params;
+  return chosen_regime(params);
 }

@@ -27,16 +27,18 @@ struct Divider {
         static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
   }
 
-  __host__ __device__ void split(int64_t dividend, int64_t& quotient, int64_t& remainder) const {
-    if ((dividend | divisor) >> 31 == 0) {
+  template <class Integer>
+  __host__ __device__ void split(Integer dividend, Integer& quotient, Integer& remainder) const {
+    if ((int64_t{dividend} | divisor) >> 31 == 0) {
       const uint32_t n = static_cast<uint32_t>(dividend);
       const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(magic) * n) >> 32);
       const uint32_t q = (high + n) >> shift;
-      quotient = q;
-      remainder = n - q * static_cast<uint32_t>(divisor);
+      quotient = static_cast<Integer>(q);
+      remainder = static_cast<Integer>(n - q * static_cast<uint32_t>(divisor));
     } else {
-      quotient = dividend / divisor;
-      remainder = dividend - quotient * divisor;
+      const auto q = static_cast<Integer>(dividend / divisor);
+      remainder = static_cast<Integer>(dividend - q * divisor);
+      quotient = q;
     }
   }
 };

@@ -1,7 +1,9 @@
 #pragma once
-// Launching a kernel with its dynamic shared memory, and the one macro that hands an error up.
+// Launching a kernel, and the one macro that hands an error up.
 
 #include <cuda_runtime.h>
+
+#include <utility>
 
 #define MEGASOFTMAX_RETURN_IF_ERROR(expression)                                        \
   do {                                                                                 \
@@ -10,18 +12,97 @@
 
 namespace megasoftmax {
 
-inline constexpr int kSharedMemoryWithoutOptIn =
-    47 * 1024;  // of 48 KB, less what kernels declare themselves
+// Of 48 KB, less what kernels declare themselves.
+inline constexpr int kSharedMemoryWithoutOptIn = 47 * 1024;
+
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel, int bytes) {
+  if (bytes <= kSharedMemoryWithoutOptIn) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <class Kernel>
+cudaError_t allow_cluster(Kernel kernel, int blocks) {
+  constexpr int kPortable = 8;
+  if (blocks <= kPortable) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// How the blocks of a launch belong together.
+enum class Together {
+  kNot,
+  kInClusters,  // of blocks that follow each other in x
+  kAll,         // they can wait for each other
+};
+
+// How many clusters of such blocks run at a time on the whole GPU. The answer to the last question
+// is kept: it takes the driver longer than a launch.
+template <class Kernel>
+cudaError_t resident_clusters(Kernel kernel, int threads, int shared_bytes, int cluster,
+                              int64_t& count) {
+  struct Answer {
+    Kernel kernel;
+    int device, shared_bytes, cluster;
+    int64_t count;
+  };
+  thread_local Answer last = {};
+  int device = 0;
+  MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
+  if (last.kernel != kernel || last.device != device || last.shared_bytes != shared_bytes ||
+      last.cluster != cluster) {
+    MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, shared_bytes));
+    int found = 0;
+    if (cluster == 1) {
+      int multiprocessors = 0;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shared_bytes));
+      found *= multiprocessors;
+    } else {
+      MEGASOFTMAX_RETURN_IF_ERROR(allow_cluster(kernel, cluster));
+      cudaLaunchAttribute attribute = {};
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(static_cast<unsigned>(cluster));
+      config.blockDim = dim3(static_cast<unsigned>(threads));
+      config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+      MEGASOFTMAX_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+    }
+    last = {kernel, device, shared_bytes, cluster, found};
+  }
+  count = last.count;
+  return cudaSuccess;
+}
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
-                   cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > kSharedMemoryWithoutOptIn) {
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+                   Together together, int cluster, cudaStream_t stream, Arguments&&... arguments) {
+  MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, shared_bytes));
+  if (together == Together::kNot) {
+    kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+    return cudaGetLastError();
   }
-  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute = {};
+  if (together == Together::kInClusters) {
+    MEGASOFTMAX_RETURN_IF_ERROR(allow_cluster(kernel, cluster));
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  } else {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace megasoftmax

@@ -25,5 +25,34 @@ __device__ inline void start_copy(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Copies in groups: ends one, and waits for all but the last kPending of them.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ inline void wait_for_older_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Blocks of a cluster: a barrier in two halves, and stores to another block's shared memory, which
+// it may read after the barrier. Only where code for compute capability 9.0 or later runs.
+__device__ inline void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void store_to_cluster(void* shared, int block, uint64_t value) {
+#if __CUDA_ARCH__ >= 900
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      "st.shared::cluster.b64 [there], %2;}" ::"r"(address),
+      "r"(block), "l"(value)
+      : "memory");
+#endif
+}
 
 }  // namespace megasoftmax

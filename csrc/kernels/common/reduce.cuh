@@ -6,7 +6,7 @@
 namespace megasoftmax {
 
 // A sum of exponentials relative to a maximum: sum 2^((x - max) * c).
-struct MaxAndSum {
+struct alignas(8) MaxAndSum {
   float max;
   float sum;
 

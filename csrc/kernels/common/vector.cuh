@@ -54,6 +54,17 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     return pack;
   }
 
+  // -inf in every lane.
+  __device__ static Pack lowest() {
+    constexpr uint32_t kBits = std::is_same_v<T, float>    ? 0xff800000u
+                               : std::is_same_v<T, __half> ? 0xfc00fc00u
+                                                           : 0xff80ff80u;
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) pack.words[i] = kBits;
+    return pack;
+  }
+
   __device__ Bits bits(int lane) const {
     const uint32_t word = words[lane * sizeof(T) / 4];
     return static_cast<Bits>(kLaneBits == 32 || lane % 2 == 0 ? word : word >> 16);
@@ -83,6 +94,41 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     }
   }
 };
+
+template <class T, int kElements, int kPacks>
+__device__ inline void unpack(const Pack<T, kElements> (&packs)[kPacks],
+                              float (&values)[kPacks][kElements]) {
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) values[i][j] = packs[i][j];
+  }
+}
+
+// The largest lane of all, two lanes to an operation where they are halves; not NaN unless all are.
+template <class T, int kElements, int kPacks>
+__device__ inline float largest_lane(const Pack<T, kElements> (&packs)[kPacks]) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const auto max = [](uint32_t a, uint32_t b) -> uint32_t {
+    if constexpr (std::is_same_v<T, float>) {
+      return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+    } else {
+      const Pair pair = __hmax2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+      return reinterpret_cast<const uint32_t&>(pair);
+    }
+  };
+  Pack<T, kElements> largest = packs[0];
+#pragma unroll
+  for (int i = 1; i < kPacks; ++i) {
+#pragma unroll
+    for (int word = 0; word < largest.kWords; ++word)
+      largest.words[word] = max(largest.words[word], packs[i].words[word]);
+  }
+#pragma unroll
+  for (int word = 1; word < largest.kWords; ++word)
+    largest.words[0] = max(largest.words[0], largest.words[word]);
+  return sizeof(T) == 4 ? largest[0] : fmaxf(largest[0], largest[1]);
+}
 
 // One branch per element type: `body` is called with a value of the type that `type` names.
 template <class Body>
@@ -161,16 +207,15 @@ __device__ inline void store_partial(T* destination, const Pack<T, kElements>& p
 }
 
 // Zeros to [begin, end), shared out over the threads: 16 bytes each, 2 bytes each at the ends.
-template <int kThreads>
-__device__ inline void fill_zero(char* begin, char* end, int thread) {
+__device__ inline void fill_zero(char* begin, char* end, int thread, int threads) {
   const auto first = reinterpret_cast<uintptr_t>(begin), last = reinterpret_cast<uintptr_t>(end);
   const auto* const stop = reinterpret_cast<uint4*>(last & ~uintptr_t{15});
   auto* at = reinterpret_cast<uint4*>((first + 15) & ~uintptr_t{15}) + thread;
 #pragma unroll 2
-  for (; at < stop; at += kThreads) __stcs(at, uint4{0, 0, 0, 0});
+  for (; at < stop; at += threads) __stcs(at, uint4{0, 0, 0, 0});
   if (((first | last) & 15) == 0) return;
 #pragma unroll 1
-  for (int i = thread * 2; i < 16; i += kThreads * 2) {
+  for (int i = thread * 2; i < 16; i += threads * 2) {
     char* const head = begin + i;
     char* const tail = reinterpret_cast<char*>(last & ~uintptr_t{15}) + i;
     if (i < static_cast<int>(-first & 15) && head < end) *reinterpret_cast<uint16_t*>(head) = 0;

@@ -14,16 +14,15 @@ namespace megasoftmax {
 
 // Sums dz over an owner's rows: in registers where a row fits them, else in the owner's part of the
 // output, which stays in the L2 cache.
-template <int kRegimeIndex, int kElements>
+template <KernelShape kShape, int kElements>
 struct BiasGradient {
   static constexpr bool kPresent = true;
-  static constexpr RowRegime kRegime = kBackwardRegimes[kRegimeIndex];
-  static constexpr bool kInRegisters = kRegime.storage == Storage::kRegisters;
-  static constexpr int kChunks = kInRegisters ? kRegime.chunks_per_thread : 1;
+  static constexpr bool kInRegisters = kShape.storage == Storage::kRegisters;
+  static constexpr int kChunks = kInRegisters ? kShape.chunks_per_thread : 1;
+  static constexpr int kThreads = kShape.threads_per_row;
 
-  static constexpr int blocks_per_sm() {
-    return (kRegime.blocks_per_sm + 1) / 2;
-  }  // for the sums' registers
+  // Its sums need registers.
+  static constexpr int blocks_per_sm() { return (kShape.blocks_per_sm + 1) / 2; }
 
   float sums[kChunks][kElements] = {};
   const BackwardParams& params;
@@ -34,10 +33,9 @@ struct BiasGradient {
 
   __device__ int columns() const { return static_cast<int>(params.shape.columns); }
 
-  template <int kThreads>
   __device__ void begin(int thread) {
     if constexpr (!kInRegisters) {
-      fill_outside<kThreads>(params.bias_gradient, DType::kFloat32, owner, columns(), 0, 0, thread);
+      fill_outside(params.bias_gradient, DType::kFloat32, owner, columns(), 0, 0, thread, kThreads);
     }
   }
   __device__ void add(int i, int column, const float (&dz)[kElements]) {
@@ -52,7 +50,6 @@ struct BiasGradient {
       }
     }
   }
-  template <int kThreads>
   __device__ void finish(int thread) {
     if constexpr (kInRegisters) {
       with_dtype(params.bias_gradient_type, [&](auto tag) {
@@ -68,15 +65,13 @@ struct BiasGradient {
   }
 };
 
-template <int kRegimeIndex, int kElements>
+template <KernelShape kShape, int kElements>
 struct NoBiasGradient {
   static constexpr bool kPresent = false;
-  static constexpr int blocks_per_sm() { return kBackwardRegimes[kRegimeIndex].blocks_per_sm; }
+  static constexpr int blocks_per_sm() { return kShape.blocks_per_sm; }
   __device__ NoBiasGradient(const BackwardParams&, int64_t) {}
-  template <int kThreads>
   __device__ void begin(int) {}
   __device__ void add(int, int, const float (&)[kElements]) {}
-  template <int kThreads>
   __device__ void finish(int) {}
 };
 
@@ -84,154 +79,380 @@ struct NoBiasGradient {
 template <class T>
 __device__ inline void clear_outside(Pack<T>& probabilities, int column, const Bounds& bounds) {
   if (bounds.contains(column, kPackElements<T>)) return;
+  if (column >= bounds.end) {
+    probabilities = {};
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < kPackElements<T>; ++j) {
     if (!bounds.contains(column + j)) probabilities.clear(j);
   }
 }
 
-template <class T, template <int, int> class BiasGradientOf, int kRegimeIndex>
-__global__ void __launch_bounds__(kBackwardRegimes[kRegimeIndex].threads(),
-                                  (BiasGradientOf<kRegimeIndex, kPackElements<T>>::blocks_per_sm()))
-    softmax_backward_kernel(const __grid_constant__ BackwardParams params,
-                            const __grid_constant__ Tiling tiling, RowIndex first) {
-  constexpr RowRegime kRegime = kBackwardRegimes[kRegimeIndex];
-  constexpr Storage kStorage = kRegime.storage;
-  constexpr int kElements = kPackElements<T>, kChunks = kRegime.chunks_per_thread;
-  constexpr int kThreads = kRegime.threads_per_row;
-  constexpr int kStride = kThreads * kElements, kBatch = kChunks * kStride;  // in columns
-  using Biases = BiasGradientOf<kRegimeIndex, kElements>;
-  extern __shared__ __align__(16) char shared_memory[];
-
-  RowOwner<kRegime.threads_per_row, kRegime.rows_per_block> owner;
-  const int thread = owner.thread();
-  const int columns = static_cast<int>(params.shape.columns);
-  // In shared memory gradients and probabilities alternate.
-  [[maybe_unused]] auto* const kept = reinterpret_cast<Pack<T>*>(shared_memory) + thread;
-
-  // Parts of one bias row's sum lie a whole bias apart, as if it had `splits` times as many
-  // batches.
-  RowIndex base = row_of_thread(first, tiling, kRegime.rows_per_block, owner.row_in_block());
-  const bool is_inside = base.query < static_cast<int>(params.bias_shape.queries);
-  if (kRegime.rows_per_block == 1 && !is_inside) return;
-  const bool is_owner = kRegime.rows_per_block == 1 || is_inside;
-  if (!is_owner)
-    base.query = static_cast<int>(params.bias_shape.queries) - 1;  // spare threads shadow an owner
-  Biases biases(params, base.row(params.bias_shape));
-  int split = 0;
-  if constexpr (Biases::kPresent) {
-    split = base.batch / static_cast<int>(params.bias_shape.batches);
-    base.batch -= split * static_cast<int>(params.bias_shape.batches);
+// D = sum(g * p) - h of a row from its sum, and the sink's gradient.
+__device__ inline float finish_dot(const BackwardParams& params, int64_t row, int head, float sum,
+                                   bool writes) {
+  const float d =
+      params.log_sum_exp_gradient == nullptr ? sum : sum - params.log_sum_exp_gradient[row];
+  if (params.sink_gradient != nullptr && writes) {
+    const float sink = sink_logit(params.sink, head);
+    const float share = exp2_approximate((sink - params.log_sum_exp[row]) * kLog2E);
+    params.sink_gradient[row] = sink == -INFINITY ? 0.f : -share * d;
   }
-  if (is_owner) biases.template begin<kThreads>(thread);
+  return d;
+}
 
-  const int64_t turns = Biases::kPresent ? params.rows_per_split : 1;
-  for (int64_t turn = 0; turn < turns; ++turn) {
-    RowIndex index = base;
-    bool is_row = is_owner;
-    if constexpr (Biases::kPresent) {
-      int64_t shared = split * params.rows_per_split + turn;
-      is_row = is_owner && shared < params.rows_per_owner;
-      shared = is_row ? shared : 0;  // all owners in a warp take equally many turns
-      int64_t plane, batch, head, query;
-      params.shared_by_queries.split(shared, plane, query);
-      params.shared_by_heads.split(plane, batch, head);
-      index = {base.batch + static_cast<int>(batch), base.head + static_cast<int>(head),
-               base.query + static_cast<int>(query)};
-    }
-    const int64_t row = index.row(params.shape);
-    const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
-    // With a bias gradient every row of the owner must put a column into the same chunk.
-    const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : row * columns);
-    constexpr int kUnroll =
-        Biases::kPresent ? kElements : 1;  // whose odd rows are partial throughout
-    const bool is_last = row + kElements >= params.rows;
-    const RowReader<T, kElements, true, kUnroll> gradients(params.gradient, index, grid, bounds,
-                                                           columns, is_last);
-    const RowReader<T, kElements, true, kUnroll> probabilities(params.probabilities, index, grid,
-                                                               bounds, columns, is_last);
-    // In registers a chunk's sums belong to one thread, so there the batch starts at column 0, not
-    // at the window.
-    const int first_column =
-        (Biases::kPresent && kStorage == Storage::kRegisters ? 0 : grid.begin(bounds)) +
-        thread * kElements;
-    Pack<T> g[kChunks], p[kChunks];
-    const auto load = [&](int column, int batch) {
-      if constexpr (kStorage == Storage::kShared) {
+// sum(g * p) of a chunk.
+template <class T, int kElements>
+__device__ inline float dot(const Pack<T, kElements>& g, const Pack<T, kElements>& p) {
+  float products[kElements];
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          if (column + i * kStride >= bounds.end) continue;
-          g[i] = kept[2 * (batch + i) * kThreads];
-          p[i] = kept[(2 * (batch + i) + 1) * kThreads];
-        }
-      } else {
-        gradients.template load<kStride>(column, g);
-        probabilities.template load<kStride>(column, p);
-      }
-    };
-    if constexpr (kStorage == Storage::kShared) {
-      gradients.template start_copies<kStride>(first_column, kept, 2 * kThreads);
-      probabilities.template start_copies<kStride>(first_column, kept + kThreads, 2 * kThreads);
-    }
+  for (int j = 0; j < kElements; ++j) products[j] = p[j] != 0.f ? p[j] * g[j] : 0.f;
+  return reduce_pairwise(products, [](float a, float b) { return a + b; });
+}
 
-    float dot = 0.f;
-    for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
-      if constexpr (kStorage != Storage::kShared) load(column, batch);
-      if (batch == 0) {  // while the loads are in flight
-        if (is_row) {
-          fill_outside<kThreads>(params.scores_gradient, params.scores_gradient_type, row, columns,
-                                 grid.begin(bounds), grid.end(bounds), thread);
-        }
-        if constexpr (kStorage == Storage::kShared) wait_for_copies();
-      }
-      if constexpr (kStorage == Storage::kShared) load(column, batch);
+// dz of a chunk.
+template <class T, int kElements>
+__device__ inline void logits_gradient(const Pack<T, kElements>& g, const Pack<T, kElements>& p,
+                                       float d, float (&dz)[kElements]) {
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) dz[j] = p[j] != 0.f ? p[j] * (g[j] - d) : 0.f;
+}
+
+// The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
+// a single row.
+template <bool kSumsBias>
+struct RowsOfOwner {
+  RowIndex base;
+  int split = 0;
+
+  __device__ RowsOfOwner(const BackwardParams& params, const RowIndex& owner) : base(owner) {
+    if constexpr (kSumsBias) {
+      split = base.batch / static_cast<int>(params.bias_shape.batches);
+      base.batch -= split * static_cast<int>(params.bias_shape.batches);
+    }
+  }
+  __device__ static int64_t turns(const BackwardParams& params) {
+    return kSumsBias ? params.rows_per_split : 1;
+  }
+  // Is there a row at that turn? Splits need not be equally large.
+  __device__ bool has(const BackwardParams& params, int64_t turn) const {
+    return kSumsBias ? turn < params.rows_per_split &&
+                           split * params.rows_per_split + turn < params.rows_per_owner
+                     : turn == 0;
+  }
+  __device__ RowIndex at(const BackwardParams& params, int64_t turn) const {
+    if constexpr (!kSumsBias) return base;
+    int64_t plane, batch, head, query;
+    params.shared_by_queries.split(split * params.rows_per_split + turn, plane, query);
+    params.shared_by_heads.split(plane, batch, head);
+    return {base.batch + static_cast<int>(batch), base.head + static_cast<int>(head),
+            base.query + static_cast<int>(query)};
+  }
+};
+
+template <int kKernel>
+inline constexpr KernelShape kBackwardShape = kBackwardRegimes[kKernel].shape();
+
+template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+__device__ __forceinline__ void backward_in_registers(const BackwardParams& params,
+                                                      const Schedule& schedule) {
+  constexpr KernelShape kShape = kBackwardShape<kKernel>;
+  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
+  constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  using Biases = BiasGradientOf<kShape, kElements>;
+  RowOwner<kShape> owner;
+  const int columns = static_cast<int>(params.shape.columns);
+  RowIndex owner_index = row_of_block(schedule, kShape.rows_per_block);
+  owner_index.query += owner.row_in_block();
+  const bool is_owner = owner_index.query < static_cast<int>(params.bias_shape.queries);
+  if (!is_owner) {
+    if (kShape.rows_per_block == 1) return;
+    owner_index.query = static_cast<int>(params.bias_shape.queries) - 1;  // writes nothing
+  }
+  Biases biases(params, owner_index.row(params.bias_shape));
+  const RowsOfOwner<Biases::kPresent> rows(params, owner_index);
+
+  const int64_t turns = rows.turns(params);
+  for (int64_t turn = 0; turn < turns; ++turn) {  // as many for all owners in a warp
+    const bool has_row = rows.has(params, turn), is_row = is_owner && has_row;
+    const RowIndex index = rows.at(params, has_row ? turn : 0);
+    const int64_t row = index.row(params.shape), first_element = row * columns;
+    const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
+    // With a bias gradient every row of the owner must put a column into the same chunk, and odd
+    // rows are partial throughout.
+    const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : first_element);
+    const bool is_dense = !Biases::kPresent && params.is_dense;
+    const bool is_near_end = row + kElements >= params.rows;
+    using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
+    const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns,
+                           is_near_end);
+    const Reader probabilities(params.probabilities, is_dense, first_element, index, grid, bounds,
+                               columns, is_near_end);
+    const auto with_writer = [&](auto&& write) {
+      with_dtype(params.scores_gradient_type, [&](auto tag) {
+        write(RowWriter<decltype(tag), kElements>(params.scores_gradient, first_element, columns,
+                                                  !Biases::kPresent || columns % kElements == 0));
+      });
+    };
+    const int begin = Biases::kPresent ? 0 : grid.begin(bounds);
+    const int column = begin + owner.thread() * kElements;
+    Pack<T> g[kChunks], p[kChunks];
+    gradients.template load<kStride>(column, g);
+    probabilities.template load<kStride>(column, p);
+    if (is_row) {  // while the loads are in flight
+      fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
+                   begin + kBatch, owner.thread(), kShape.threads_per_row);
+      with_writer([&](const auto& writer) {
+        writer.template fill_behind<kStride, kChunks>(column, bounds.end);
+      });
+    }
+    float mine = 0.f;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (begin + i * kStride >= bounds.end) continue;
+      clear_outside(p[i], column + i * kStride, bounds);
+      mine += dot(g[i], p[i]);
+    }
+    const float d =
+        finish_dot(params, row, index.head, owner.sum(mine), owner.thread() == 0 && is_row);
+    if (!is_row) continue;
+    with_writer([&](const auto& writer) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        if (column + i * kStride >= bounds.end) continue;
-        clear_outside(p[i], column + i * kStride, bounds);
-        float products[kElements];
+        const int at = column + i * kStride;
+        if (at >= bounds.end) continue;
+        float dz[kElements], dx[kElements];
+        logits_gradient(g[i], p[i], d, dz);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) products[j] = p[i][j] != 0.f ? p[i][j] * g[i][j] : 0.f;
-        dot += reduce_pairwise(products, [](float a, float b) { return a + b; });
+        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+        writer.store(at, dx);
+        biases.add(i, at, dz);
       }
-      if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
-    }
+    });
+  }
+  if (is_owner) biases.finish(owner.thread());
+}
 
-    float d = owner.sum(dot);
-    if (params.log_sum_exp_gradient != nullptr) d -= params.log_sum_exp_gradient[row];
-    if (params.sink_gradient != nullptr && thread == 0 && is_row) {
-      const float sink = sink_logit(params.sink, index.head);
-      const float share = exp2_approximate((sink - params.log_sum_exp[row]) * kLog2E);
-      params.sink_gradient[row] = sink == -INFINITY ? 0.f : -share * d;
-    }
+// One row: where it lies, and what of it is visible.
+template <class T, bool kSumsBias>
+struct BackwardRow {
+  static constexpr int kElements = kPackElements<T>;
+  using Reader = RowReader<T, kElements, true, kSumsBias ? kElements : 1>;
 
-    const auto write = [&](auto output_tag) {
-      const RowWriter<decltype(output_tag), kElements> writer(
-          params.scores_gradient, row * columns, columns,
-          !Biases::kPresent || columns % kElements == 0);
-      for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
-        if constexpr (kStorage != Storage::kRegisters) load(column, batch);
+  RowIndex index;
+  int64_t row, first_element;
+  Bounds visible;
+  ChunkGrid<kElements> grid;
+  int first_column;  // of its first visible chunk
+
+  __device__ BackwardRow(const BackwardParams& params, const RowIndex& index)
+      : index(index),
+        row(index.row(params.shape)),
+        first_element(row * columns_of(params)),
+        visible(Bounds::of(params.window, params.shape, index.query)),
+        grid(ChunkGrid<kElements>::aligned_to(kSumsBias ? 0 : first_element)),
+        first_column(grid.begin(visible)) {}
+
+  __device__ static int columns_of(const BackwardParams& params) {
+    return static_cast<int>(params.shape.columns);
+  }
+  __device__ Reader reader(const BackwardParams& params, const Strided& tensor,
+                           const Bounds& bounds) const {
+    return Reader(tensor, !kSumsBias && params.is_dense, first_element, index, grid, bounds,
+                  columns_of(params), row + kElements >= params.rows);
+  }
+};
+
+template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+__device__ __forceinline__ void backward_in_units(const BackwardParams& params,
+                                                  const Schedule& schedule) {
+  constexpr KernelShape kShape = kBackwardShape<kKernel>;
+  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
+  constexpr int kStride = 32 * kElements;  // in columns
+  constexpr bool kTakesTurns = kShape.takes_turns;
+  using Biases = BiasGradientOf<kShape, kElements>;
+  using Owner = RowOwner<kShape>;
+  using Row = BackwardRow<T, Biases::kPresent>;
+  using Reader = typename Row::Reader;
+  static_assert(!Biases::kPresent || !kTakesTurns);
+  constexpr int kSlots = kRingBytes / static_cast<int>(2 * sizeof(Pack<T>)) / kChunksPerBatch;
+  extern __shared__ __align__(16) char shared_memory[];
+
+  Owner owner(schedule);
+  const int columns = Row::columns_of(params);
+  // Of each chunk the gradient, then the probabilities.
+  const auto kept = [&](int place) {
+    return owner.template kept<Pack<T>, 2>(shared_memory, place);
+  };
+  const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+    return row.first_column + owner.chunk(part, unit, batch) * kElements;
+  };
+  const auto is_inside = [&](const Reader& gradients, const Reader& probabilities, int column) {
+    const int first = column - owner.lane() * kElements, end = first + kChunks * kStride;
+    return gradients.is_inside(first, end) && probabilities.is_inside(first, end);
+  };
+  Pack<T> g[kChunks], p[kChunks];
+  const auto load = [&](int place) {
+    const Pack<T>* const packs = kept(place);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      g[i] = packs[2 * i * 32];
+      p[i] = packs[(2 * i + 1) * 32];
+    }
+  };
+  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int column,
+                                int place) {
+    const bool inside = is_inside(gradients, probabilities, column);
+    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 2 * 32);
+    probabilities.template start_copies<kStride, kChunks>(inside, column, kept(place) + 32, 2 * 32);
+  };
+  const auto start_unit = [&](const Row& row, const UnitPart& part, int unit) {
+    const Reader gradients = row.reader(params, params.gradient, part.bounds);
+    const Reader probabilities = row.reader(params, params.probabilities, part.bounds);
+#pragma unroll
+    for (int batch = 0; batch < kUnitBatches; ++batch) {
+      start_copies(gradients, probabilities, column_of(row, part, unit, batch),
+                   owner.place(unit, batch));
+    }
+  };
+
+  int64_t number = owner.owner_of_block();
+  const RowIndex owner_index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
+  if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
+  Biases biases(params, owner_index.row(params.bias_shape));
+  const RowsOfOwner<Biases::kPresent> rows(params, owner_index);
+  biases.begin(owner.thread());
+  if (!rows.has(params, 0)) return;
+
+  Row row(params, rows.at(params, 0));
+  UnitPart part = owner.part_of(row.visible, row.grid);
+  if constexpr (!Owner::kRereads) {
+    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps)
+      start_unit(row, part, unit);
+  }
+
+  for (int64_t turn = 0;; ++turn) {
+    const Reader gradients = row.reader(params, params.gradient, part.bounds);
+    const Reader probabilities = row.reader(params, params.probabilities, part.bounds);
+    fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
+    owner.template start<Pack<T>, 2>(shared_memory, row.row, turn > 0, turn % 2 != 0);
+    const auto sum_batch = [&](int column, int place) {
+      load(place);
+      if (!is_inside(gradients, probabilities, column)) {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-          const int chunk_column = column + i * kStride;
-          if (chunk_column >= bounds.end) continue;
-          if constexpr (kStorage != Storage::kRegisters) clear_outside(p[i], chunk_column, bounds);
-          float dz[kElements], dx[kElements];
-#pragma unroll
-          for (int j = 0; j < kElements; ++j) {
-            const float probability = p[i][j];
-            dz[j] = probability != 0.f ? probability * (g[i][j] - d) : 0.f;
-            dx[j] = dz[j] * params.scale;
-          }
-          writer.store(chunk_column, dx);
-          biases.add(i, chunk_column, dz);
+          clear_outside(p[i], column + i * kStride, part.bounds);
+          if (!Owner::kRereads) kept(place)[(2 * i + 1) * 32] = p[i];
         }
-        if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
       }
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
+      return sum;
     };
-    if (is_row) with_dtype(params.scores_gradient_type, write);
+    const int positions = owner.positions(part);
+    const auto start_position = [&](int position) {
+      if (position >= 0 && position < positions) {
+        start_copies(gradients, probabilities,
+                     column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
+                     owner.template place_in_ring<kSlots>(position));
+      }
+      end_copies();
+    };
+    if constexpr (Owner::kRereads) {
+      for (int position = 0; position < kSlots; ++position) start_position(position);
+      float mine = 0.f;
+      for (int position = 0; position < positions; ++position) {
+        const int unit = owner.unit_of(position), batch = owner.batch_of(position);
+        if (batch == 0) mine = 0.f;
+        wait_for_older_copies<kSlots - 1>();
+        mine += sum_batch(column_of(row, part, unit, batch),
+                          owner.template place_in_ring<kSlots>(position));
+        start_position(position + kSlots);
+        if (batch + 1 == owner.unit_batches()) owner.put(part, unit, {0.f, warp_sum<32>(mine)});
+      }
+    } else {
+      wait_for_copies();
+      for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
+        float mine = 0.f;
+#pragma unroll 1
+        for (int batch = 0; batch < kUnitBatches; ++batch)
+          mine += sum_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
+        owner.put(part, unit, {0.f, warp_sum<32>(mine)});
+      }
+    }
+    const float d =
+        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+
+    // Where this row leaves shared memory the next one comes in.
+    number += schedule.owners;
+    const bool has_next = kTakesTurns ? number < schedule.rows : rows.has(params, turn + 1);
+    const Row next(params, !has_next     ? row.index
+                           : kTakesTurns ? row_at(schedule, number)
+                                         : rows.at(params, turn + 1));
+    const UnitPart next_part = owner.part_of(next.visible, next.grid);
+    constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
+    const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+    with_dtype(params.scores_gradient_type, [&](auto tag) {
+      const RowWriter<decltype(tag), kElements> writer(
+          params.scores_gradient, row.first_element, columns,
+          !Biases::kPresent || columns % kElements == 0);
+      const auto write_batch = [&](int column, int place) {
+        load(place);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          const int at = column + i * kStride;
+          if (at >= part.bounds.end) continue;
+          if (Owner::kRereads) clear_outside(p[i], at, part.bounds);
+          float dz[kElements], dx[kElements];
+          logits_gradient(g[i], p[i], d, dz);
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+          writer.store(at, dx);
+          biases.add(i, at, dz);
+        }
+      };
+      if constexpr (Owner::kRereads) {  // from the end, which is still in the ring
+        for (int position = positions - 1; position >= 0; --position) {
+          wait_for_older_copies<kSlots - 1>();
+          write_batch(column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
+                      owner.template place_in_ring<kSlots>(position));
+          start_position(position - kSlots);
+        }
+      } else {  // where this row leaves shared memory the next one comes in
+        for (int unit = owner.first_unit(); unit <= last; unit += Owner::kWarps) {
+#pragma unroll 1
+          for (int batch = 0; batch < kUnitBatches; ++batch)
+            write_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
+          if (kHasNext && unit <= next_last) start_unit(next, next_part, unit);
+        }
+      }
+    });
+    if (!has_next) break;
+    const int first_left = max(last + Owner::kWarps, owner.first_unit());
+    if constexpr (!Owner::kRereads) {
+      for (int unit = first_left; unit <= next_last; unit += Owner::kWarps)
+        start_unit(next, next_part, unit);
+    }
+    row = next;
+    part = next_part;
   }
-  if (is_owner) biases.template finish<kThreads>(thread);
+  biases.finish(owner.thread());
+}
+
+template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+__global__ void __launch_bounds__(
+    kBackwardShape<kKernel>.threads(),
+    (BiasGradientOf<kBackwardShape<kKernel>, kPackElements<T>>::blocks_per_sm()))
+    softmax_backward_kernel(const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ Schedule schedule) {
+  if constexpr (kBackwardShape<kKernel>.storage == Storage::kRegisters) {
+    backward_in_registers<T, BiasGradientOf, kKernel>(params, schedule);
+  } else {
+    backward_in_units<T, BiasGradientOf, kKernel>(params, schedule);
+  }
 }
 
 }  // namespace megasoftmax

@@ -33,19 +33,22 @@ struct ChunkGrid {
 // ends of the row are loaded whole too, and read what lies beside the row.
 template <class T, int kElements, bool kMayOverhang, int kUnroll = 1>
 struct RowReader {
-  const Strided& tensor;
-  const Bounds& bounds;
   const T* row;
+  int64_t column_stride;
+  Bounds bounds;
   int last_whole;  // where the last whole chunk may begin
 
-  __device__ RowReader(const Strided& tensor, const RowIndex& index, ChunkGrid<kElements> grid,
-                       const Bounds& bounds, int columns, bool is_near_end)
-      : tensor(tensor),
-        bounds(bounds),
-        row(static_cast<const T*>(tensor.data) + index.offset_in(tensor)) {
+  // Of a dense tensor the row begins at `first_element`.
+  __device__ RowReader(const Strided& tensor, bool is_dense, int64_t first_element,
+                       const RowIndex& index, ChunkGrid<kElements> grid, const Bounds& bounds,
+                       int columns, bool is_near_end)
+      : row(static_cast<const T*>(tensor.data) +
+            (is_dense ? first_element : index.offset_in(tensor))),
+        column_stride(tensor.column_stride),
+        bounds(bounds) {
     constexpr int kBytes = sizeof(T) * kElements;
-    const bool is_whole =
-        tensor.column_stride == 1 && is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16);
+    const bool is_whole = is_dense || (tensor.column_stride == 1 &&
+                                       is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
     const int room = kMayOverhang && !is_near_end ? columns - 1 : columns - kElements;
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
   }
@@ -57,11 +60,15 @@ struct RowReader {
     return last_whole < bounds.end - 1 || (!kMayOverhang && bounds.begin < kElements);
   }
 
+  // Columns [begin, end) are within the bounds and in whole chunks.
+  __device__ bool is_inside(int begin, int end) const {
+    return begin >= bounds.begin && end <= bounds.end && end - kElements <= last_whole;
+  }
+
   // Lanes outside the bounds are 0.
   __device__ Pack<T, kElements> partial(int column) const {
-    return load_partial<T, kElements, kUnroll>(row + column * tensor.column_stride,
-                                               tensor.column_stride, bounds.begin - column,
-                                               bounds.end - column);
+    return load_partial<T, kElements, kUnroll>(row + column * column_stride, column_stride,
+                                               bounds.begin - column, bounds.end - column);
   }
 
   // Several chunks at a time, all in flight together: at column, column + kStride, ... Those behind
@@ -82,14 +89,24 @@ struct RowReader {
     }
   }
 
-  // All of this thread's chunks of the row, to shared memory that only this thread reads.
-  template <int kStride>
-  __device__ void start_copies(int column, Pack<T, kElements>* shared, int shared_stride) const {
-    for (; column < bounds.end; column += kStride, shared += shared_stride) {
-      if (is_whole(column)) {
-        start_copy(shared, row + column);
-      } else {
-        *shared = partial(column);
+  // The same, to shared memory that only this thread reads after wait_for_copies.
+  template <int kStride, int kChunks>
+  __device__ void start_copies(bool is_inside, int column, Pack<T, kElements>* shared,
+                               int shared_stride) const {
+    if (is_inside) {
+      const T* const source = row + column;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+        start_copy(shared + i * shared_stride, source + i * kStride);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (is_whole(at)) {
+        start_copy(shared + i * shared_stride, row + at);
+      } else if (at < bounds.end) {
+        shared[i * shared_stride] = partial(at);
       }
     }
   }
@@ -115,19 +132,28 @@ struct RowWriter {
       store_partial(row + column, pack, -column, columns.end - column);
     }
   }
+  // Zeros to those of the chunks at column, column + kStride, ... that begin at `begin` or later.
+  template <int kStride, int kChunks>
+  __device__ void fill_behind(int column, int begin) const {
+    constexpr float kZeros[kElements] = {};
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (at >= begin && at < columns.end) store(at, kZeros);
+    }
+  }
 };
 
 // Zeros for every column of a contiguous row outside [begin, end), which are borders of chunks.
-template <int kThreads>
 __device__ inline void fill_outside(void* data, DType type, int64_t row, int columns, int begin,
-                                    int end, int thread) {
+                                    int end, int thread, int threads) {
   if (begin <= 0 && end >= columns) return;
   const int bytes = size_of(type);
   char* const start = static_cast<char*>(data) + row * columns * bytes;
-  if (begin > 0) fill_zero<kThreads>(start, start + int64_t{begin} * bytes, thread);
+  if (begin > 0) fill_zero(start, start + int64_t{begin} * bytes, thread, threads);
   if (end < columns) {
-    fill_zero<kThreads>(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes,
-                        thread);
+    fill_zero(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes, thread,
+              threads);
   }
 }
 

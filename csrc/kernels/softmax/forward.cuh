@@ -2,43 +2,15 @@
 // p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias,
 // excluded entries 0.
 //
-// A group of threads owns a row. One pass reads the visible chunks and keeps a maximum and a sum
-// per thread, one reduction merges them, one pass writes. Every visible score is read once and
-// every probability written once (bf16: 4 bytes per element, 3 when causal); rows too long for
-// shared memory are read twice.
+// A group of threads owns a row. One pass reads the visible chunks and keeps maxima and sums, one
+// reduction merges them, one pass writes. Every visible score is read once and every probability
+// written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
+// can keep is read twice.
 
-#include "chunks.cuh"
-#include "row_block.cuh"
-#include "row_warp.cuh"
+#include "row_owner.cuh"
 #include "sink.cuh"
 
 namespace megasoftmax {
-
-template <int kThreadsPerRow, int kRowsPerBlock>
-struct RowOwnerOf {
-  using type = WarpRow<kThreadsPerRow, kRowsPerBlock>;
-};
-template <int kThreadsPerRow>
-  requires(kThreadsPerRow > 32)
-struct RowOwnerOf<kThreadsPerRow, 1> {
-  using type = BlockRow<kThreadsPerRow>;
-};
-template <int kThreadsPerRow, int kRowsPerBlock>
-using RowOwner = typename RowOwnerOf<kThreadsPerRow, kRowsPerBlock>::type;
-
-// Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from `first` on:
-// a mask or bias that heads share stays in the caches from one head to the next when tiles are
-// short.
-__device__ inline RowIndex row_of_thread(const RowIndex& first, const Tiling& tiling,
-                                         int rows_per_block, int row_in_block) {
-  int64_t batch = blockIdx.z, tile = 0;
-  if (tiling.tiles.divisor > 1) tiling.tiles.split(blockIdx.z, batch, tile);
-  return {first.batch + static_cast<int>(batch), first.head + static_cast<int>(blockIdx.y),
-          first.query +
-              (static_cast<int>(tile) * tiling.blocks_per_tile + static_cast<int>(blockIdx.x)) *
-                  rows_per_block +
-              row_in_block};
-}
 
 // Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
 // exponent makes good.
@@ -46,39 +18,28 @@ template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
 
-  const ForwardParams& params;
-  const RowIndex& index;
-  const Bounds& bounds;
+  RowIndex index;
+  Bounds bounds;
   ChunkGrid<kElements> grid;
   Mask mask;
 
   __device__ Logits(const ForwardParams& params, const RowIndex& index, const Bounds& bounds,
                     ChunkGrid<kElements> grid)
-      : params(params), index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
+      : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
-  // exp(z - max z) of what `of` gives.
-  __device__ Exponent exponent() const {
-    return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
-  }
-
-  template <int kChunks>
-  __device__ static void unpack(const Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = raw[i][j];
-    }
-  }
-
-  // Of chunks at column, column + kStride, ...; unspecified for chunks behind the bounds.
-  template <int kStride, int kChunks>
-  __device__ void of(int column, Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) const {
+  // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
+  // groups of chunks are skipped, and unspecified, where the first of them begins behind the
+  // bounds. kInside: all are within the bounds.
+  template <int kStride, bool kInside, int kChunks>
+  __device__ void of(const ForwardParams& params, int first, int column, Pack<T> (&raw)[kChunks],
+                     float (&z)[kChunks][kElements]) const {
     [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
-    if constexpr (Mask::kPresent) mask.template load<kElements, kStride>(column, bounds, excluded);
+    if constexpr (Mask::kPresent)
+      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
     [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
     if constexpr (Bias::kPresent) {
       const RowReader<typename Bias::Element, kElements, false> bias(
-          params.bias, index, grid, bounds, static_cast<int>(params.shape.columns), true);
+          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns), true);
       bias.template load<kStride>(column, added);
     }
     if (!Bias::kPresent && params.scale < 0) {
@@ -87,150 +48,369 @@ struct Logits {
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
+      if (!kInside && first + i * kStride >= bounds.end) continue;
       const int at = column + i * kStride;
-      if (at >= bounds.end) continue;
+      if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
 #pragma unroll
       for (int j = 0; j < kElements; ++j) {
         z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
         if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
       }
-      if (bounds.contains(at, kElements)) continue;
+      if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
     }
   }
+
+  // Is a chunk partly inside the bounds?
+  __device__ bool straddles(int column) const {
+    return column < bounds.end && !bounds.contains(column, kElements);
+  }
 };
 
-template <class T, class Mask, class Bias, int kRegimeIndex>
-__global__ void __launch_bounds__(
-    kForwardRegimes[kRegimeIndex].threads(),
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardRegimes[kRegimeIndex].blocks_per_sm))))
-    softmax_forward_kernel(const __grid_constant__ ForwardParams params,
-                           const __grid_constant__ Tiling tiling, RowIndex first) {
-  constexpr RowRegime kRegime = kForwardRegimes[kRegimeIndex];
-  constexpr Storage kStorage = kRegime.storage;
-  constexpr int kElements = kPackElements<T>, kChunks = kRegime.chunks_per_thread;
-  constexpr int kThreads = kRegime.threads_per_row;
-  constexpr int kStride = kThreads * kElements, kBatch = kChunks * kStride;  // in columns
-  extern __shared__ __align__(16) char shared_memory[];
+// exp(z - max z) of such logits.
+template <class Bias>
+__device__ inline Exponent exponent_of(const ForwardParams& params) {
+  return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
+}
 
-  RowOwner<kRegime.threads_per_row, kRegime.rows_per_block> owner;
-  const int thread = owner.thread();
+// Adds a batch of chunks with maximum `max`, and leaves its exponentials relative to the maximum so
+// far. Groups of chunks are skipped where the first begins at `end` or behind it.
+template <int kStride, int kChunks, int kElements>
+__device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float max,
+                                  float (&z)[kChunks][kElements], int first, int end,
+                                  Exponent exponent) {
+  max = fmaxf(mine.max, max);
+  if (!is_first_batch) mine.sum *= exponent(mine.max, max);
+  mine.max = max;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (first + i * kStride >= end) continue;
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
+    mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
+  }
+}
+
+// The largest of such a batch; not NaN unless all are.
+template <int kStride, int kChunks, int kElements>
+__device__ inline float largest(const float (&z)[kChunks][kElements], int first, int end) {
+  float max = kLowest;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (first + i * kStride >= end) continue;
+    max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
+  }
+  return max;
+}
+
+// One row: where it lies, what of it is visible, and what a group of threads or a block does of it.
+template <class T, class Mask, class Bias>
+struct ForwardRow {
+  static constexpr int kElements = kPackElements<T>;
+
+  RowIndex index;
+  int64_t row, first_element;
+  Bounds visible;
+  ChunkGrid<kElements> grid;
+  int first_column;  // of its first visible chunk
+
+  __device__ ForwardRow(const ForwardParams& params, const RowIndex& index)
+      : index(index),
+        row(index.row(params.shape)),
+        first_element(row * columns_of(params)),
+        visible(Bounds::of(params.window, params.shape, index.query)),
+        grid(ChunkGrid<kElements>::aligned_to(first_element)),
+        first_column(grid.begin(visible)) {}
+
+  __device__ static int columns_of(const ForwardParams& params) {
+    return static_cast<int>(params.shape.columns);
+  }
+  using Reader = RowReader<T, kElements, true>;
+  __device__ Reader scores(const ForwardParams& params, const Bounds& bounds) const {
+    return Reader(params.scores, params.is_dense, first_element, index, grid, bounds,
+                  columns_of(params), row + kElements >= params.rows);
+  }
+  __device__ Logits<T, Mask, Bias> logits(const ForwardParams& params, const Bounds& bounds) const {
+    return Logits<T, Mask, Bias>(params, index, bounds, grid);
+  }
+  // Writes log-sum-exp where it is asked for.
+  __device__ void write(const ForwardParams& params, const Denominator& denominator) const {
+    if (params.log_sum_exp != nullptr) params.log_sum_exp[row] = denominator.log_sum_exp();
+  }
+  // Zeros outside [begin, end), which are borders of chunks.
+  __device__ void fill(const ForwardParams& params, int begin, int end, int thread,
+                       int threads) const {
+    fill_outside(params.probabilities, params.probabilities_type, row, columns_of(params), begin,
+                 end, thread, threads);
+  }
+  template <class Write>
+  __device__ void with_writer(const ForwardParams& params, Write&& write) const {
+    with_dtype(params.probabilities_type, [&](auto tag) {
+      write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element,
+                                                columns_of(params)));
+    });
+  }
+};
+
+// A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
+// NaN elsewhere.
+template <class Mask, int kElements>
+__device__ inline void replace_special(const ForwardParams& params, const Denominator& denominator,
+                                       const Bounds& bounds, const Mask& mask, int column,
+                                       float (&p)[kElements]) {
+  if (denominator.is_regular()) return;
+  const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
+#pragma unroll
+  for (int j = 0; j < kElements; ++j)
+    p[j] = bounds.contains(column + j) && !mask.excluded(column + j) ? special : 0.f;
+}
+
+template <int kKernel>
+inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
+
+template <class T, class Mask, class Bias, int kKernel>
+__device__ __forceinline__ void forward_in_registers(const ForwardParams& params,
+                                                     const Schedule& schedule) {
+  constexpr KernelShape kShape = kForwardShape<kKernel>;
+  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
+  constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  RowOwner<kShape> owner;
+  RowIndex index = row_of_block(schedule, kShape.rows_per_block);
+  index.query += owner.row_in_block();
+  const bool is_row = index.query < static_cast<int>(params.shape.queries);
+  if (!is_row) {
+    if (kShape.rows_per_block == 1) return;
+    index.query = static_cast<int>(params.shape.queries) - 1;  // shadows a row, writes nothing
+  }
   const int columns = static_cast<int>(params.shape.columns);
-
-  RowIndex index = row_of_thread(first, tiling, kRegime.rows_per_block, owner.row_in_block());
-  const bool is_inside = index.query < static_cast<int>(params.shape.queries);
-  if (kRegime.rows_per_block == 1 && !is_inside) return;
-  const bool is_row = kRegime.rows_per_block == 1 || is_inside;
-  if (!is_row)
-    index.query = static_cast<int>(params.shape.queries) -
-                  1;  // spare threads shadow a row, and write nothing
-  const int64_t row = index.row(params.shape);
-
+  const int64_t row = index.row(params.shape), first_element = row * columns;
   const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
-  const auto grid = ChunkGrid<kElements>::aligned_to(row * columns);
-  const int first_column = grid.begin(bounds) + thread * kElements;  // of this thread's first chunk
-  const RowReader<T, kElements, true> scores(params.scores, index, grid, bounds, columns,
-                                             row + kElements >= params.rows);
+  const auto grid = ChunkGrid<kElements>::aligned_to(first_element);
+  const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
+                                             grid, bounds, columns, row + kElements >= params.rows);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
-  const Exponent exponent = logits.exponent();
-
-  // Scores in shared memory take the mask in, as -inf, so that it is read once.
-  constexpr bool kFoldsMask = kStorage == Storage::kShared && Mask::kPresent && !Bias::kPresent;
-  [[maybe_unused]] auto* const kept = reinterpret_cast<Pack<T>*>(shared_memory) + thread;
-  const auto load = [&](int column, int batch, Pack<T>(&raw)[kChunks]) {
-    if constexpr (kStorage == Storage::kShared) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (column + i * kStride < bounds.end) raw[i] = kept[(batch + i) * kThreads];
-      }
-    } else {
-      scores.template load<kStride>(column, raw);
-    }
+  const Exponent exponent = exponent_of<Bias>(params);
+  const int first_column = grid.begin(bounds);
+  const auto with_writer = [&](auto&& write) {
+    with_dtype(params.probabilities_type, [&](auto tag) {
+      write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element, columns));
+    });
   };
-  if constexpr (kStorage == Storage::kShared) {
-    scores.template start_copies<kStride>(first_column, kept, kThreads);
-  }
-
   float z[kChunks][kElements];
-  MaxAndSum mine{kLowest, 0.f};
-  for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
-    Pack<T> raw[kChunks];
-    if constexpr (kStorage != Storage::kShared) load(column, batch, raw);
-    if (batch == 0) {  // while the loads are in flight
-      if (is_row) {
-        fill_outside<kThreads>(params.probabilities, params.probabilities_type, row, columns,
-                               grid.begin(bounds), grid.end(bounds), thread);
-      }
-      if constexpr (kStorage == Storage::kShared) wait_for_copies();
-    }
-    if constexpr (kStorage == Storage::kShared) load(column, batch, raw);
-    logits.template of<kStride>(column, raw, z);
-    float max = mine.max;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride >= bounds.end) continue;
-      if constexpr (kFoldsMask) kept[(batch + i) * kThreads] = Pack<T>::round(z[i]);
-      max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
-    }
-    if constexpr (kStorage != Storage::kRegisters) mine.sum *= exponent(mine.max, max);
-    mine.max = max;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride >= bounds.end) continue;
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
-      mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
-    }
-    if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
+  const int column = first_column + owner.thread() * kElements;
+  Pack<T> raw[kChunks];
+  scores.template load<kStride>(column, raw);
+  if (is_row) {  // while the loads are in flight
+    fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
+                 first_column + kBatch, owner.thread(), kShape.threads_per_row);
+    with_writer([&](const auto& writer) {
+      writer.template fill_behind<kStride, kChunks>(column, bounds.end);
+    });
   }
-
+  logits.template of<kStride, false>(params, first_column, column, raw, z);
+  MaxAndSum mine{kLowest, 0.f};
+  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, bounds.end), z, first_column,
+                      bounds.end, exponent);
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
-  if (params.log_sum_exp != nullptr && thread == 0 && is_row)
+  if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
-  // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
-  // NaN elsewhere.
-  const bool is_special = !denominator.is_regular();
-  // Exponentials in registers are relative to this thread's own maximum.
-  const float factor =
-      denominator.factor * (kStorage == Storage::kRegisters ? exponent(mine.max, total.max) : 1.f);
+  const float factor = denominator.factor * exponent(mine.max, total.max);
+  if (!is_row) return;
+  with_writer([&](const auto& writer) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (at >= bounds.end) continue;
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+      replace_special(params, denominator, bounds, logits.mask, at, z[i]);
+      writer.store(at, z[i]);
+    }
+  });
+}
 
-  const auto write = [&](auto output_tag) {
-    const RowWriter<decltype(output_tag), kElements> writer(params.probabilities, row * columns,
-                                                            columns);
-    for (int column = first_column, batch = 0;; column += kBatch, batch += kChunks) {
-      if constexpr (kStorage != Storage::kRegisters) {
-        Pack<T> raw[kChunks];
-        load(column, batch, raw);
-        if constexpr (kFoldsMask) {
-          Logits<T, NoMask, NoBias>::unpack(raw, z);
-        } else {
-          logits.template of<kStride>(column, raw, z);
-        }
+template <class T, class Mask, class Bias, int kKernel>
+__device__ __forceinline__ void forward_in_units(const ForwardParams& params,
+                                                 const Schedule& schedule) {
+  constexpr KernelShape kShape = kForwardShape<kKernel>;
+  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
+  constexpr int kStride = 32 * kElements;  // in columns
+  constexpr bool kTakesTurns = kShape.takes_turns;
+  using Owner = RowOwner<kShape>;
+  using Row = ForwardRow<T, Mask, Bias>;
+  using Reader = typename Row::Reader;
+  // What shared memory keeps is logits, if they have the type of the scores: mask and bounds are
+  // applied once.
+  constexpr bool kKeepsLogits = !Bias::kPresent && !Owner::kRereads;
+  constexpr int kSlots = kRingBytes / static_cast<int>(sizeof(Pack<T>)) / kChunksPerBatch;
+  extern __shared__ __align__(16) char shared_memory[];
+
+  Owner owner(schedule);
+  const Exponent exponent = exponent_of<Bias>(params);
+  const auto kept = [&](int place) { return owner.template kept<Pack<T>>(shared_memory, place); };
+  // The column of this lane's first chunk, and whether all of the warp's are inside.
+  const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+    return row.first_column + owner.chunk(part, unit, batch) * kElements;
+  };
+  const auto is_inside = [&](const Reader& scores, int column) {
+    const int first = column - owner.lane() * kElements;
+    return scores.is_inside(first, first + kChunks * kStride);
+  };
+  const auto start_copies = [&](const Reader& scores, int column, int place) {
+    scores.template start_copies<kStride, kChunks>(is_inside(scores, column), column, kept(place),
+                                                   32);
+  };
+  const auto start_unit = [&](const Row& row, const UnitPart& part, int unit) {
+    const Reader scores = row.scores(params, part.bounds);
+#pragma unroll
+    for (int batch = 0; batch < kUnitBatches; ++batch)
+      start_copies(scores, column_of(row, part, unit, batch), owner.place(unit, batch));
+  };
+
+  int64_t number = owner.owner_of_block();
+  const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
+  if (index.query >= static_cast<int>(params.shape.queries)) return;
+  Row row(params, index);
+  UnitPart part = owner.part_of(row.visible, row.grid);
+  if constexpr (!Owner::kRereads) {
+    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps)
+      start_unit(row, part, unit);
+  }
+
+  for (int turn = 0;; ++turn) {
+    const Reader scores = row.scores(params, part.bounds);
+    const auto logits = row.logits(params, part.bounds);
+    float z[kChunks][kElements];
+    const auto load = [&](int place, Pack<T>(&raw)[kChunks]) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) raw[i] = kept(place)[i * 32];
+    };
+    const auto sum_batch = [&](int column, int place, bool is_first_batch, MaxAndSum& mine) {
+      const int first = column - owner.lane() * kElements;
+      Pack<T> raw[kChunks];
+      load(place, raw);
+      float max;
+      if (is_inside(scores, column)) {
+        logits.template of<kStride, true>(params, first, column, raw, z);
+        max = Mask::kPresent || Bias::kPresent ? largest<kStride>(z, first, part.bounds.end)
+                                               : largest_lane(raw);
+      } else {
+        logits.template of<kStride, false>(params, first, column, raw, z);
+        max = largest<kStride>(z, first, part.bounds.end);
       }
+      const bool has_changed = Mask::kPresent || params.scale < 0 || !is_inside(scores, column);
+      if (kKeepsLogits && has_changed) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const int at = column + i * kStride;
-        if (at >= bounds.end) continue;
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if constexpr (kStorage != Storage::kRegisters) z[i][j] = exponent(z[i][j], total.max);
-          z[i][j] *= factor;
+        for (int i = 0; i < kChunks; ++i) kept(place)[i * 32] = Pack<T>::round(z[i]);
+      }
+      accumulate<kStride>(mine, is_first_batch, max, z, first, part.bounds.end, exponent);
+    };
+    row.fill(params, row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
+    owner.template start<Pack<T>>(shared_memory, row.row, turn > 0, turn % 2 != 0);
+
+    const int positions = owner.positions(part);
+    const auto start_position = [&](int position) {
+      if (position >= 0 && position < positions) {
+        start_copies(scores,
+                     column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
+                     owner.template place_in_ring<kSlots>(position));
+      }
+      end_copies();
+    };
+    if constexpr (Owner::kRereads) {
+      for (int position = 0; position < kSlots; ++position) start_position(position);
+      MaxAndSum mine;
+      for (int position = 0; position < positions; ++position) {
+        const int unit = owner.unit_of(position), batch = owner.batch_of(position);
+        if (batch == 0) mine = {kLowest, 0.f};
+        wait_for_older_copies<kSlots - 1>();
+        sum_batch(column_of(row, part, unit, batch), owner.template place_in_ring<kSlots>(position),
+                  batch == 0, mine);
+        start_position(position + kSlots);
+        if (batch + 1 == owner.unit_batches())
+          owner.put(part, unit, warp_merge<32>(mine, exponent));
+      }
+    } else {
+      wait_for_copies();
+      for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
+        MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+        for (int batch = 0; batch < kUnitBatches; ++batch) {
+          sum_batch(column_of(row, part, unit, batch), owner.place(unit, batch), batch == 0, mine);
         }
-        if (is_special) {
-          const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
+        owner.put(part, unit, warp_merge<32>(mine, exponent));
+      }
+    }
+    const MaxAndSum total = owner.merge(part, exponent);
+    const Denominator denominator(total, exponent, params.sink, row.index.head);
+    if (owner.is_first_thread()) row.write(params, denominator);
+    const float log2_factor = log2f(denominator.factor);
+
+    number += schedule.owners;
+    const bool has_next = kTakesTurns && number < schedule.rows;
+    const Row next(params, has_next ? row_at(schedule, number) : row.index);
+    const UnitPart next_part = owner.part_of(next.visible, next.grid);
+    const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+    row.with_writer(params, [&](const auto& writer) {
+      const auto write_batch = [&](int column, int place) {
+        Pack<T> raw[kChunks];
+        load(place, raw);
+        if constexpr (kKeepsLogits) {
+          unpack(raw, z);
+        } else {
+          logits.template of<kStride, false>(params, column - owner.lane() * kElements, column, raw,
+                                             z);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          const int at = column + i * kStride;
+          if (at >= part.bounds.end) continue;
 #pragma unroll
           for (int j = 0; j < kElements; ++j) {
-            z[i][j] = bounds.contains(at + j) && !logits.mask.excluded(at + j) ? special : 0.f;
+            z[i][j] = exp2_approximate(fmaf(z[i][j] - total.max, exponent.c, log2_factor));
           }
+          replace_special(params, denominator, part.bounds, logits.mask, at, z[i]);
+          writer.store(at, z[i]);
         }
-        writer.store(at, z[i]);
+      };
+      if constexpr (Owner::kRereads) {  // from the end, which is still in the ring
+        for (int position = positions - 1; position >= 0; --position) {
+          wait_for_older_copies<kSlots - 1>();
+          write_batch(column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
+                      owner.template place_in_ring<kSlots>(position));
+          start_position(position - kSlots);
+        }
+      } else {  // where this row leaves shared memory the next one comes in
+        for (int unit = owner.first_unit(); unit <= last; unit += Owner::kWarps) {
+#pragma unroll 1
+          for (int batch = 0; batch < kUnitBatches; ++batch)
+            write_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
+          if (kTakesTurns && unit <= next_last) start_unit(next, next_part, unit);
+        }
       }
-      if (kStorage == Storage::kRegisters || column + kBatch >= bounds.end) break;
-    }
-  };
-  if (is_row) with_dtype(params.probabilities_type, write);
+    });
+    if (!has_next) break;
+    const int first_left = max(last + Owner::kWarps, owner.first_unit());
+    for (int unit = first_left; unit <= next_last; unit += Owner::kWarps)
+      start_unit(next, next_part, unit);
+    row = next;
+    part = next_part;
+  }
+}
+
+template <class T, class Mask, class Bias, int kKernel>
+__global__ void __launch_bounds__(
+    kForwardShape<kKernel>.threads(),
+    (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardShape<kKernel>.blocks_per_sm))))
+    softmax_forward_kernel(const __grid_constant__ ForwardParams params,
+                           const __grid_constant__ Schedule schedule) {
+  if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
+    forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
+  } else {
+    forward_in_units<T, Mask, Bias, kKernel>(params, schedule);
+  }
 }
 
 }  // namespace megasoftmax

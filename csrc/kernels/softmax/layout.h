@@ -4,22 +4,21 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "limits.h"
 #include "params.h"
 
 namespace megasoftmax {
 
-// Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them.
 inline bool fits_indices(const Shape& shape, const Window& window) {
-  constexpr int64_t kMax = INT32_MAX - 16384;  // loops run past the end by a batch of chunks
-  return shape.batches * shape.heads <= kMax && shape.queries <= kMax &&
+  return shape.batches * shape.heads <= kMaxIndex && shape.queries <= kMaxIndex &&
          shape.columns * (window.is_limited() ? 2 : 1) + shape.queries * window.is_limited() <=
-             kMax;
+             kMaxIndex;
 }
 
 // Lifts limits that no row meets.
 inline void drop_idle_limits(Window& window, const Shape& shape) {
-  if (window.left >= shape.columns) window.left = -1;
-  if (window.right >= shape.queries) window.right = -1;
+  if (window.left >= shape.columns - 1) window.left = -1;
+  if (window.right >= shape.queries - 1) window.right = -1;
 }
 
 // Does every head of a batch read the same mask or bias, and one too large to stay in the L2 cache
@@ -39,6 +38,15 @@ inline bool is_one_dimension(int64_t outer_stride, int64_t inner_stride, int64_t
   return outer_count == 1 || inner_count == 1 || outer_stride == inner_stride * inner_count;
 }
 
+// Does row r begin at element r * columns, at a multiple of 16 bytes for r = 0?
+inline bool is_dense(const Strided& tensor, const Shape& shape) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 &&
+         (tensor.column_stride == 1 || shape.columns == 1) &&
+         (tensor.query_stride == shape.columns || shape.queries == 1) &&
+         (tensor.head_stride == shape.columns * shape.queries || shape.heads == 1) &&
+         (tensor.batch_stride == shape.columns * shape.queries * shape.heads || shape.batches == 1);
+}
+
 // Merges batches into heads and heads into queries where every tensor allows it and no window or
 // sink tells them apart: then the grid does not depend on how the caller folded the rows.
 inline void merge_dimensions(Shape& shape, const Window& window, const SinkLogit& sink,
@@ -46,7 +54,7 @@ inline void merge_dimensions(Shape& shape, const Window& window, const SinkLogit
   const bool is_per_head = sink.data != nullptr && sink.stride != 0;
   const auto merge = [&](int64_t Strided::* outer, int64_t Strided::* inner, int64_t& outer_count,
                          int64_t& inner_count) {
-    if (outer_count * inner_count > INT32_MAX) return;
+    if (outer_count * inner_count > kMaxIndex) return;
     for (const Strided* tensor : tensors) {
       if (tensor->data != nullptr &&
           !is_one_dimension(tensor->*outer, tensor->*inner, outer_count, inner_count))

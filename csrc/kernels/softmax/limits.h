@@ -1,123 +1,238 @@
 #pragma once
-// Row regimes of the softmax, forward and backward: the family's only limits. Plain C++, no CUDA,
-// no torch.
+// Row regimes of the softmax, forward and backward: the family's only limits.
+// Plain C++, no CUDA, no torch.
 //
-// A row is cut into chunks of 16 bytes. A regime says how many threads own a row, how many chunks
-// each of them takes at a time, and where the row waits between the pass that sums and the pass
-// that writes.
+// A row is cut into chunks of 16 bytes. Short rows: each thread of a row's
+// owner holds its chunks in registers. Long rows: chunks form units, each of
+// them summed by one warp, and what a block can keep of its units waits in
+// shared memory between the pass that sums and the pass that writes; the rest
+// is read twice. The units of a row depend on its length alone, and are added
+// up in one order: a row's bits are the same in one block, in a cluster or
+// spread over the whole GPU.
 
 #include <cstdint>
 
 namespace megasoftmax {
 
 enum class Storage {
-  kRegisters,  // one batch of chunks per thread, exponentials stay in registers
-  kShared,     // any number of batches, the packed row waits in shared memory
-  kReread,     // any number of batches, the row is read a second time
+  kTile,       // a block's rows together in shared memory, see flat.cuh
+  kRegisters,  // one batch of chunks per thread
+  kShared,     // units, which wait in shared memory
+  kReread,     // units, any number of them: what shared memory cannot keep is read
+               // twice
+};
+
+// What a kernel is compiled for.
+struct KernelShape {
+  Storage storage;
+  int threads_per_row;  // of a block
+  int rows_per_block;
+  int chunks_per_thread;  // of a batch: loads in flight per thread
+  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads *
+                          // blocks)
+  bool takes_turns;       // a block takes one row after the other, and prefetches
+
+  constexpr int threads() const { return threads_per_row * rows_per_block; }
+  bool operator==(const KernelShape&) const = default;
 };
 
 // What a launch asks of its rows; a regime may serve several.
 enum Rows : unsigned {
-  kPlain = 1,
+  kPlain = 1,          // no mask, no window, a whole number of chunks
   kLimited = 2,        // causal, or with a wide window
   kMasked = 4,         // with a bool mask
-  kNarrow = 8,         // long ones of which a window leaves at most half: most of the work is zeros
-  kBiasGradient = 16,  // backward, with sums that want registers
-  kAnyRows = kPlain | kLimited | kMasked | kBiasGradient,
+  kNarrow = 8,         // long ones of which a window leaves at most half: most of the
+                       // work is zeros
+  kBiasGradient = 16,  // backward, with sums that want registers; a block each
+  kTiny = 32,          // plain ones of fewer than kTinyColumns columns, of a dense tensor
+  kUneven = 64,        // the same, but not a whole number of chunks
+  kSpread = kPlain | kUneven | kLimited | kMasked,  // may lie over several blocks
+  kAnyRows = kSpread | kBiasGradient,
 };
 
 struct RowRegime {
-  char name[16];  // by value, so that a row can be a template argument
+  char name[16];
   Storage storage;
   int threads_per_row;
   int rows_per_block;
-  int chunks_per_thread;  // loads in flight per thread
-  int max_chunks;         // visible chunks of a row
-  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
-  unsigned serves;        // Rows
+  int chunks_per_thread;
+  int blocks_per_sm;
+  bool takes_turns;
+  int blocks_per_row;  // more than 1: a cluster
+  int max_chunks;      // visible chunks of a row
+  int min_rows;        // fewer rows are served better by more blocks for each
+  unsigned serves;     // Rows
 
-  constexpr int threads() const { return threads_per_row * rows_per_block; }
+  constexpr KernelShape shape() const {
+    return {storage,           threads_per_row, rows_per_block,
+            chunks_per_thread, blocks_per_sm,   takes_turns};
+  }
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
+inline constexpr int kChunksPerBatch = 2 * 32;  // that a warp sums at a time, of long rows
+inline constexpr int kUnitBatches = 2, kMaxUnits = 512;
+inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
+inline constexpr int kResultBytes = 2 * 8;   // of a unit, for two rows in turn
+inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
+inline constexpr int kMaxCluster = 16;
+inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
 inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
+inline constexpr int64_t kTinyColumns = 128;
+// Kernels count batches * heads, queries and columns in 32 bits, and a window's
+// borders with them; loops run past the end by a batch of chunks.
+inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
-    // name            storage              threads  rows  chunks   max chunks  blocks  serves
-    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     16, kAnyRows},
-    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     16, kAnyRows},
-    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     16, kAnyRows},
-    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     16, kAnyRows},
-    {"lanes_16x5",     Storage::kRegisters,    16,    4,      5,          80,     14, kAnyRows},
-    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     16, kAnyRows},
-    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     14, kAnyRows},
-    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     18, kAnyRows},
-    {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      6, kNarrow},
-    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     16, kAnyRows},
-    {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      9, kLimited | kMasked},
-    {"shared_64",      Storage::kShared,       64,    1,      2,         512,     18, kPlain},
-    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      8, kAnyRows},
-    {"block_256x4",    Storage::kRegisters,   256,    1,      4,        1024,      4, kMasked},
-    {"shared_64_long", Storage::kShared,       64,    1,      2,        1026,     18, kAnyRows},
-    {"shared_256",     Storage::kShared,      256,    1,      2,        4098,      4, kAnyRows},
-    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAnyRows},
+    // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,         33,       0, kTiny},
+    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows},
+    {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows},
+    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
+    {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        6,  false,         1,        256,       0, kNarrow},
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
+    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked},
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
+    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
+    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        400,    2000, kSpread},
+    {"shared_64",    Storage::kShared,       64,   1,     2,       16,  false,         1,        800,    1000, kSpread},
+    {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1540,     500, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       4480,      60, kSpread},
+    {"shared_512",   Storage::kShared,      512,   1,     2,        2,  false,         1,       6656,      60, kSpread},
+    {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       8960,      60, kSpread},
+    {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,      17408,      30, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      16384,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      33792,      20, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      65536,       0, kSpread},
+    {"reread_16",    Storage::kReread,      256,   1,     2,        3,  false,        16, kUnlimited,      30, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,     150, kSpread},
+    {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"lanes_4x1",      Storage::kRegisters,     4,   16,      1,           4,     14, kAnyRows},
-    {"lanes_4x4",      Storage::kRegisters,     4,   16,      4,          16,     12, kAnyRows},
-    {"lanes_8x4",      Storage::kRegisters,     8,    8,      4,          32,     12, kAnyRows},
-    {"lanes_16x4",     Storage::kRegisters,    16,    4,      4,          64,     12, kAnyRows},
-    {"warp_32x4",      Storage::kRegisters,    32,    2,      4,         128,     12, kBiasGradient},
-    {"warp_32x5",      Storage::kRegisters,    32,    2,      5,         160,     10, kBiasGradient},
-    {"block_64x4",     Storage::kRegisters,    64,    1,      4,         256,     14, kBiasGradient},
-    {"narrow_256x1",   Storage::kRegisters,   256,    1,      1,         256,      5, kNarrow},
-    {"block_64x5",     Storage::kRegisters,    64,    1,      5,         320,     12, kBiasGradient},
-    {"shared_32",      Storage::kShared,       32,    1,      2,         322,     32, kPlain | kLimited},
-    {"block_128x4",    Storage::kRegisters,   128,    1,      4,         512,      7, kBiasGradient},
-    {"block_128x5",    Storage::kRegisters,   128,    1,      5,         640,      6, kBiasGradient},
-    {"shared_64",      Storage::kShared,       64,    1,      2,        1026,     16, kAnyRows},
-    {"shared_256",     Storage::kShared,      256,    1,      2,        3072,      4, kAnyRows},
-    {"reread_512",     Storage::kReread,      512,    1,      2,  kUnlimited,      1, kAnyRows},
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,         33,       0, kTiny},
+    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient},
+    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
+    {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        5,  false,         1,        256,       0, kNarrow},
+    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
+    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        322,       0, kPlain | kLimited},
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
+    {"shared_64",    Storage::kShared,       64,   1,     2,       14,  false,         1,        640,    1000, kAnyRows},
+    {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1026,     500, kAnyRows},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       2176,      60, kAnyRows},
+    {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       4352,      60, kSpread},
+    {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,       8704,      30, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,       0, kAnyRows},
+    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      16384,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      17408,      20, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      32768,       0, kSpread},
+    {"reread_16",    Storage::kReread,      256,   1,     2,        3,  false,        16, kUnlimited,      30, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,     150, kAnyRows},
+    {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,       0, kAnyRows},
 };
 // clang-format on
 
-inline constexpr int kNumForwardRegimes = sizeof(kForwardRegimes) / sizeof(RowRegime);
-inline constexpr int kNumBackwardRegimes = sizeof(kBackwardRegimes) / sizeof(RowRegime);
-
-// The first regime that serves such rows and is long enough.
+// The first regime with the same kernel: nvcc takes no structs as template
+// arguments of kernels.
 template <int kCount>
-constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, Rows rows) {
+constexpr int kernel_of(const RowRegime (&table)[kCount], int index) {
+  int first = 0;
+  while (table[first].shape() != table[index].shape()) ++first;
+  return first;
+}
+
+// Units of rows of so many chunks, and batches of a unit: more where a row would have more than
+// kMaxUnits.
+constexpr int unit_batches(int64_t chunks) {
+  int batches = kUnitBatches;
+  while (int64_t{batches} * kChunksPerBatch * kMaxUnits < chunks) batches *= 2;
+  return batches;
+}
+constexpr int unit_count(int64_t chunks) {
+  const int64_t unit_chunks = int64_t{unit_batches(chunks)} * kChunksPerBatch;
+  return static_cast<int>((chunks + unit_chunks - 1) / unit_chunks);
+}
+
+// Batches that a block keeps in shared memory, `chunk_bytes` for each chunk, and the bytes that
+// they take with the results of the row's units.
+constexpr int kept_batches(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
+  if (regime.storage == Storage::kReread)
+    return regime.threads_per_row / 32 * kRingBytes / (kChunksPerBatch * chunk_bytes);
+  if (regime.storage != Storage::kShared) return 0;
+  return (unit_count(chunks) + regime.blocks_per_row - 1) / regime.blocks_per_row * kUnitBatches;
+}
+constexpr int shared_bytes(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
+  const int batches = kept_batches(regime, chunks, chunk_bytes);
+  return batches == 0
+             ? 0
+             : batches * kChunksPerBatch * chunk_bytes + unit_count(chunks) * 2 * kResultBytes;
+}
+
+// What a plan depends on besides the call. A cluster is as large as device and compiled code allow.
+struct Device {
+  int multiprocessors, shared_bytes, max_cluster;
+};
+
+// The first regime that serves such rows, is long enough, suits so few rows and fits the device.
+template <int kCount>
+constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
+                         int chunk_bytes, const Device& device) {
   for (int i = 0; i < kCount; ++i) {
-    if (chunks <= table[i].max_chunks && (table[i].serves & rows) != 0) return i;
+    const RowRegime& regime = table[i];
+    if (chunks <= regime.max_chunks && rows >= regime.min_rows && (regime.serves & kind) != 0 &&
+        regime.blocks_per_row <= device.max_cluster &&
+        shared_bytes(regime, chunks, chunk_bytes) <= device.shared_bytes)
+      return i;
   }
   return kCount - 1;
 }
 
 template <int kCount>
-constexpr bool is_consistent(const RowRegime (&table)[kCount]) {
+constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) {
   for (int i = 0; i < kCount; ++i) {
     const RowRegime& regime = table[i];
-    if (i > 0 && regime.max_chunks < table[i - 1].max_chunks) return false;
-    if (regime.storage == Storage::kRegisters &&
-        regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread)
+    if (regime.storage == Storage::kTile) continue;  // flat.cuh chooses
+    const bool is_register = regime.storage == Storage::kRegisters;
+    // Registers hold rows in their own order of sums, so the number of rows
+    // must not decide.
+    if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
+                        regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
-    // Sums in global memory pass between threads, which only a block's barrier orders.
-    if ((regime.serves & kBiasGradient) != 0 && regime.storage != Storage::kRegisters &&
-        regime.threads_per_row <= 32)
+    if (regime.blocks_per_row > kMaxCluster) return false;
+    // Units are the same in all regimes.
+    if (!is_register && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
+    if (regime.storage == Storage::kShared &&
+        (unit_batches(regime.max_chunks) != kUnitBatches ||
+         shared_bytes(regime, regime.max_chunks, chunk_bytes) > kMaxSharedBytes))
       return false;
-    if (regime.threads() % 32 != 0 ||
-        ((regime.threads_per_row > 32 || regime.storage != Storage::kRegisters) &&
-         regime.rows_per_block != 1))
+    // Sums of a bias gradient belong to one block, whose barrier orders them.
+    if ((regime.serves & kBiasGradient) != 0 && !is_register &&
+        (regime.threads_per_row <= 32 || regime.blocks_per_row != 1))
+      return false;
+    if (regime.shape().threads() % 32 != 0 ||
+        ((regime.threads_per_row > 32 || !is_register) && regime.rows_per_block != 1))
       return false;
   }
-  return table[kCount - 1].max_chunks == kUnlimited;
+  return table[kCount - 1].max_chunks == kUnlimited && table[kCount - 1].min_rows == 0;
 }
-static_assert(is_consistent(kForwardRegimes) && is_consistent(kBackwardRegimes));
+static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 
-// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need
-// not either.
+// The most chunks that any row can need: a row need not start on a 16-byte
+// boundary, a window need not either.
 constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
   const int64_t straddling = 2 * (pack_elements - 1);
   const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements

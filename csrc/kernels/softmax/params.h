@@ -43,10 +43,36 @@ struct SinkLogit {
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
 };
 
-// The order of blocks, see row_of_thread in forward.cuh.
-struct Tiling {
+// A row's place in the tensor.
+struct RowIndex {
+  int batch = 0, head = 0, query = 0;
+
+  __host__ __device__ int64_t row(const Shape& shape) const {
+    return int64_t{batch * static_cast<int>(shape.heads) + head} * static_cast<int>(shape.queries) +
+           query;
+  }
+  __host__ __device__ int64_t offset_in(const Strided& tensor) const {
+    return batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.query_stride;
+  }
+};
+
+// Which rows a block takes, see row_owner.cuh, and how long rows lie over blocks, see
+// row_units.cuh.
+struct Schedule {
+  RowIndex first;
   int blocks_per_tile = 0;
   Divider tiles;  // of a batch
+
+  int blocks_per_row = 1;
+  bool is_cluster = false;  // the blocks of a row, if there are several
+  int max_units = 0;        // of a row
+  int unit_batches = 1;
+  int kept_batches = 0;     // of a block: those that wait in shared memory
+  void* results = nullptr;  // [rows, max_units], 8 bytes each, of rows spread over the whole GPU
+
+  // Of blocks that take one row after the other: how many owners there are, 0 where each takes one.
+  int64_t owners = 0, rows = 0;
+  Divider queries, heads;
 };
 
 struct ForwardParams {
@@ -60,9 +86,13 @@ struct ForwardParams {
   DType probabilities_type = DType::kFloat32;
   float* log_sum_exp = nullptr;  // [rows], or null
 
-  // Set by the launcher: how many rows there are, and whether one without visible entries is 0.
+  void* workspace = nullptr;  // see softmax_forward_workspace
+
+  // Set by the launcher: how many rows there are, whether one without visible entries is 0, and
+  // whether row r of the scores begins at element r * columns, at a multiple of 16 bytes for r = 0.
   int64_t rows = 0;
   bool can_exclude = false;
+  bool is_dense = false;
 };
 
 struct BackwardParams {
@@ -86,8 +116,12 @@ struct BackwardParams {
   Shape bias_shape;                            // each dimension 1 or that of `shape`
   int64_t splits = 1;
 
-  // Set by the launcher: how many rows there are, and which of them an owner takes in turn.
+  void* workspace = nullptr;  // see softmax_backward_workspace
+
+  // Set by the launcher: how many rows there are, whether both inputs are dense, and which rows an
+  // owner takes in turn.
   int64_t rows = 0;
+  bool is_dense = false;
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;
 };

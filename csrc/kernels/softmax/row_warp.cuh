@@ -5,18 +5,17 @@
 
 namespace megasoftmax {
 
-template <int kThreadsPerRow, int kRowsPerBlock>
+template <int kThreadsPerRow>
 struct WarpRow {
   static_assert(kThreadsPerRow <= 32);
-  static constexpr int kThreads = kThreadsPerRow;
 
   __device__ int thread() const { return threadIdx.x % kThreadsPerRow; }
   __device__ int row_in_block() const { return threadIdx.x / kThreadsPerRow; }
 
   __device__ MaxAndSum merge(MaxAndSum mine, Exponent exponent) {
-    return warp_merge<kThreads>(mine, exponent);
+    return warp_merge<kThreadsPerRow>(mine, exponent);
   }
-  __device__ float sum(float mine) { return warp_sum<kThreads>(mine); }
+  __device__ float sum(float mine) { return warp_sum<kThreadsPerRow>(mine); }
 };
 
 }  // namespace megasoftmax

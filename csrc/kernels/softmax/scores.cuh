@@ -1,7 +1,7 @@
 #pragma once
 // From raw scores to logits: which columns a row sees, then mask and bias, element by element.
 //
-// To add a mask: a struct with `excluded`, an alternative in dispatch.cuh, a branch in
+// To add a mask: a struct with the members of BoolMask, an alternative in dispatch.cuh, a branch in
 // reference.py, a test row.
 
 #include "../common/math.cuh"
@@ -10,20 +10,8 @@
 
 namespace megasoftmax {
 
-// A row's place in the tensor.
-struct RowIndex {
-  int batch, head, query;
-
-  __host__ __device__ int64_t row(const Shape& shape) const {
-    return int64_t{batch * static_cast<int>(shape.heads) + head} * static_cast<int>(shape.queries) +
-           query;
-  }
-  __host__ __device__ int64_t offset_in(const Strided& tensor) const {
-    return batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.query_stride;
-  }
-};
-
-// Columns [begin, end) that window and causality leave to a row; what lies outside is never read.
+// Columns [begin, end) that window and causality leave to a row. What lies outside may be read, as
+// part of the chunks at the borders, but is never used.
 struct Bounds {
   int begin, end;
 
@@ -75,27 +63,27 @@ struct NoMask {
 
 struct BoolMask {
   static constexpr bool kPresent = true;
+  // Its bytes need registers.
   static constexpr int blocks_per_sm(int of_regime) {
-    return (4 * of_regime + 4) / 5;
-  }  // its bytes need registers
-  const Strided& mask;
+    return of_regime - (of_regime < 5 ? 1 : of_regime / 5);
+  }
   const uint8_t* row;
+  int64_t column_stride;
 
   __host__ __device__ BoolMask(const Strided& mask, const RowIndex& index)
-      : mask(mask), row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)) {}
+      : row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)),
+        column_stride(mask.column_stride) {}
 
-  __host__ __device__ bool excluded(int column) const {
-    return row[column * mask.column_stride] != 0;
-  }
+  __host__ __device__ bool excluded(int column) const { return row[column * column_stride] != 0; }
 
   // For chunks at column, column + kStride, ...: unspecified outside the bounds. Where the mask's
   // chunks are aligned, those at the ends of a row are read whole: up to seven bytes beside it, in
   // the aligned eight that hold its end.
-  template <int kElements, int kStride, int kChunks>
+  template <int kElements, int kStride, bool kInside, int kChunks>
   __device__ void load(int column, const Bounds& bounds,
                        MaskBytes<kElements> (&bytes)[kChunks]) const {
     constexpr int kWords = MaskBytes<kElements>::kWords;
-    if (mask.column_stride != 1) {
+    if (column_stride != 1) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
@@ -108,7 +96,8 @@ struct BoolMask {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
-        if (at < bounds.end) bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
+        if (kInside || at < bounds.end)
+          bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
       }
     } else {  // a word more than the chunk has, then shift them into place
       const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % 4);
@@ -119,7 +108,8 @@ struct BoolMask {
 #pragma unroll
         for (int j = 0; j <= kWords; ++j) {
           const int at = column - shift + i * kStride + j * 4;
-          const bool is_visible = at < bounds.end && at + 4 > bounds.begin;
+          const bool is_visible =
+              kInside ? j < kWords || shift != 0 : at < bounds.end && at + 4 > bounds.begin;
           (j < kWords ? bytes[i].words[j] : last[i]) = is_visible ? words[i * kStride / 4 + j] : 0;
         }
       }

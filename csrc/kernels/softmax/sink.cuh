@@ -14,6 +14,11 @@ __host__ __device__ inline float sink_logit(const SinkLogit& sink, int64_t head)
   });
 }
 
+// A finite logit in units of log 2 stays finite.
+__device__ inline float in_log2(float logit) {
+  return logit == -INFINITY ? logit : fmaxf(logit * kLog2E, kLowest);
+}
+
 // The denominator of a row: p = 2^((x - columns.max) * c) * factor.
 struct Denominator {
   float max_log2;  // of columns and sink, in units of log 2
@@ -26,7 +31,7 @@ struct Denominator {
     sum = columns.sum;
     factor = 1.f;
     if (sink.is_present()) {
-      const float columns_log2 = max_log2, sink_log2 = sink_logit(sink, head) * kLog2E;
+      const float columns_log2 = max_log2, sink_log2 = in_log2(sink_logit(sink, head));
       max_log2 = fmaxf(columns_log2, sink_log2);
       factor = exp2_approximate(columns_log2 - max_log2);
       sum = columns.sum * factor + exp2_approximate(sink_log2 - max_log2);

@@ -1,9 +1,9 @@
-// Selects the instance by element type, and plans the bias gradient.
+// Prepares a launch, plans it, and selects the instance by element type.
 
-#include <algorithm>
+#include <array>
+#include <mutex>
 
 #include "instances/instances.h"
-#include "limits.h"
 #include "softmax.h"
 
 namespace megasoftmax {
@@ -12,31 +12,131 @@ namespace {
 // Owners that keep a large GPU busy; fewer rows than that share a bias row's sum among several
 // owners.
 constexpr int64_t kEnoughOwners = 2048;
+
+std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
+
+__global__ void probe() {}  // tells what all kernels are compiled for
+
+Device describe_device(int id) {
+  Device device = {};
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id);
+  cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  cudaFuncAttributes compiled = {};
+  const bool has_code =
+      cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;
+  device.max_cluster = !has_code ? 1 : major == 9 || major == 10 ? kMaxCluster : 8;
+  return device;
+}
+
 }  // namespace
 
-cudaError_t softmax_forward(const ForwardParams& params, cudaStream_t stream) {
+const Device& current_device() {
+  constexpr int kMaxDevices = 128;
+  static std::array<std::once_flag, kMaxDevices> described;
+  static std::array<Device, kMaxDevices> devices;
+  int id = 0;
+  cudaGetDevice(&id);
+  id = std::min(id, kMaxDevices - 1);
+  std::call_once(described[id], [id] { devices[id] = describe_device(id); });
+  return devices[id];
+}
+
+namespace {
+// What the kernels and the plan expect.
+void prepare(ForwardParams& params) {
+  params.rows = params.shape.rows();
+  params.can_exclude =
+      params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited();
+  params.is_dense = is_dense(params.scores, params.shape);
+  drop_idle_limits(params.window, params.shape);
+  merge_dimensions(params.shape, params.window, params.sink,
+                   {&params.scores, &params.mask, &params.bias});
+}
+
+void prepare(BackwardParams& params) {
+  params.rows = params.shape.rows();
+  params.is_dense =
+      is_dense(params.gradient, params.shape) && is_dense(params.probabilities, params.shape);
+  drop_idle_limits(params.window, params.shape);
+  if (params.bias_gradient == nullptr) {
+    merge_dimensions(params.shape, params.window, params.sink,
+                     {&params.gradient, &params.probabilities});
+    params.bias_shape = params.shape;
+    return;
+  }
+  const Shape &shape = params.shape, &bias = params.bias_shape;
+  const Shape shared{shape.batches / bias.batches, shape.heads / bias.heads,
+                     shape.queries / bias.queries, 0};
+  params.shared_by_queries = Divider(shared.queries);
+  params.shared_by_heads = Divider(shared.heads);
+  params.rows_per_owner = shared.rows();
+  params.rows_per_split = divide_up(shared.rows(), params.splits);
+}
+}  // namespace
+
+cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream) {
+  if (params.shape.rows() == 0) return cudaSuccess;
+  if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
+  prepare(params);
+  Plan plan = plan_forward(params, current_device(), forced_regimes[0]);
+  plan.schedule.results = params.workspace;
   switch (params.scores.type) {
     case DType::kFloat16:
-      return softmax_forward_float16(params, stream);
+      return softmax_forward_float16(params, plan, stream);
     case DType::kBFloat16:
-      return softmax_forward_bfloat16(params, stream);
+      return softmax_forward_bfloat16(params, plan, stream);
     case DType::kFloat32:
-      return softmax_forward_float32(params, stream);
+      return softmax_forward_float32(params, plan, stream);
   }
   return cudaErrorInvalidValue;
 }
 
-cudaError_t softmax_backward(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
+  if (params.shape.rows() == 0 &&
+      (params.bias_gradient == nullptr || params.bias_shape.rows() == 0))
+    return cudaSuccess;
+  if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
+  prepare(params);
+  Plan plan = plan_backward(params, current_device(), forced_regimes[1]);
+  plan.schedule.results = params.workspace;
   switch (params.probabilities.type) {
     case DType::kFloat16:
-      return softmax_backward_float16(params, stream);
+      return softmax_backward_float16(params, plan, stream);
     case DType::kBFloat16:
-      return softmax_backward_bfloat16(params, stream);
+      return softmax_backward_bfloat16(params, plan, stream);
     case DType::kFloat32:
-      return softmax_backward_float32(params, stream);
+      return softmax_backward_float32(params, plan, stream);
   }
   return cudaErrorInvalidValue;
 }
+
+int64_t softmax_forward_workspace(ForwardParams params) {
+  if (params.shape.rows() == 0) return 0;
+  prepare(params);
+  return plan_forward(params, current_device(), forced_regimes[0]).workspace_bytes;
+}
+
+int64_t softmax_backward_workspace(BackwardParams params) {
+  if (params.shape.rows() == 0 || params.bias_gradient != nullptr) return 0;
+  prepare(params);
+  return plan_backward(params, current_device(), forced_regimes[1]).workspace_bytes;
+}
+
+int chosen_regime(const ForwardParams& params) {
+  ForwardParams prepared = params;
+  prepare(prepared);
+  return plan_forward(prepared, current_device(), -1).regime;
+}
+
+int chosen_regime(const BackwardParams& params) {
+  BackwardParams prepared = params;
+  prepare(prepared);
+  return plan_backward(prepared, current_device(), -1).regime;
+}
+
+void force_regimes(int forward, int backward) { forced_regimes = {forward, backward}; }
 
 BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
                                     DType probabilities_type) {
@@ -45,11 +145,14 @@ BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
   const int pack_elements = 16 / size_of(probabilities_type);
   const int64_t chunks = divide_up<int64_t>(shape.columns, pack_elements);
   BiasGradientPlan plan;
-  plan.splits = std::clamp<int64_t>(divide_up(kEnoughOwners, owners), 1,
-                                    std::max<int64_t>(rows_per_owner, 1));
-  plan.accumulates =
-      kBackwardRegimes[regime_for(kBackwardRegimes, chunks, kBiasGradient)].storage !=
-      Storage::kRegisters;
+  const int64_t splits = std::clamp<int64_t>(divide_up(kEnoughOwners, owners), 1,
+                                             std::max<int64_t>(rows_per_owner, 1));
+  // Equal parts, none of them empty.
+  const int64_t rows_per_split = std::max<int64_t>(divide_up(rows_per_owner, splits), 1);
+  plan.splits = std::max<int64_t>(divide_up(rows_per_owner, rows_per_split), 1);
+  plan.accumulates = kBackwardRegimes[regime_for(kBackwardRegimes, chunks, owners, kBiasGradient,
+                                                 2 * 16, current_device())]
+                         .storage != Storage::kRegisters;
   return plan;
 }
 

@@ -8,11 +8,23 @@
 
 namespace megasoftmax {
 
+// Bytes of params.workspace, which need not be set to anything; `params` is as for the launch.
+int64_t softmax_forward_workspace(ForwardParams params);
+int64_t softmax_backward_workspace(BackwardParams params);
+
 // The type of `scores` selects the instance.
-cudaError_t softmax_forward(const ForwardParams& params, cudaStream_t stream);
+cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream);
 
 // The type of `probabilities` selects the instance.
-cudaError_t softmax_backward(const BackwardParams& params, cudaStream_t stream);
+cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream);
+
+// The row of the table in limits.h that a launch takes.
+int chosen_regime(const ForwardParams& params);
+int chosen_regime(const BackwardParams& params);
+
+// For tuning: rows of the tables to take where they serve a launch, -1 for the usual choice. Holds
+// for the whole process.
+void force_regimes(int forward, int backward);
 
 // How to lay out BackwardParams::bias_gradient for a launch.
 struct BiasGradientPlan {

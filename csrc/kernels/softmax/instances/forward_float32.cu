@@ -2,7 +2,8 @@
 #include "instances.h"
 
 namespace megasoftmax {
-cudaError_t softmax_forward_float32(const ForwardParams& params, cudaStream_t stream) {
-  return softmax_forward_instance<float>(params, stream);
+cudaError_t softmax_forward_float32(const ForwardParams& params, const Plan& plan,
+                                    cudaStream_t stream) {
+  return softmax_forward_instance<float>(params, plan, stream);
 }
 }  // namespace megasoftmax

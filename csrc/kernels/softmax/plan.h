@@ -1,0 +1,100 @@
+#pragma once
+// Which regime serves a launch, and how rows lie over its blocks. Plain host
+// code.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "layout.h"
+
+namespace megasoftmax {
+
+// The device that is current; softmax.cu asks the driver once for each.
+const Device& current_device();
+
+struct Plan {
+  int regime;
+  Schedule schedule;
+  int shared_bytes;
+  int64_t workspace_bytes;
+};
+
+// Columns that the widest row sees, without idle limits.
+inline int64_t visible_columns(const Shape& shape, const Window& window) {
+  if (window.left < 0) return shape.columns;
+  const int64_t from_diagonal = window.right < 0 ? shape.queries : window.right + 1;
+  return std::min(shape.columns, window.left + from_diagonal);
+}
+
+// What a launch asks of its rows, but for the bias gradient.
+inline Rows rows_of(const Shape& shape, const Window& window, int64_t visible_chunks,
+                    bool is_masked, bool may_be_tiny, int pack_elements) {
+  const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
+  if (chunks >= kLongRow && visible_chunks <= kNarrowRow) return kNarrow;
+  if (is_masked) return kMasked;
+  if (window.is_limited()) return kLimited;
+  if (may_be_tiny && shape.columns > 0 && shape.columns < kTinyColumns) return kTiny;
+  return shape.columns % pack_elements == 0 ? kPlain : kUneven;
+}
+
+// Of the whole GPU, where it takes all rows at a time.
+inline constexpr int kBlocksPerSm = 3;
+
+// `forced`: the regime to take where it serves such rows, or -1. `chunk_bytes`: what shared memory
+// keeps of a chunk.
+template <int kCount>
+Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
+               const Device& device, int chunk_bytes, int forced) {
+  Plan plan = {};
+  plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
+  if (kind != kBiasGradient && forced >= 0 && forced < kCount &&
+      chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0)
+    plan.regime = forced;
+  const RowRegime& regime = table[plan.regime];
+  plan.shared_bytes = shared_bytes(regime, chunks, chunk_bytes);
+  if (plan.shared_bytes == 0) return plan;
+  Schedule& schedule = plan.schedule;
+  schedule.unit_batches = unit_batches(chunks);
+  schedule.max_units = unit_count(chunks);
+  schedule.kept_batches = kept_batches(regime, chunks, chunk_bytes);
+  schedule.is_cluster = regime.blocks_per_row > 1;
+  schedule.blocks_per_row = regime.blocks_per_row;
+  if (regime.blocks_per_row == kWholeGpu) {
+    const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerSm / rows;
+    const int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
+    schedule.blocks_per_row = static_cast<int>(std::clamp<int64_t>(blocks, 1, most));
+    if (schedule.blocks_per_row > 1)
+      plan.workspace_bytes = rows * schedule.max_units * kResultBytes;
+  }
+  return plan;
+}
+
+inline Plan plan_forward(const ForwardParams& params, const Device& device, int forced) {
+  const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
+  const int64_t chunks = max_visible_chunks(
+      params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+  const bool may_be_tiny = params.is_dense && params.bias.data == nullptr;
+  const Rows kind = rows_of(params.shape, params.window, chunks, params.mask.data != nullptr,
+                            may_be_tiny, pack_elements);
+  return plan_rows(kForwardRegimes, chunks, params.shape.rows(), kind, device, pack_bytes, forced);
+}
+
+inline Plan plan_backward(const BackwardParams& params, const Device& device, int forced) {
+  const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.probabilities.type);
+  if (params.bias_gradient != nullptr) {
+    // Registers hold a bias row's sums, so every row of the owner must fit them
+    // from column 0 on.
+    const int64_t chunks = divide_up<int64_t>(params.shape.columns, pack_elements);
+    return plan_rows(kBackwardRegimes, chunks, params.bias_shape.rows() * params.splits,
+                     kBiasGradient, device, 2 * pack_bytes, forced);
+  }
+  const int64_t chunks = max_visible_chunks(
+      params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+  const Rows kind =
+      rows_of(params.shape, params.window, chunks, false, params.is_dense, pack_elements);
+  return plan_rows(kBackwardRegimes, chunks, params.shape.rows(), kind, device, 2 * pack_bytes,
+                   forced);
+}
+
+}  // namespace megasoftmax

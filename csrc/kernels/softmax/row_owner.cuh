@@ -1,0 +1,39 @@
+#pragma once
+// Who owns a row, and which row.
+
+#include <type_traits>
+
+#include "row_block.cuh"
+#include "row_units.cuh"
+#include "row_warp.cuh"
+
+namespace megasoftmax {
+
+template <KernelShape kShape>
+using RowOwner = std::conditional_t<
+    kShape.storage != Storage::kRegisters,
+    UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread>,
+    std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
+                       WarpRow<kShape.threads_per_row>>>;
+
+// Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from
+// schedule.first on: a mask or bias that heads share stays in the caches from one head to the next
+// when tiles are short.
+__device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_block) {
+  int batch = static_cast<int>(blockIdx.z), tile = 0;
+  if (schedule.tiles.divisor > 1) schedule.tiles.split(batch, batch, tile);
+  int block = static_cast<int>(blockIdx.x);
+  if (schedule.blocks_per_row > 1) block /= schedule.blocks_per_row;
+  return {schedule.first.batch + batch, schedule.first.head + static_cast<int>(blockIdx.y),
+          schedule.first.query + (tile * schedule.blocks_per_tile + block) * rows_per_block};
+}
+
+// Of blocks that take several rows: the one with number `row` of all.
+__device__ inline RowIndex row_at(const Schedule& schedule, int64_t row) {
+  int64_t plane, batch, head, query;
+  schedule.queries.split(row, plane, query);
+  schedule.heads.split(plane, batch, head);
+  return {static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
+}
+
+}  // namespace megasoftmax
