@@ -1,7 +1,12 @@
-"""``python -m megasoftmax`` tells what runs here; its command ``build`` compiles the CUDA part."""
+"""``python -m megasoftmax`` tells what runs here.
 
+Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call.
+"""
+
+import math
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megasoftmax import _build, _extension
+from megasoftmax.explain import DTYPES, PACK_BYTES, Explanation, Gpu, Window, current_gpu, explain
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -58,6 +64,114 @@ def build(
     typer.echo(f"Built {library}")
 
 
+@app.command("explain")
+def explain_call(
+    shape: Annotated[
+        str, typer.Argument(help="ROWSxCOLUMNS, or more dimensions, the last two queries x keys.")
+    ],
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal.")] = False,
+    window: Annotated[
+        str | None, typer.Option(help="LEFT,RIGHT: a window's sides, -1 for no limit.")
+    ] = None,
+    masked: Annotated[bool, typer.Option("--masked", help="With a bool mask.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
+    bias_gradient: Annotated[
+        bool, typer.Option("--bias-gradient", help="The backward pass, with that of a full bias.")
+    ] = False,
+) -> None:
+    """Tell which row regime serves a call, why, and what it moves; needs no GPU.
+
+    Without a GPU, the answer is that of an H200.
+    """
+    gpu = current_gpu()
+    try:
+        leading, columns = _dimensions(shape)
+        explanation = explain(
+            math.prod(leading),
+            columns,
+            _dtype(dtype),
+            queries=leading[-1],
+            causal=causal,
+            window=_window(window),
+            masked=masked,
+            bias_gradient=bias_gradient,
+            backward=backward or bias_gradient,
+            multiprocessors=gpu.multiprocessors,
+            max_cluster=gpu.max_cluster,
+        )
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    console.print(_call(explanation, gpu))
+    if explanation.skipped:
+        console.print(_skipped(explanation))
+
+
+def _dimensions(text: str) -> tuple[list[int], int]:
+    if re.fullmatch(r"\d+(x\d+)+", text) is None:
+        raise ValueError(f"shape: expected ROWSxCOLUMNS, such as 8192x50257, got {text!r}")
+    *leading, columns = map(int, text.split("x"))
+    return leading, columns
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _window(text: str | None) -> Window | None:
+    if text is None:
+        return None
+    sides = re.fullmatch(r"(-?\d+),(-?\d+)", text)
+    if sides is None:
+        raise ValueError(f"window: expected LEFT,RIGHT, such as 256,0, got {text!r}")
+    return int(sides[1]), int(sides[2])
+
+
+def _call(found: Explanation, gpu: Gpu) -> Table:
+    direction = "backward" if found.backward else "forward"
+    units = f"up to {found.units:,} per row, of {found.batches_per_unit} batches"
+    if found.threads is None:
+        blocks, shared = "of as many rows as fit a tile", "a tile per block"
+    else:
+        blocks = "as many as run at a time" if found.blocks is None else f"{found.blocks:,}"
+        blocks += f", of {found.threads} threads"
+        shared = f"{found.shared_bytes:,} bytes per block"
+    bandwidth = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, {gpu.bandwidth_source}"
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("regime", f"{found.regime.name}, row {found.index} of the {direction} table"),
+        ("why", "\n".join(found.reasons)),
+        ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
+        ("kind of rows", found.kind),
+        ("visible columns", f"up to {found.visible_columns:,} per row"),
+        ("chunks", f"up to {found.chunks:,} per row, of 16 bytes"),
+        ("units", units if found.units else "none"),
+        ("blocks per row", f"{found.blocks_per_row:,}"),
+        ("blocks", blocks),
+        ("shared memory", shared),
+        ("workspace", f"{found.workspace_bytes:,} bytes"),
+        ("reads", f"{found.bytes_read:,} bytes at least"),
+        ("writes", f"{found.bytes_written:,} bytes"),
+        ("expected time", f"{found.microseconds(gpu.bytes_per_second):.1f} µs on {gpu.name}"),
+        ("bandwidth", bandwidth),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _skipped(found: Explanation) -> Table:
+    table = Table(title="Skipped", title_justify="left", box=box.SIMPLE)
+    table.add_column("row", justify="right")
+    table.add_column("regime")
+    table.add_column("why")
+    for regime in found.skipped:
+        table.add_row(str(regime.index), regime.name, regime.why)
+    return table
+
+
 def _versions() -> Table:
     try:
         installed = metadata.version("megasoftmax")
@@ -87,19 +201,27 @@ def _compiled_part() -> str:
 
 
 def _regimes(direction: str, regimes: tuple[_extension.RowRegime, ...]) -> Table:
-    table = Table(title=f"{direction}, row regimes", title_justify="left", box=box.SIMPLE)
-    table.add_column("regime")
-    table.add_column("row waits in")
-    table.add_column("rows")
-    for heading in ("bytes up to", "threads/row", "rows/block", "blocks/SM"):
-        table.add_column(heading, justify="right")
+    table = Table(title=f"{direction}, row regimes", title_justify="left", box=None)
+    table.add_column("regime", no_wrap=True)
+    table.add_column("waits in", no_wrap=True)
+    table.add_column("rows", min_width=8)
+    for heading in ("bytes\nup to", "rows\nfrom", "blocks\n/row", "threads\n× rows", "blocks\n/SM"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for regime in regimes:
-        longest = "any" if regime.max_chunks is None else f"{regime.max_chunks * 16:,}"
-        numbers = (regime.threads_per_row, regime.rows_per_block, regime.blocks_per_sm)
         table.add_row(
-            regime.name, regime.storage, ", ".join(regime.serves), longest, *map(str, numbers)
+            regime.name,
+            regime.storage,
+            ", ".join(regime.serves),
+            "any" if regime.max_chunks is None else f"{regime.max_chunks * PACK_BYTES:,}",
+            f"{regime.min_rows:,}",
+            "all" if regime.blocks_per_row is None else str(regime.blocks_per_row),
+            *(() if regime.storage == "tile" else _shape(regime)),
         )
     return table
+
+
+def _shape(regime: _extension.RowRegime) -> tuple[str, str]:
+    return f"{regime.threads_per_row} × {regime.rows_per_block}", str(regime.blocks_per_sm)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ FAMILIES = {
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
     "__init__": {"functional", "modules", "dispatch"},
-    "__main__": {"_build", "_extension"},
+    "__main__": {"_build", "_extension", "explain"},
     "_build": set(),
     "_extension": {"_build"},
+    "explain": {"_extension"},
     "reference": set(),
     "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
     "dispatch": {"_extension"},
