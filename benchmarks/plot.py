@@ -1,12 +1,13 @@
-"""Draws the README's picture and fills its tables from benchmarks/results: never by hand.
+"""Draws the pictures and fills the tables from benchmarks/results: never by hand.
 
-python benchmarks/plot.py            # rewrites docs/speedup.png and the marked parts of README.md
+python benchmarks/plot.py            # rewrites docs/*.png and the marked parts of README.md
 python benchmarks/plot.py --check    # fails when README.md does not match the results
 """
 
 import csv
 import sys
 from collections import defaultdict
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,10 +16,13 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "speedup.png"
+TUNING = ROOT / "docs" / "tuning.png"
 OURS = "megasoftmax"
+COLORS = [*plt.colormaps["tab20"].colors, *plt.colormaps["Dark2"].colors]
 SHOWN = {OURS: "#1b6ca8", "torch.compile": "#e08e45", "eager": "#b9b9b9"}
 
 Row = dict[str, str]
+Color = tuple[float, float, float]
 
 
 def read(name: str) -> list[Row]:
@@ -66,6 +70,60 @@ def draw(rows: list[Row]) -> None:
     figure.tight_layout()
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=110)
+
+
+def draw_tuning(rows: list[Row]) -> None:
+    """Per cent of the copy over the length of rows: a line for each regime of limits.h.
+
+    Circles are the regimes that are chosen, vertical lines their longest rows.
+    """
+    panels: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        few = "1 row" if row["rows"] == "1" else f"{row['rows']} rows"
+        panel = "tensor of 64 MiB" if row["timing"] == "call" else f"{few}, CUDA graph"
+        panels[panel][row["direction"]].append(row)
+    colors = dict(zip(dict.fromkeys(row["regime"] for row in rows), cycle(COLORS), strict=False))
+    figure, axes = plt.subplots(
+        len(panels), 2, figsize=(13, 4 * len(panels)), sharey=True, squeeze=False
+    )
+    for line, (panel, directions) in zip(axes, panels.items(), strict=True):
+        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+            axis.set_title(f"{direction}, {panel}")
+            draw_regimes(axis, directions[direction], colors)
+    handles = [plt.Line2D([], [], color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=8, frameon=False)
+    gpu, torch, dtype = rows[0]["gpu"], rows[0]["torch"], rows[0]["dtype"]
+    figure.suptitle(f"Row regimes, plain softmax, {dtype}, {gpu}, torch {torch}")
+    axes[0, 0].set_ylim(0, 1.05 * max(float(row["percent_of_copy"]) for row in rows))
+    inch = 1 / figure.get_figheight()
+    figure.tight_layout(rect=(0, inch, 1, 1 - inch / 3))
+    figure.savefig(TUNING, dpi=80)
+    plt.close(figure)
+
+
+def draw_regimes(axis: plt.Axes, rows: list[Row], colors: dict[str, Color]) -> None:
+    """One panel: a direction, and so many rows."""
+    lengths = [int(row["columns"]) for row in rows]
+    chosen = [row for row in rows if row["chosen"] == "True"]
+    for border in {int(row["longest"]) for row in chosen if row["longest"]}:
+        if min(lengths) <= border <= max(lengths):
+            axis.axvline(border, color="#999999", linewidth=0.8, linestyle=":")
+    for name, color in colors.items():
+        points = [
+            (int(row["columns"]), float(row["percent_of_copy"]))
+            for row in rows
+            if row["regime"] == name
+        ]
+        if points:
+            axis.plot(*zip(*points, strict=True), color=color, linewidth=1.2)
+    for row in chosen:
+        place = int(row["columns"]), float(row["percent_of_copy"])
+        axis.plot(*place, "o", color=colors[row["regime"]], markeredgecolor="black", markersize=5)
+    axis.axhline(100, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("columns")
+    axis.set_ylabel("% of copy")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def table(rows: list[Row]) -> str:
@@ -175,6 +233,8 @@ def main(check: bool = False) -> None:
         path.write_text(new)
     if not check:
         draw(softmax)
+        if tuning := read("tune.csv"):
+            draw_tuning(tuning)
 
 
 if __name__ == "__main__":
