@@ -74,7 +74,7 @@ def _launch(found: Explanation) -> tuple[Any, ...]:
             {"causal": True, "queries": 24},
             ("lanes", "limited", 12, 1, 0, 0, 64, 8, 0, 0),
         ),
-        # 8 units of 2 batches of 64 chunks of 16 bytes, and the results of two rows, 8 of 8 bytes each.
+        # 8 units of 2 batches of 64 chunks of 16 bytes; results of 8 bytes, for two rows.
         ((8192, 8192, HALF), {}, ("shared", "plain", 1024, 1, 8, 2, 64, 8192, 16512, 0)),
         # What the backward pass keeps of a chunk is 32 bytes.
         (
