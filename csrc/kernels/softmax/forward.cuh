@@ -400,10 +400,21 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   }
 }
 
+// The tables' budgets of registers are those of compute capability 9.0; before it, rows in
+// registers need a few more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int blocks_per_sm(const KernelShape& shape) {
+  return shape.storage == Storage::kRegisters ? shape.blocks_per_sm - (shape.blocks_per_sm + 7) / 8
+                                              : shape.blocks_per_sm;
+}
+#else
+constexpr int blocks_per_sm(const KernelShape& shape) { return shape.blocks_per_sm; }
+#endif
+
 template <class T, class Mask, class Bias, int kKernel>
 __global__ void __launch_bounds__(
     kForwardShape<kKernel>.threads(),
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(kForwardShape<kKernel>.blocks_per_sm))))
+    (Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(kForwardShape<kKernel>)))))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
