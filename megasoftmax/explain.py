@@ -265,7 +265,8 @@ def _kind(
         return "masked"
     if _is_limited(limits):
         return "limited"
-    if columns < LIMITS.constants["kTinyColumns"]:
+    constants = LIMITS.constants
+    if columns <= (constants["kTinyColumns"] - 1 if is_even else constants["kTinyUnevenColumns"]):
         return "tiny"
     return "plain" if is_even else "uneven"
 

@@ -31,6 +31,7 @@ CONSTANTS = {
     "kLongRow": 512,
     "kNarrowRow": 256,
     "kTinyColumns": 128,
+    "kTinyUnevenColumns": 512,
     "kChunksPerBatch": 64,
     "kUnitBatches": 2,
     "kMaxUnits": 512,
@@ -65,8 +66,10 @@ def _launch(found: Explanation) -> tuple[Any, ...]:
     ("call", "arguments", "expected"),
     [
         ((1000, 100, HALF), {}, ("tile", "tiny", 14, 1, 0, 0, None, None, None, 0)),
-        # Rows of 25 chunks of 8 elements may touch 26, if they are odd; 16 rows fill a block.
-        ((100, 201, HALF), {}, ("lanes", "uneven", 26, 1, 0, 0, 64, 7, 0, 0)),
+        # 16 rows fill a block.
+        ((100, 200, HALF), {}, ("lanes", "plain", 25, 1, 0, 0, 64, 7, 0, 0)),
+        # Rows of 66 chunks of 8 elements may touch 67, if they are odd.
+        ((4000, 529, HALF), {}, ("shared", "uneven", 67, 1, 1, 2, 64, 4000, 2064, 0)),
         ((100, 100, HALF), {"masked": True}, ("lanes", "masked", 14, 1, 0, 0, 64, 7, 0, 0)),
         # Queries of another head start another block.
         (

@@ -89,7 +89,7 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     constexpr unsigned kPossible = Mask::kPresent   ? kMasked | kNarrow
-                                   : Bias::kPresent ? kPlain | kUneven | kLimited | kNarrow
+                                   : Bias::kPresent ? kLimited | kNarrow
                                                     : kPlain | kUneven | kLimited | kNarrow | kTiny;
     if constexpr ((kRegime.serves & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen

@@ -4,7 +4,8 @@
 //
 // A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
 // 16 bytes, so that odd lengths cost device memory nothing: 4 bytes per element of a 2-byte type
-// forward, 6 backward. In shared memory 1, 2, 4 or 8 lanes own a row, at most 16 elements each.
+// forward, 6 backward. In shared memory 1, 2, 4 ... or 32 lanes own a row, at most 16 elements
+// each.
 
 #include <algorithm>
 #include <utility>
@@ -12,14 +13,14 @@
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
 #include "../common/vector.cuh"
+#include "limits.h"
 #include "params.h"
 #include "sink.cuh"
 
 namespace megasoftmax {
 
 inline constexpr int kFlatThreads = 256;
-inline constexpr int kFlatMaxLanes = 8, kFlatMinLaneElements = 8, kFlatMaxLaneElements = 16;
-inline constexpr int kFlatMaxColumns = kFlatMaxLanes * kFlatMaxLaneElements;
+inline constexpr int kFlatMinLaneElements = 8, kFlatMaxLaneElements = 16;
 // Shared memory of a block. With half of it 33 columns take 8% longer: starting a block costs as
 // much as much of its work. The most rows of a tile keep enough blocks where rows are tiniest.
 inline constexpr int kFlatTileBytes = 32768, kFlatMaxRows = 2048;
@@ -81,7 +82,7 @@ struct FlatTile {
 };
 
 // The lanes of a row take its units of kUnit elements in turn, kElements each. The rows that a warp
-// has at a time lie kLanes apart: where a row's number of units is odd, they fall into different
+// has at a time lie apart: where a row's number of units is odd, they fall into different
 // banks. Rows behind the tensor's end are computed too, on whatever shared memory holds.
 template <int kLanesPerRow, int kUnitElements, int kElements>
 struct FlatRow {
@@ -96,8 +97,9 @@ struct FlatRow {
   int columns, lane, first_row;
 
   __device__ explicit FlatRow(int columns) : columns(columns), lane(threadIdx.x % kLanes) {
+    constexpr int kWarps = kFlatThreads / 32, kApart = kLanes < kWarps ? kLanes : kWarps;
     const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / kLanes;
-    first_row = warp / kLanes * 32 + warp % kLanes + group * kLanes;
+    first_row = warp / kApart * (32 / kLanes * kApart) + warp % kApart + group * kApart;
   }
 
   template <class Body>
@@ -256,8 +258,10 @@ template <int kUnit>
 struct FlatRows {
   static constexpr int kStep = FlatRow<1, kUnit, kFlatMinLaneElements>::kStep;
   static constexpr int kSteps = (kFlatMaxLaneElements - kFlatMinLaneElements) / kStep;
-  static constexpr int kDoublings = 4;  // of 0, 1, 2 and 3 times
-  static_assert(kFlatMaxLanes == 1 << (kDoublings - 1));
+  // Of 0, 1, 2 ... times, as far as limits.h goes.
+  static constexpr int kDoublings = kUnit == 1 ? 6 : 4;
+  static_assert((kUnit == 1 ? kTinyUnevenColumns : kTinyColumns) == kFlatMaxLaneElements
+                                                                        << (kDoublings - 1));
   using Indices = std::make_integer_sequence<int, 1 + kDoublings * kSteps>;
 
   static constexpr int doubled(int index) { return index == 0 ? 0 : (index - 1) / kSteps; }

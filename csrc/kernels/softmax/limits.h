@@ -39,12 +39,12 @@ struct KernelShape {
 // What a launch asks of its rows; a regime may serve several.
 enum Rows : unsigned {
   kPlain = 1,          // no mask, no window, a whole number of chunks
-  kLimited = 2,        // causal, or with a wide window
+  kLimited = 2,        // causal, with a wide window, or with a bias, which registers read once
   kMasked = 4,         // with a bool mask
   kNarrow = 8,         // long ones of which a window leaves at most half: most of the
                        // work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
-  kTiny = 32,          // plain ones of fewer than kTinyColumns columns, of a dense tensor
+  kTiny = 32,          // plain or uneven ones of a dense tensor, of at most so many columns
   kUneven = 64,        // the same, but not a whole number of chunks
   kSpread = kPlain | kUneven | kLimited | kMasked,  // may lie over several blocks
   kAnyRows = kSpread | kBiasGradient,
@@ -79,7 +79,7 @@ inline constexpr int kMaxCluster = 16;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
 inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
-inline constexpr int64_t kTinyColumns = 128;
+inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's
 // borders with them; loops run past the end by a batch of chunks.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
@@ -87,7 +87,7 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
-    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,         33,       0, kTiny},
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},
@@ -101,10 +101,11 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
-    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        400,    2000, kSpread},
+    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        400,    2000, kPlain},
     {"shared_64",    Storage::kShared,       64,   1,     2,       16,  false,         1,        800,    1000, kSpread},
     {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1540,     500, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       4480,      60, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1540,      60, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       4480,     150, kSpread},
     {"shared_512",   Storage::kShared,      512,   1,     2,        2,  false,         1,       6656,      60, kSpread},
     {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       8960,      60, kSpread},
     {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,      17408,      30, kSpread},
@@ -117,7 +118,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,         33,       0, kTiny},
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
@@ -133,9 +134,11 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     2,       14,  false,         1,        640,    1000, kAnyRows},
     {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1026,     500, kAnyRows},
     {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       2176,      60, kAnyRows},
+    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,       2176,       0, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       2176,       0, kAnyRows},
+    {"block_512x8",  Storage::kRegisters,   512,   1,     8,        1,  false,         1,       4096,       0, kPlain},
     {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       4352,      60, kSpread},
     {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,       8704,      30, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,       0, kAnyRows},
     {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      16384,       0, kSpread},
     {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      17408,      20, kSpread},
     {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      32768,       0, kSpread},
@@ -213,6 +216,19 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
     if (regime.blocks_per_row > kMaxCluster) return false;
+    // So what units take of such rows before they must take whatever the number of rows.
+    for (unsigned kind = 1; is_register && kind <= regime.serves; kind *= 2) {
+      int longest = 0, certain = 0;
+      for (int before = 0; before < i; ++before) {
+        const RowRegime& other = table[before];
+        if (other.storage != Storage::kShared || (other.serves & regime.serves & kind) == 0)
+          continue;
+        longest = other.max_chunks > longest ? other.max_chunks : longest;
+        if (other.min_rows == 0 && other.blocks_per_row == 1 && other.max_chunks > certain)
+          certain = other.max_chunks;
+      }
+      if (longest > certain) return false;
+    }
     // Units are the same in all regimes.
     if (!is_register && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
     if (regime.storage == Storage::kShared &&

@@ -29,13 +29,15 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
 
 // What a launch asks of its rows, but for the bias gradient.
 inline Rows rows_of(const Shape& shape, const Window& window, int64_t visible_chunks,
-                    bool is_masked, bool may_be_tiny, int pack_elements) {
+                    bool is_masked, bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= kNarrowRow) return kNarrow;
   if (is_masked) return kMasked;
-  if (window.is_limited()) return kLimited;
-  if (may_be_tiny && shape.columns > 0 && shape.columns < kTinyColumns) return kTiny;
-  return shape.columns % pack_elements == 0 ? kPlain : kUneven;
+  if (window.is_limited() || has_bias) return kLimited;
+  const bool is_even = shape.columns % pack_elements == 0;
+  const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
+  if (is_dense && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
+  return is_even ? kPlain : kUneven;
 }
 
 // Of the whole GPU, where it takes all rows at a time.
@@ -74,9 +76,9 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
-  const bool may_be_tiny = params.is_dense && params.bias.data == nullptr;
+  const bool has_bias = params.bias.data != nullptr;
   const Rows kind = rows_of(params.shape, params.window, chunks, params.mask.data != nullptr,
-                            may_be_tiny, pack_elements);
+                            has_bias, params.is_dense, pack_elements);
   return plan_rows(kForwardRegimes, chunks, params.shape.rows(), kind, device, pack_bytes, forced);
 }
 
@@ -92,7 +94,7 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
   const Rows kind =
-      rows_of(params.shape, params.window, chunks, false, params.is_dense, pack_elements);
+      rows_of(params.shape, params.window, chunks, false, false, params.is_dense, pack_elements);
   return plan_rows(kBackwardRegimes, chunks, params.shape.rows(), kind, device, 2 * pack_bytes,
                    forced);
 }
