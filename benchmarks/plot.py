@@ -64,10 +64,10 @@ def draw(rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper right", ncols=3, frameon=False)
     gpu, torch = rows[0]["gpu"], rows[0]["torch"]
     figure.suptitle(f"Attention softmax, bf16, {gpu}, torch {torch}")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.legend(handles, names, loc="lower center", ncols=3, frameon=False)
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=110)
 
