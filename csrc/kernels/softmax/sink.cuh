@@ -16,7 +16,8 @@ __host__ __device__ inline float sink_logit(const SinkLogit& sink, int64_t head)
 
 // A finite logit in units of log 2 stays finite.
 __device__ inline float in_log2(float logit) {
-  return logit == -INFINITY ? logit : fmaxf(logit * kLog2E, kLowest);
+  const float log2 = logit * kLog2E;
+  return log2 == -INFINITY && logit != -INFINITY ? kLowest : log2;
 }
 
 // The denominator of a row: p = 2^((x - columns.max) * c) * factor.
