@@ -1080,3 +1080,29 @@ def test_any_call(device: str, call: dict[str, Any]) -> None:
         heads = shape[-3] if call["sink"] == "per head" and len(shape) > 2 else 1
         arguments["sink"] = normal(heads, device=device, seed=seed + 3).requires_grad_()
     oracle.check(megasoftmax.softmax, scores, dtype=call["out"], **arguments)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [300_000, 2_000_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_row_that_begins_with_nothing(columns: int, dtype: torch.dtype) -> None:
+    """Units, blocks and rounds of copies in which every score is -inf add nothing."""
+    scores = normal(2, columns, device="cuda", dtype=dtype)
+    scores[0, : columns * 3 // 4] = -torch.inf
+    scores[1, : columns - 1] = -torch.inf
+    check(scores)
+    p = softmax_on("cuda")(scores)
+    assert p[1, -1] == 1
+    assert not p[1, :-1].any()
+
+
+@gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, columns = 2**16 + 3, 2**15 + 8
+    scores = torch.zeros(rows, columns, device="cuda", dtype=torch.float16)
+    last = normal(1, columns, device="cuda", dtype=torch.float16)
+    scores[-1] = last[0]
+    softmax = softmax_on("cuda")
+    p = softmax(scores)
+    assert bits_equal(p[-1:], softmax(last))
+    torch.testing.assert_close(p[0], torch.full_like(p[0], 1 / columns), rtol=1e-3, atol=1e-7)
