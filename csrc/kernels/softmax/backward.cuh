@@ -234,36 +234,6 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   if (is_owner) biases.finish(owner.thread());
 }
 
-// One row: where it lies, and what of it is visible.
-template <class T, bool kSumsBias>
-struct BackwardRow {
-  static constexpr int kElements = kPackElements<T>;
-  using Reader = RowReader<T, kElements, true, kSumsBias ? kElements : 1>;
-
-  RowIndex index;
-  int64_t row, first_element;
-  Bounds visible;
-  ChunkGrid<kElements> grid;
-  int first_column;  // of its first visible chunk
-
-  __device__ BackwardRow(const BackwardParams& params, const RowIndex& index)
-      : index(index),
-        row(index.row(params.shape)),
-        first_element(row * columns_of(params)),
-        visible(Bounds::of(params.window, params.shape, index.query)),
-        grid(ChunkGrid<kElements>::aligned_to(kSumsBias ? 0 : first_element)),
-        first_column(grid.begin(visible)) {}
-
-  __device__ static int columns_of(const BackwardParams& params) {
-    return static_cast<int>(params.shape.columns);
-  }
-  __device__ Reader reader(const BackwardParams& params, const Strided& tensor,
-                           const Bounds& bounds) const {
-    return Reader(tensor, !kSumsBias && params.is_dense, first_element, index, grid, bounds,
-                  columns_of(params), row + kElements >= params.rows);
-  }
-};
-
 template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
 __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
                                                   const Schedule& schedule) {
@@ -273,14 +243,18 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Owner = RowOwner<kShape>;
-  using Row = BackwardRow<T, Biases::kPresent>;
-  using Reader = typename Row::Reader;
+  using Row = RowPlace<kElements>;
+  using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
   static_assert(!Biases::kPresent || !kTakesTurns);
   constexpr int kSlots = kRingBytes / static_cast<int>(2 * sizeof(Pack<T>)) / kChunksPerBatch;
   extern __shared__ __align__(16) char shared_memory[];
 
   Owner owner(schedule);
-  const int columns = Row::columns_of(params);
+  const int columns = static_cast<int>(params.shape.columns);
+  const auto reader_of = [&](const Strided& tensor, const Row& row, const UnitPart& part) {
+    return Reader(tensor, !Biases::kPresent && params.is_dense, row.first_element, row.index,
+                  row.grid, part.bounds, columns, row.row + kElements >= params.rows);
+  };
   // Of each chunk the gradient, then the probabilities.
   const auto kept = [&](int place) {
     return owner.template kept<Pack<T>, 2>(shared_memory, place);
@@ -307,13 +281,15 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 2 * 32);
     probabilities.template start_copies<kStride, kChunks>(inside, column, kept(place) + 32, 2 * 32);
   };
-  const auto start_unit = [&](const Row& row, const UnitPart& part, int unit) {
-    const Reader gradients = row.reader(params, params.gradient, part.bounds);
-    const Reader probabilities = row.reader(params, params.probabilities, part.bounds);
+  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
+    const Reader gradients = reader_of(params.gradient, row, part);
+    const Reader probabilities = reader_of(params.probabilities, row, part);
+    for (int unit = from; unit <= to; unit += Owner::kWarps) {
 #pragma unroll
-    for (int batch = 0; batch < kUnitBatches; ++batch) {
-      start_copies(gradients, probabilities, column_of(row, part, unit, batch),
-                   owner.place(unit, batch));
+      for (int batch = 0; batch < kUnitBatches; ++batch) {
+        start_copies(gradients, probabilities, column_of(row, part, unit, batch),
+                     owner.place(unit, batch));
+      }
     }
   };
 
@@ -325,19 +301,19 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   biases.begin(owner.thread());
   if (!rows.has(params, 0)) return;
 
-  Row row(params, rows.at(params, 0));
+  const auto place_of = [&](const RowIndex& index) {
+    return Row(params.shape, params.window, index, Biases::kPresent);
+  };
+  Row row = place_of(rows.at(params, 0));
   UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads) {
-    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps)
-      start_unit(row, part, unit);
-  }
+  if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
 
   for (int64_t turn = 0;; ++turn) {
-    const Reader gradients = row.reader(params, params.gradient, part.bounds);
-    const Reader probabilities = row.reader(params, params.probabilities, part.bounds);
+    const Reader gradients = reader_of(params.gradient, row, part);
+    const Reader probabilities = reader_of(params.probabilities, row, part);
     fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
-    owner.template start<Pack<T>, 2>(shared_memory, row.row, turn > 0, turn % 2 != 0);
+    owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
     const auto sum_batch = [&](int column, int place) {
       load(place);
       if (!is_inside(gradients, probabilities, column)) {
@@ -352,46 +328,26 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
       return sum;
     };
-    const int positions = owner.positions(part);
-    const auto start_position = [&](int position) {
-      if (position >= 0 && position < positions) {
-        start_copies(gradients, probabilities,
-                     column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
-                     owner.template place_in_ring<kSlots>(position));
-      }
-      end_copies();
+    const auto start = [&](int unit, int batch, int place) {
+      start_copies(gradients, probabilities, column_of(row, part, unit, batch), place);
     };
-    if constexpr (Owner::kRereads) {
-      for (int position = 0; position < kSlots; ++position) start_position(position);
-      float mine = 0.f;
-      for (int position = 0; position < positions; ++position) {
-        const int unit = owner.unit_of(position), batch = owner.batch_of(position);
-        if (batch == 0) mine = 0.f;
-        wait_for_older_copies<kSlots - 1>();
-        mine += sum_batch(column_of(row, part, unit, batch),
-                          owner.template place_in_ring<kSlots>(position));
-        start_position(position + kSlots);
-        if (batch + 1 == owner.unit_batches()) owner.put(part, unit, {0.f, warp_sum<32>(mine)});
-      }
-    } else {
-      wait_for_copies();
-      for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
-        float mine = 0.f;
-#pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch)
-          mine += sum_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
-        owner.put(part, unit, {0.f, warp_sum<32>(mine)});
-      }
-    }
+    float mine = 0.f;
+    owner.template sum_pass<kSlots>(
+        part, start,
+        [&](int unit, int batch, int place) {
+          if (batch == 0) mine = 0.f;
+          mine += sum_batch(column_of(row, part, unit, batch), place);
+        },
+        [&](int unit) { owner.put(part, unit, {0.f, warp_sum<32>(mine)}); });
     const float d =
         finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
 
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
     const bool has_next = kTakesTurns ? number < schedule.rows : rows.has(params, turn + 1);
-    const Row next(params, !has_next     ? row.index
-                           : kTakesTurns ? row_at(schedule, number)
-                                         : rows.at(params, turn + 1));
+    const Row next = place_of(!has_next     ? row.index
+                              : kTakesTurns ? row_at(schedule, number)
+                                            : rows.at(params, turn + 1));
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
@@ -399,7 +355,8 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
-      const auto write_batch = [&](int column, int place) {
+      const auto write_batch = [&](int unit, int batch, int place) {
+        const int column = column_of(row, part, unit, batch);
         load(place);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -414,28 +371,13 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
           biases.add(i, at, dz);
         }
       };
-      if constexpr (Owner::kRereads) {  // from the end, which is still in the ring
-        for (int position = positions - 1; position >= 0; --position) {
-          wait_for_older_copies<kSlots - 1>();
-          write_batch(column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
-                      owner.template place_in_ring<kSlots>(position));
-          start_position(position - kSlots);
-        }
-      } else {  // where this row leaves shared memory the next one comes in
-        for (int unit = owner.first_unit(); unit <= last; unit += Owner::kWarps) {
-#pragma unroll 1
-          for (int batch = 0; batch < kUnitBatches; ++batch)
-            write_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
-          if (kHasNext && unit <= next_last) start_unit(next, next_part, unit);
-        }
-      }
+      owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
+        if (kHasNext && unit <= next_last) start_units(next, next_part, unit, unit);
+      });
     });
     if (!has_next) break;
-    const int first_left = max(last + Owner::kWarps, owner.first_unit());
-    if constexpr (!Owner::kRereads) {
-      for (int unit = first_left; unit <= next_last; unit += Owner::kWarps)
-        start_unit(next, next_part, unit);
-    }
+    if constexpr (!Owner::kRereads)
+      start_units(next, next_part, max(last + Owner::kWarps, owner.first_unit()), next_last);
     row = next;
     part = next_part;
   }

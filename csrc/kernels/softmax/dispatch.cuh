@@ -1,6 +1,5 @@
 #pragma once
-// From a plan to one kernel: policies from what is present, the kernel's shape
-// from its regime.
+// From a plan to one kernel: policies from what is present, the kernel's shape from its regime.
 
 #include <algorithm>
 #include <utility>
@@ -21,8 +20,7 @@ cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndi
   return error;
 }
 
-// Calls body.operator()<index>() for a row of the table: the kernels are
-// instantiated from it.
+// Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
 template <int kCount, class Body>
 cudaError_t with_regime(const RowRegime (&)[kCount], int index, Body&& body) {
   return with_regime<kCount>(index, std::forward<Body>(body),

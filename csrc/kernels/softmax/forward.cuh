@@ -104,55 +104,6 @@ __device__ inline float largest(const float (&z)[kChunks][kElements], int first,
   return max;
 }
 
-// One row: where it lies, what of it is visible, and what a group of threads or a block does of it.
-template <class T, class Mask, class Bias>
-struct ForwardRow {
-  static constexpr int kElements = kPackElements<T>;
-
-  RowIndex index;
-  int64_t row, first_element;
-  Bounds visible;
-  ChunkGrid<kElements> grid;
-  int first_column;  // of its first visible chunk
-
-  __device__ ForwardRow(const ForwardParams& params, const RowIndex& index)
-      : index(index),
-        row(index.row(params.shape)),
-        first_element(row * columns_of(params)),
-        visible(Bounds::of(params.window, params.shape, index.query)),
-        grid(ChunkGrid<kElements>::aligned_to(first_element)),
-        first_column(grid.begin(visible)) {}
-
-  __device__ static int columns_of(const ForwardParams& params) {
-    return static_cast<int>(params.shape.columns);
-  }
-  using Reader = RowReader<T, kElements, true>;
-  __device__ Reader scores(const ForwardParams& params, const Bounds& bounds) const {
-    return Reader(params.scores, params.is_dense, first_element, index, grid, bounds,
-                  columns_of(params), row + kElements >= params.rows);
-  }
-  __device__ Logits<T, Mask, Bias> logits(const ForwardParams& params, const Bounds& bounds) const {
-    return Logits<T, Mask, Bias>(params, index, bounds, grid);
-  }
-  // Writes log-sum-exp where it is asked for.
-  __device__ void write(const ForwardParams& params, const Denominator& denominator) const {
-    if (params.log_sum_exp != nullptr) params.log_sum_exp[row] = denominator.log_sum_exp();
-  }
-  // Zeros outside [begin, end), which are borders of chunks.
-  __device__ void fill(const ForwardParams& params, int begin, int end, int thread,
-                       int threads) const {
-    fill_outside(params.probabilities, params.probabilities_type, row, columns_of(params), begin,
-                 end, thread, threads);
-  }
-  template <class Write>
-  __device__ void with_writer(const ForwardParams& params, Write&& write) const {
-    with_dtype(params.probabilities_type, [&](auto tag) {
-      write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element,
-                                                columns_of(params)));
-    });
-  }
-};
-
 // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
 // NaN elsewhere.
 template <class Mask, int kElements>
@@ -239,8 +190,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   constexpr int kStride = 32 * kElements;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Owner = RowOwner<kShape>;
-  using Row = ForwardRow<T, Mask, Bias>;
-  using Reader = typename Row::Reader;
+  using Row = RowPlace<kElements>;
+  using Reader = RowReader<T, kElements, true>;
   // What shared memory keeps is logits, if they have the type of the scores: mask and bounds are
   // applied once.
   constexpr bool kKeepsLogits = !Bias::kPresent && !Owner::kRereads;
@@ -250,6 +201,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   Owner owner(schedule);
   const Exponent exponent = exponent_of<Bias>(params);
   const auto kept = [&](int place) { return owner.template kept<Pack<T>>(shared_memory, place); };
+  const int columns = static_cast<int>(params.shape.columns);
+  const auto scores_of = [&](const Row& row, const UnitPart& part) {
+    return Reader(params.scores, params.is_dense, row.first_element, row.index, row.grid,
+                  part.bounds, columns, row.row + kElements >= params.rows);
+  };
   // The column of this lane's first chunk, and whether all of the warp's are inside.
   const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
     return row.first_column + owner.chunk(part, unit, batch) * kElements;
@@ -262,26 +218,25 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     scores.template start_copies<kStride, kChunks>(is_inside(scores, column), column, kept(place),
                                                    32);
   };
-  const auto start_unit = [&](const Row& row, const UnitPart& part, int unit) {
-    const Reader scores = row.scores(params, part.bounds);
+  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
+    const Reader scores = scores_of(row, part);
+    for (int unit = from; unit <= to; unit += Owner::kWarps) {
 #pragma unroll
-    for (int batch = 0; batch < kUnitBatches; ++batch)
-      start_copies(scores, column_of(row, part, unit, batch), owner.place(unit, batch));
+      for (int batch = 0; batch < kUnitBatches; ++batch)
+        start_copies(scores, column_of(row, part, unit, batch), owner.place(unit, batch));
+    }
   };
 
   int64_t number = owner.owner_of_block();
   const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (index.query >= static_cast<int>(params.shape.queries)) return;
-  Row row(params, index);
+  Row row(params.shape, params.window, index);
   UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads) {
-    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps)
-      start_unit(row, part, unit);
-  }
+  if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
 
   for (int turn = 0;; ++turn) {
-    const Reader scores = row.scores(params, part.bounds);
-    const auto logits = row.logits(params, part.bounds);
+    const Reader scores = scores_of(row, part);
+    const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
     float z[kChunks][kElements];
     const auto load = [&](int place, Pack<T>(&raw)[kChunks]) {
 #pragma unroll
@@ -307,54 +262,37 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       }
       accumulate<kStride>(mine, is_first_batch, max, z, first, part.bounds.end, exponent);
     };
-    row.fill(params, row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
-    owner.template start<Pack<T>>(shared_memory, row.row, turn > 0, turn % 2 != 0);
-
-    const int positions = owner.positions(part);
-    const auto start_position = [&](int position) {
-      if (position >= 0 && position < positions) {
-        start_copies(scores,
-                     column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
-                     owner.template place_in_ring<kSlots>(position));
-      }
-      end_copies();
+    const auto start = [&](int unit, int batch, int place) {
+      start_copies(scores, column_of(row, part, unit, batch), place);
     };
-    if constexpr (Owner::kRereads) {
-      for (int position = 0; position < kSlots; ++position) start_position(position);
-      MaxAndSum mine;
-      for (int position = 0; position < positions; ++position) {
-        const int unit = owner.unit_of(position), batch = owner.batch_of(position);
-        if (batch == 0) mine = {kLowest, 0.f};
-        wait_for_older_copies<kSlots - 1>();
-        sum_batch(column_of(row, part, unit, batch), owner.template place_in_ring<kSlots>(position),
-                  batch == 0, mine);
-        start_position(position + kSlots);
-        if (batch + 1 == owner.unit_batches())
-          owner.put(part, unit, warp_merge<32>(mine, exponent));
-      }
-    } else {
-      wait_for_copies();
-      for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
-        MaxAndSum mine{kLowest, 0.f};
-#pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch) {
-          sum_batch(column_of(row, part, unit, batch), owner.place(unit, batch), batch == 0, mine);
-        }
-        owner.put(part, unit, warp_merge<32>(mine, exponent));
-      }
-    }
+    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
+    owner.template start<Pack<T>>(shared_memory, row.row, turn);
+    MaxAndSum mine;
+    owner.template sum_pass<kSlots>(
+        part, start,
+        [&](int unit, int batch, int place) {
+          if (batch == 0) mine = {kLowest, 0.f};
+          sum_batch(column_of(row, part, unit, batch), place, batch == 0, mine);
+        },
+        [&](int unit) { owner.put(part, unit, warp_merge<32>(mine, exponent)); });
     const MaxAndSum total = owner.merge(part, exponent);
     const Denominator denominator(total, exponent, params.sink, row.index.head);
-    if (owner.is_first_thread()) row.write(params, denominator);
+    if (params.log_sum_exp != nullptr && owner.is_first_thread())
+      params.log_sum_exp[row.row] = denominator.log_sum_exp();
     const float log2_factor = log2f(denominator.factor);
 
+    // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
     const bool has_next = kTakesTurns && number < schedule.rows;
-    const Row next(params, has_next ? row_at(schedule, number) : row.index);
+    const Row next(params.shape, params.window, has_next ? row_at(schedule, number) : row.index);
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
-    row.with_writer(params, [&](const auto& writer) {
-      const auto write_batch = [&](int column, int place) {
+    with_dtype(params.probabilities_type, [&](auto tag) {
+      const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
+                                                       columns);
+      const auto write_batch = [&](int unit, int batch, int place) {
+        const int column = column_of(row, part, unit, batch);
         Pack<T> raw[kChunks];
         load(place, raw);
         if constexpr (kKeepsLogits) {
@@ -375,26 +313,12 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           writer.store(at, z[i]);
         }
       };
-      if constexpr (Owner::kRereads) {  // from the end, which is still in the ring
-        for (int position = positions - 1; position >= 0; --position) {
-          wait_for_older_copies<kSlots - 1>();
-          write_batch(column_of(row, part, owner.unit_of(position), owner.batch_of(position)),
-                      owner.template place_in_ring<kSlots>(position));
-          start_position(position - kSlots);
-        }
-      } else {  // where this row leaves shared memory the next one comes in
-        for (int unit = owner.first_unit(); unit <= last; unit += Owner::kWarps) {
-#pragma unroll 1
-          for (int batch = 0; batch < kUnitBatches; ++batch)
-            write_batch(column_of(row, part, unit, batch), owner.place(unit, batch));
-          if (kTakesTurns && unit <= next_last) start_unit(next, next_part, unit);
-        }
-      }
+      owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
+        if (kTakesTurns && unit <= next_last) start_units(next, next_part, unit, unit);
+      });
     });
     if (!has_next) break;
-    const int first_left = max(last + Owner::kWarps, owner.first_unit());
-    for (int unit = first_left; unit <= next_last; unit += Owner::kWarps)
-      start_unit(next, next_part, unit);
+    start_units(next, next_part, max(last + Owner::kWarps, owner.first_unit()), next_last);
     row = next;
     part = next_part;
   }

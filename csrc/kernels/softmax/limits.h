@@ -1,14 +1,12 @@
 #pragma once
-// Row regimes of the softmax, forward and backward: the family's only limits.
-// Plain C++, no CUDA, no torch.
+// Row regimes of the softmax, forward and backward: the family's only limits. Plain C++, no CUDA,
+// no torch.
 //
-// A row is cut into chunks of 16 bytes. Short rows: each thread of a row's
-// owner holds its chunks in registers. Long rows: chunks form units, each of
-// them summed by one warp, and what a block can keep of its units waits in
-// shared memory between the pass that sums and the pass that writes; the rest
-// is read twice. The units of a row depend on its length alone, and are added
-// up in one order: a row's bits are the same in one block, in a cluster or
-// spread over the whole GPU.
+// A row is cut into chunks of 16 bytes. Short rows: each thread of a row's owner holds its chunks
+// in registers. Long rows: chunks form units, each of them summed by one warp, which wait in shared
+// memory between the pass that sums and the pass that writes, or are read twice. The units of a row
+// depend on its length alone, and are added up in one order: a row's bits are the same in one
+// block, in a cluster or spread over the whole GPU.
 
 #include <cstdint>
 
@@ -18,8 +16,7 @@ enum class Storage {
   kTile,       // a block's rows together in shared memory, see flat.cuh
   kRegisters,  // one batch of chunks per thread
   kShared,     // units, which wait in shared memory
-  kReread,     // units, any number of them: what shared memory cannot keep is read
-               // twice
+  kReread,     // units, any number of them, read twice through a ring in shared memory
 };
 
 // What a kernel is compiled for.
@@ -28,8 +25,7 @@ struct KernelShape {
   int threads_per_row;  // of a block
   int rows_per_block;
   int chunks_per_thread;  // of a batch: loads in flight per thread
-  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads *
-                          // blocks)
+  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
   bool takes_turns;       // a block takes one row after the other, and prefetches
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
@@ -41,11 +37,10 @@ enum Rows : unsigned {
   kPlain = 1,          // no mask, no window, a whole number of chunks
   kLimited = 2,        // causal, with a wide window, or with a bias, which registers read once
   kMasked = 4,         // with a bool mask
-  kNarrow = 8,         // long ones of which a window leaves at most half: most of the
-                       // work is zeros
+  kNarrow = 8,         // long ones of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
-  kTiny = 32,          // plain or uneven ones of a dense tensor, of at most so many columns
-  kUneven = 64,        // the same, but not a whole number of chunks
+  kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
+  kUneven = 64,        // as kPlain, but not a whole number of chunks
   kSpread = kPlain | kUneven | kLimited | kMasked,  // may lie over several blocks
   kAnyRows = kSpread | kBiasGradient,
 };
@@ -73,15 +68,16 @@ inline constexpr int kUnlimited = INT32_MAX;
 inline constexpr int kChunksPerBatch = 2 * 32;  // that a warp sums at a time, of long rows
 inline constexpr int kUnitBatches = 2, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
-inline constexpr int kResultBytes = 2 * 8;   // of a unit, for two rows in turn
+inline constexpr int kResultBytes = 8;       // of a unit
 inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
 inline constexpr int kMaxCluster = 16;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
 inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
+// Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
-// Kernels count batches * heads, queries and columns in 32 bits, and a window's
-// borders with them; loops run past the end by a batch of chunks.
+// Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
+// loops run past the end by a unit.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
 // clang-format off
@@ -152,8 +148,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
 };
 // clang-format on
 
-// The first regime with the same kernel: nvcc takes no structs as template
-// arguments of kernels.
+// The first regime with the same kernel: nvcc takes no structs as template arguments of kernels.
 template <int kCount>
 constexpr int kernel_of(const RowRegime (&table)[kCount], int index) {
   int first = 0;
@@ -174,7 +169,7 @@ constexpr int unit_count(int64_t chunks) {
 }
 
 // Batches that a block keeps in shared memory, `chunk_bytes` for each chunk, and the bytes that
-// they take with the results of the row's units.
+// they take with the results of the units of two rows, which alternate.
 constexpr int kept_batches(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
   if (regime.storage == Storage::kReread)
     return regime.threads_per_row / 32 * kRingBytes / (kChunksPerBatch * chunk_bytes);
@@ -213,8 +208,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     const RowRegime& regime = table[i];
     if (regime.storage == Storage::kTile) continue;  // flat.cuh chooses
     const bool is_register = regime.storage == Storage::kRegisters;
-    // Registers hold rows in their own order of sums, so the number of rows
-    // must not decide.
+    // Registers hold rows in their own order of sums, so the number of rows must not decide.
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
@@ -250,8 +244,8 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 
-// The most chunks that any row can need: a row need not start on a 16-byte
-// boundary, a window need not either.
+// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need
+// not either.
 constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
   const int64_t straddling = 2 * (pack_elements - 1);
   const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements

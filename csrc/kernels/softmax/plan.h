@@ -1,6 +1,5 @@
 #pragma once
-// Which regime serves a launch, and how rows lie over its blocks. Plain host
-// code.
+// Which regime serves a launch, and how rows lie over its blocks. Plain host code.
 
 #include <cuda_runtime_api.h>
 
@@ -85,8 +84,7 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
 inline Plan plan_backward(const BackwardParams& params, const Device& device, int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.probabilities.type);
   if (params.bias_gradient != nullptr) {
-    // Registers hold a bias row's sums, so every row of the owner must fit them
-    // from column 0 on.
+    // Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
     const int64_t chunks = divide_up<int64_t>(params.shape.columns, pack_elements);
     return plan_rows(kBackwardRegimes, chunks, params.bias_shape.rows() * params.splits,
                      kBiasGradient, device, 2 * pack_bytes, forced);

@@ -36,4 +36,24 @@ __device__ inline RowIndex row_at(const Schedule& schedule, int64_t row) {
   return {static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
 }
 
+// One row: where it lies, and what of it is visible.
+template <int kElements>
+struct RowPlace {
+  RowIndex index;
+  int64_t row, first_element;
+  Bounds visible;
+  ChunkGrid<kElements> grid;
+  int first_column;  // of its first visible chunk
+
+  // `is_fixed`: chunks begin at column 0, wherever the row lies.
+  __device__ RowPlace(const Shape& shape, const Window& window, const RowIndex& index,
+                      bool is_fixed = false)
+      : index(index),
+        row(index.row(shape)),
+        first_element(row * static_cast<int>(shape.columns)),
+        visible(Bounds::of(window, shape, index.query)),
+        grid(ChunkGrid<kElements>::aligned_to(is_fixed ? 0 : first_element)),
+        first_column(grid.begin(visible)) {}
+};
+
 }  // namespace megasoftmax

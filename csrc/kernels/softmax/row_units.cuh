@@ -67,20 +67,56 @@ class UnitRow {
     return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch + lane();
   }
 
-  // The place of a batch in shared memory: of its own, or in a ring of the warp's.
+  template <class Body>
+  __device__ void for_units(const UnitPart& part, int from, Body&& body) const {
+    for (int unit = from; unit <= last_unit(part); unit += kWarps) body(unit);
+  }
+  // The place of a batch in shared memory.
   __device__ int place(int unit, int batch) const { return unit * kUnitBatches + batch; }
-  template <int kSlots>
-  __device__ int place_in_ring(int position) const {
-    return position % kSlots * kWarps + first_unit();
+
+  // The pass that sums: sum(unit, batch, place) for each of the warp's batches, finish(unit) behind
+  // a unit. Batches of rows that are read twice come through a ring of kSlots places, where
+  // start(unit, batch, place) begins to copy them; the others have been started before.
+  template <int kSlots, class Start, class Sum, class Finish>
+  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Finish&& finish) const {
+    if constexpr (kRereads) {
+      for (int position = 0; position < kSlots; ++position)
+        start_position<kSlots>(part, position, start);
+      for (int position = 0; position < positions(part); ++position) {
+        const int unit = unit_of(position), batch = batch_of(position);
+        wait_for_older_copies<kSlots - 1>();
+        sum(unit, batch, place_in_ring<kSlots>(position));
+        start_position<kSlots>(part, position + kSlots, start);
+        if (batch + 1 == unit_batches()) finish(unit);
+      }
+    } else {
+      wait_for_copies();
+      for_units(part, first_unit(), [&](int unit) {
+#pragma unroll 1
+        for (int batch = 0; batch < kUnitBatches; ++batch) sum(unit, batch, place(unit, batch));
+        finish(unit);
+      });
+    }
   }
-  // The warp's batches in order, of a row that does not fit shared memory.
-  __device__ int positions(const UnitPart& part) const {
-    return max(last_unit(part) - first_unit() + kWarps, 0) / kWarps * schedule_.unit_batches;
+  // The pass that writes, likewise; rows that are read twice from their end, which is still in the
+  // ring.
+  template <int kSlots, class Start, class Write, class Finish>
+  __device__ void write_pass(const UnitPart& part, Start&& start, Write&& write,
+                             Finish&& finish) const {
+    if constexpr (kRereads) {
+      for (int position = positions(part) - 1; position >= 0; --position) {
+        wait_for_older_copies<kSlots - 1>();
+        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
+        start_position<kSlots>(part, position - kSlots, start);
+      }
+    } else {
+      for_units(part, first_unit(), [&](int unit) {
+#pragma unroll 1
+        for (int batch = 0; batch < kUnitBatches; ++batch) write(unit, batch, place(unit, batch));
+        finish(unit);
+      });
+    }
   }
-  __device__ int unit_of(int position) const {
-    return first_unit() + position / schedule_.unit_batches * kWarps;
-  }
-  __device__ int batch_of(int position) const { return position % schedule_.unit_batches; }
 
   // The packs of that place, kPacks for each chunk: this lane's first one, the next is 32 further.
   template <class Pack, int kPacks = 1>
@@ -91,15 +127,15 @@ class UnitRow {
   // Where the results go: behind the kept packs. Rows that a block takes in turn alternate between
   // two arrays, so that one barrier for each row is enough.
   template <class Pack, int kPacks = 1>
-  __device__ void start(char* shared_memory, int64_t row, bool is_later_turn, bool is_odd_turn) {
+  __device__ void start(char* shared_memory, int64_t row, int64_t turn) {
     // Until its other blocks have started.
-    if (schedule_.is_cluster && !is_later_turn) wait_for_cluster();
+    if (schedule_.is_cluster && turn == 0) wait_for_cluster();
     if (schedule_.blocks_per_row > 1 && !schedule_.is_cluster) {
       results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
     } else {
       auto* const end = reinterpret_cast<Pack*>(shared_memory) +
                         schedule_.kept_batches * (kChunksPerBatch * kPacks);
-      results_ = reinterpret_cast<MaxAndSum*>(end) + (is_odd_turn ? schedule_.max_units : 0);
+      results_ = reinterpret_cast<MaxAndSum*>(end) + (turn % 2 != 0 ? schedule_.max_units : 0);
     }
   }
   // By a whole warp, for each of its units.
@@ -134,6 +170,25 @@ class UnitRow {
   }
 
  private:
+  // The warp's batches in order.
+  __device__ int positions(const UnitPart& part) const {
+    return max(last_unit(part) - first_unit() + kWarps, 0) / kWarps * unit_batches();
+  }
+  __device__ int unit_of(int position) const {
+    return first_unit() + position / unit_batches() * kWarps;
+  }
+  __device__ int batch_of(int position) const { return position % unit_batches(); }
+  template <int kSlots>
+  __device__ int place_in_ring(int position) const {
+    return position % kSlots * kWarps + first_unit();
+  }
+  template <int kSlots, class Start>
+  __device__ void start_position(const UnitPart& part, int position, Start&& start) const {
+    if (position >= 0 && position < positions(part))
+      start(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
+    end_copies();
+  }
+
   __device__ void share_results() {
     if (schedule_.is_cluster) {
       arrive_at_cluster();
