@@ -71,6 +71,18 @@ inline Tensor new_workspace(int64_t bytes, const Tensor& on_device_of) {
   return new_tensor({divide_up<int64_t>(bytes, sizeof(float))}, ScalarType::Float, on_device_of);
 }
 
+// Without the last dimension, and all.
+inline std::vector<int64_t> row_sizes(const Tensor& tensor) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) sizes.push_back(tensor.size(i));
+  return sizes;
+}
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes = row_sizes(tensor);
+  sizes.push_back(tensor.size(tensor.dim() - 1));
+  return sizes;
+}
+
 // The sizes of a tensor without its last dimension, seen as [batches, heads, queries].
 using RowCounts = std::array<int64_t, 3>;
 

@@ -12,18 +12,6 @@
 namespace megasoftmax {
 namespace {
 
-std::vector<int64_t> row_sizes(const Tensor& tensor) {
-  std::vector<int64_t> sizes;
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) sizes.push_back(tensor.size(i));
-  return sizes;
-}
-
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  std::vector<int64_t> sizes = row_sizes(tensor);
-  sizes.push_back(tensor.size(tensor.dim() - 1));
-  return sizes;
-}
-
 std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
                                    std::optional<Tensor> bias, bool causal, int64_t window_left,
                                    int64_t window_right, std::optional<Tensor> sink,

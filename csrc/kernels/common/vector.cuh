@@ -147,6 +147,18 @@ __host__ __device__ inline float to_float(float x) { return x; }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// To the nearest, ties to even.
+template <class T>
+__host__ __device__ inline T from_float(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
 template <class T>
 __device__ inline bool is_aligned(const T* pointer, int bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;

@@ -1,0 +1,55 @@
+#pragma once
+// From a plan to one kernel: policies from what is present, the kernel's shape from its regime.
+
+#include "../softmax/dispatch.cuh"
+#include "backward.cuh"
+#include "forward.cuh"
+#include "plan.h"
+
+namespace megasoftmax {
+
+// Calls body.operator()<Mask, Bias>() with the policies of what is present.
+template <class T, class Body>
+cudaError_t with_policies(const TopkParams& params, Body&& body) {
+  const auto with_bias = [&]<class Mask>() {
+    if (params.bias.data == nullptr) return body.template operator()<Mask, NoBias>();
+    if (params.bias.type == DType::kFloat32)
+      return body.template operator()<Mask, AddedBias<float>>();
+    return params.bias.type == params.scores.type ? body.template operator()<Mask, AddedBias<T>>()
+                                                  : cudaErrorInvalidValue;
+  };
+  return params.mask.data != nullptr ? with_bias.template operator()<BoolMask>()
+                                     : with_bias.template operator()<NoMask>();
+}
+
+template <class T>
+cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
+                                  cudaStream_t stream) {
+  return with_policies<T>(params, [&]<class Mask, class Bias>() {
+    return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
+      constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
+      const Schedule& schedule = plan.schedule;
+      const Together together = schedule.is_cluster                       ? Together::kInClusters
+                                : kRegime.blocks_per_row == kTopkWholeGpu ? Together::kAll
+                                                                          : Together::kNot;
+      return launch(topk_forward_kernel<T, Mask, Bias, topk_kernel_of(kIndex)>,
+                    dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
+                    plan.shared_bytes, together, schedule.blocks_per_row, stream, params, schedule);
+    });
+  });
+}
+
+template <class T>
+cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkPlan& plan,
+                                   cudaStream_t stream) {
+  return with_policies<T>(params, [&]<class Mask, class Bias>() {
+    return with_regime(kTopkBackwardRegimes, plan.regime, [&]<int kIndex>() {
+      return launch(topk_backward_kernel<T, Mask, Bias, kIndex>,
+                    dim3(static_cast<unsigned>(plan.blocks)),
+                    dim3(kTopkBackwardRegimes[kIndex].threads()), 0, Together::kNot, 1, stream,
+                    params, plan.schedule);
+    });
+  });
+}
+
+}  // namespace megasoftmax

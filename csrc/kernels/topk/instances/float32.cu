@@ -1,0 +1,13 @@
+#include "../dispatch.cuh"
+#include "instances.h"
+
+namespace megasoftmax {
+cudaError_t topk_forward_float32(const TopkForwardParams& params, const TopkPlan& plan,
+                                cudaStream_t stream) {
+  return topk_forward_instance<float>(params, plan, stream);
+}
+cudaError_t topk_backward_float32(const TopkBackwardParams& params, const TopkPlan& plan,
+                                 cudaStream_t stream) {
+  return topk_backward_instance<float>(params, plan, stream);
+}
+}  // namespace megasoftmax

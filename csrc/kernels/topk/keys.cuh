@@ -1,0 +1,82 @@
+#pragma once
+// Keys: a logit and its column as one integer that orders as the selection does. The larger logit
+// comes first, NaN before all others, -0 equals 0; among equals the lower column comes first. Keys
+// of a row are distinct, so what is selected does not depend on who selects it.
+
+#include <cstdint>
+
+namespace megasoftmax {
+
+// Less than that of any logit.
+inline constexpr uint64_t kNoKey = 0;
+
+__device__ inline uint32_t ordered(float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.f);  // -0 + 0 = 0
+  if (logit != logit) return 0xffffffffu;
+  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+}
+__device__ inline uint64_t key_of(float logit, int column) {
+  return uint64_t{ordered(logit)} << 32 | ~static_cast<uint32_t>(column);
+}
+__device__ inline float logit_of(uint64_t key) {
+  const auto bits = static_cast<uint32_t>(key >> 32);
+  return __uint_as_float(bits ^ (bits >> 31 != 0 ? 0x80000000u : 0xffffffffu));
+}
+__device__ inline int column_of(uint64_t key) {
+  return static_cast<int>(~static_cast<uint32_t>(key));
+}
+
+// The k-th largest of what a warp's lanes hold, or 0 where they hold fewer that are not 0. Bit by
+// bit, from the first in which they differ.
+template <int kValues>
+__device__ inline uint32_t kth_largest(const uint32_t (&values)[kValues], int k) {
+  uint32_t low = ~0u, high = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    low = min(low, values[i]);
+    high = max(high, values[i]);
+  }
+  low = __reduce_min_sync(~0u, low);
+  high = __reduce_max_sync(~0u, high);
+  if (low == high) return low;
+  const int first = 31 - __clz(low ^ high);
+  uint32_t found = high & ~((2u << first) - 1);  // at least k values are at least that
+#pragma unroll 1
+  for (uint32_t bit = 1u << first; bit != 0; bit >>= 1) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) count += values[i] >= (found | bit);
+    count = __reduce_add_sync(~0u, count);
+    if (count >= k) found |= bit;
+    if (count != k) continue;
+    uint32_t least = ~0u;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) least = values[i] >= found ? min(least, values[i]) : least;
+    return __reduce_min_sync(~0u, least);
+  }
+  return found;
+}
+
+// The k-th largest of so many keys in shared memory, by one warp; at most 32 * kValues.
+template <int kValues>
+__device__ inline uint64_t kth_largest_key(const uint64_t* keys, int count, int k) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t values[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int at = lane + i * 32;
+    values[i] = at < count ? static_cast<uint32_t>(keys[at] >> 32) : 0;
+  }
+  const uint32_t high = kth_largest(values, k);
+  int greater = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int at = lane + i * 32;
+    greater += values[i] > high;
+    values[i] = at < count && values[i] == high ? static_cast<uint32_t>(keys[at]) : 0;
+  }
+  greater = __reduce_add_sync(~0u, greater);
+  return uint64_t{high} << 32 | kth_largest(values, k - greater);
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,76 @@
+#pragma once
+// Regimes of softmax_topk: the family's only limits. Plain C++, no CUDA, no torch.
+//
+// A row is cut into chunks of 16 bytes, and those into units of a block: kUnitChunks for each of
+// its threads. A thread keeps the largest logit of each of its groups, which are one unit each, or
+// more where the row has more than kMaxGroups units.
+
+#include <cstdint>
+
+namespace megasoftmax {
+
+inline constexpr int kMaxK = 256;
+inline constexpr int kUnitChunks = 4;  // loads in flight per thread
+inline constexpr int kMaxGroups = 32;
+// Logits that may wait for their rank; more than twice kMaxK, so that a threshold among them leaves
+// at least half behind.
+inline constexpr int kMaxCandidates = 512;
+
+struct TopkRegime {
+  char name[16];
+  int threads;
+  int blocks_per_sm;   // the compiler's register budget: 65536 / (threads * blocks)
+  int blocks_per_row;  // more than 1: a cluster, 0: as many as the GPU runs at a time
+  int max_chunks;      // of a row
+  int min_rows;        // fewer rows are served better by more blocks for each
+};
+
+inline constexpr int kTopkUnlimited = INT32_MAX;
+inline constexpr int kTopkWholeGpu = 0;
+
+// The first that fits serves. clang-format off
+inline constexpr TopkRegime kTopkRegimes[] = {
+    // name,      threads, blocks/SM, blocks/row,     max chunks, min rows
+    {"warp",           32,        24,          1,            512,      100},
+    {"block_128",     128,         6,          1,           2048,      200},
+    {"block_256",     256,         3,          1, kTopkUnlimited,      200},
+    {"cluster_2",     256,         3,          2, kTopkUnlimited,      120},
+    {"cluster_4",     256,         3,          4, kTopkUnlimited,       60},
+    {"block_128",     128,         6,          1,           1024,        0},
+    {"cluster_8",     256,         3,          8,          65536,       30},
+    {"cluster_16",    256,         4,         16,          65536,        0},
+    {"whole_gpu",     256,         3, kTopkWholeGpu, kTopkUnlimited,     0},
+};
+// clang-format on
+
+// Blocks that the whole GPU certainly runs at a time.
+inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
+
+// The first regime with the same kernel: clusters differ by their launch alone.
+constexpr int topk_kernel_of(int index) {
+  const auto is_same = [](const TopkRegime& a, const TopkRegime& b) {
+    return a.threads == b.threads && a.blocks_per_sm == b.blocks_per_sm &&
+           (a.blocks_per_row == 1) == (b.blocks_per_row == 1);
+  };
+  int first = 0;
+  while (!is_same(kTopkRegimes[first], kTopkRegimes[index])) ++first;
+  return first;
+}
+
+struct TopkBackwardRegime {
+  char name[16];
+  int threads_per_row;
+  int rows_per_block;
+  int blocks_per_sm;
+  int units;  // of a block; the blocks of a row follow each other
+  int max_chunks;
+
+  constexpr int threads() const { return threads_per_row * rows_per_block; }
+};
+inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
+    {"lanes_8",     8, 16, 6, 1, 8 * kUnitChunks},
+    {"warp",       32,  4, 6, 8, 8 * 32 * kUnitChunks},
+    {"block_256", 256,  1, 3, 8, kTopkUnlimited},
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,31 @@
+#pragma once
+// What a launch of softmax_topk needs, as plain structs.
+
+#include "../softmax/params.h"
+#include "limits.h"
+
+namespace megasoftmax {
+
+// The logits are ForwardParams' scores, without sink and window, and of their probabilities there
+// are [rows, k].
+struct TopkParams : ForwardParams {
+  int k = 0;                    // from 1 to kMaxK
+  bool renormalize = false;     // they sum to 1
+  int64_t* indices = nullptr;   // [rows, k]
+  float* statistics = nullptr;  // [3, rows]: max z, log(sum exp(z - max z)), their sum
+};
+
+struct TopkForwardParams : TopkParams {
+  bool candidates = false;  // z in place of probabilities
+};
+
+// Reads what the forward wrote. Indices outside the row are ignored.
+struct TopkBackwardParams : TopkParams {
+  const void* gradient = nullptr;               // of the probabilities, as they are
+  const float* log_sum_exp_gradient = nullptr;  // [rows], or null
+  float factor = 1;                             // of the result
+  void* logits_gradient = nullptr;              // contiguous, 16-byte aligned
+  DType logits_gradient_type = DType::kFloat32;
+};
+
+}  // namespace megasoftmax
