@@ -9,7 +9,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
 from megasoftmax.dispatch import Reason
-from megasoftmax.functional import softmax, why_not_fused
+from megasoftmax.functional import softmax, softmax_topk, why_not_fused
 from megasoftmax.modules import (
     AttnMaskType,
     FusedScaleMaskSoftmax,
@@ -31,5 +31,6 @@ __all__ = [
     "SoftmaxOne",
     "__version__",
     "softmax",
+    "softmax_topk",
     "why_not_fused",
 ]

@@ -202,6 +202,18 @@ def _read_max_index(header: str) -> int:
     return 2**31 - 1 - int(margin[1])
 
 
+def read_max_k(header: str) -> int:
+    """The largest K of csrc/kernels/topk/limits.h.
+
+    Raises:
+        ValueError: the text is not laid out as expected; nothing is guessed.
+    """
+    found = re.search(r"\bint kMaxK = (\d+);", header)
+    if found is None:
+        raise ValueError("limits.h: no kMaxK of the form int kMaxK = 256;")
+    return int(found[1])
+
+
 def _read_table(header: str, name: str, members: list[str]) -> tuple[RowRegime, ...]:
     table = re.search(rf"RowRegime {name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
     if table is None:
@@ -245,3 +257,4 @@ def _read_row(line: str, members: list[str]) -> RowRegime:
 
 _HEADERS = _build.CSRC / "kernels" / "softmax"
 LIMITS = read_limits(*((_HEADERS / name).read_text() for name in ("limits.h", "plan.h")))
+MAX_K = read_max_k((_build.CSRC / "kernels" / "topk" / "limits.h").read_text())

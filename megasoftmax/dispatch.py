@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax import _extension
-from megasoftmax._extension import LIMITS, MIN_CAPABILITY
+from megasoftmax._extension import LIMITS, MAX_K, MIN_CAPABILITY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,14 +59,37 @@ def reasons_against_fused_columns(
     return tuple(reason for reason in _of_any_call(scores, scale, dtype) if reason is not None)
 
 
+def reasons_against_fused_topk(
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+) -> tuple[Reason, ...]:
+    """The same for the K largest probabilities of each row."""
+    found = (
+        *_of_any_call(logits, scale, dtype, "logits"),
+        _k(k),
+        *(
+            _leading_dimensions(logits, mask, bias, "logits")
+            if logits.dim() > 4 and logits.numel()
+            else ()
+        ),
+        _rows(logits),
+        _columns(logits, False),
+    )
+    return tuple(reason for reason in found if reason is not None) if any(found) else ()
+
+
 def _of_any_call(
-    scores: Tensor, scale: float, dtype: torch.dtype | None
+    scores: Tensor, scale: float, dtype: torch.dtype | None, name: str = "scores"
 ) -> tuple[Reason | None, ...]:
     return (
         _device(scores),
         _compiled_part(scores),
         _compute_capability(scores),
-        _dtype("dtype of scores", scores.dtype),
+        _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _dtype("dtype", dtype),
         _scale(scale),
     )
@@ -116,11 +139,15 @@ def _scale(scale: float) -> Reason | None:
     return Reason("scale", str(scale), "a normal float32, not 0")
 
 
+def _k(k: int) -> Reason | None:
+    return None if 1 <= k <= MAX_K else Reason("k", str(k), f"from 1 to {MAX_K}")
+
+
 def _leading_dimensions(
-    scores: Tensor, mask: Tensor | None, bias: Tensor | None
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None, name_of_scores: str = "scores"
 ) -> list[Reason | None]:
     """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
-    tensors = {"scores": scores, "mask": mask, "bias": bias}
+    tensors = {name_of_scores: scores, "mask": mask, "bias": bias}
     return [
         Reason(
             f"leading dimensions of {name}",

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import dispatch, ops, reference
+from megasoftmax import dispatch, ops, ops_topk, reference, reference_topk
 from megasoftmax.dispatch import Reason as Reason
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -132,11 +132,126 @@ def softmax(
     return (probabilities, lse) if return_lse else probabilities
 
 
+@overload
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    scale: float = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    renormalize: bool = ...,
+    dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    scale: float = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    renormalize: bool = ...,
+    dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> tuple[Tensor, ...]:
+    """The K largest probabilities of a softmax, without writing the others.
+
+        z = scale * logits + bias
+        p = exp(z - max z) / sum exp(z - max z),  its K largest entries along the last dimension
+
+    computed in float32 (float64 for float64 logits), whatever the types of the tensors. The same
+    rules hold on GPU and CPU, fused or not.
+
+    * What is selected is decided by the logits (by z where a bias is given), not by rounded
+      probabilities: larger first, and the lower index first among equals. NaN comes before +inf,
+      and -0 equals 0.
+    * An excluded entry ranks as -inf and has probability exactly 0 and gradient exactly 0, whatever
+      logits, bias and incoming gradient hold there. Where fewer than K entries are left, excluded
+      ones follow, by index.
+    * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where mask
+      or bias is given; a plain row of -inf has NaN. Its indices are 0 to K - 1.
+    * A NaN or +inf that is not excluded makes NaN of all probabilities that are not excluded.
+    * A probability of exactly 0 takes its entry out of the backward pass.
+
+    Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
+    Gradients use the returned probabilities where they are summed over K, and float32 ones
+    elsewhere. The same call gives the same bits on the same device, gradients included.
+
+    Args:
+        logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
+        k: from 0 to V; kernels serve 1 to 256.
+        scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
+        mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
+        bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
+            summed in float32 over what was broadcast.
+        renormalize: the probabilities sum to 1 over the K entries; the log-sum-exp is over all V
+            all the same.
+        dtype: of the probabilities; by default that of the logits.
+        return_lse: also return the log-sum-exp.
+        fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
+            False runs plain torch, which takes memory for rows of V.
+
+    Returns:
+        Probabilities [..., K], largest first, and their indices, int64 [..., K], both contiguous.
+        With return_lse also the natural log of the denominator over V, [...], float32 (float64 for
+        float64 logits).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
+            run fused; names the argument, what was expected and what came. Nothing was launched.
+
+    Source:
+        Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    """
+    _check_topk(logits, k, scale, mask, bias, renormalize, dtype, fused)
+    halves = reference_topk.HALVES
+    against = dispatch.reasons_against_fused_topk
+    if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
+        halves = ops_topk.HALVES
+        bias, _ = _as_kernels_take_it(logits, bias, None)
+    needs_gradient = torch.is_grad_enabled() and (
+        logits.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    probabilities, indices, statistics = reference_topk.call(
+        halves,
+        needs_gradient,
+        logits,
+        k,
+        scale,
+        mask,
+        bias,
+        renormalize,
+        logits.dtype if dtype is None else dtype,
+        False,
+    )
+    return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
+
+
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
-        function: `megasoftmax.softmax`, or a module of this package.
+        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, or a module of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
@@ -147,10 +262,13 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
     """
     if function is softmax:
         return _softmax_reasons(*args, **kwargs)
+    if function is softmax_topk:
+        return _topk_reasons(*args, **kwargs)
     if hasattr(function, "why_not_fused"):
         return function.why_not_fused(*args, **kwargs)
     raise TypeError(
-        f"function: expected megasoftmax.softmax or a module of megasoftmax, got {function!r}"
+        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk or a module of "
+        f"megasoftmax, got {function!r}"
     )
 
 
@@ -299,6 +417,19 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     return dispatch.reasons_against_fused_softmax(**given)
 
 
+_TOPK_SIGNATURE = inspect.signature(softmax_topk)
+
+
+def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
+    bound = _TOPK_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    del given["return_lse"]
+    _check_topk(**given)
+    del given["renormalize"], given["fused"]
+    return dispatch.reasons_against_fused_topk(**given)
+
+
 def _as_kernels_take_it(
     scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | float | None]:
@@ -325,24 +456,7 @@ def _check(
     dim: int,
     fused: bool | None,
 ) -> None:
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"scores: expected a tensor, got {_kind(scores)}")
-    if scores.dtype not in _DTYPES:
-        raise TypeError(f"scores: expected {_DTYPE_NAMES}, got {scores.dtype}")
-    if scores.dim() == 0:
-        raise ValueError("scores: expected at least 1 dimension, got a tensor without dimensions")
-    if not isinstance(scale, (float, int)):
-        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
-        _check_companion("mask", mask, scores)
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in _DTYPES:
-            raise TypeError(f"bias: expected a tensor of {_DTYPE_NAMES}, got {_kind(bias)}")
-        _check_companion("bias", bias, scores)
+    _check_scores("scores", scores, scale, mask, bias)
     if causal is not False:
         if causal is not True:
             raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
@@ -354,16 +468,66 @@ def _check(
         _check_sink(sink, scores)
     if not isinstance(dim, int) or dim != -1:
         _check_dim(dim, scores, causal, window, sink)
+    _check_choices(dtype, fused)
+
+
+def _check_topk(
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    dtype: torch.dtype | None,
+    fused: bool | None,
+) -> None:
+    _check_scores("logits", logits, scale, mask, bias)
+    columns = logits.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k: expected an integer from 0 to {columns}, got {_kind(k)}")
+    if not 0 <= k <= columns:
+        raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
+    _check_choices(dtype, fused)
+
+
+def _check_scores(
+    name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+) -> None:
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {_kind(scores)}")
+    if scores.dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected {_DTYPE_NAMES}, got {scores.dtype}")
+    if scores.dim() == 0:
+        raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
+    if not isinstance(scale, (float, int)):
+        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
+        _check_companion("mask", mask, name, scores)
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dtype not in _DTYPES:
+            raise TypeError(f"bias: expected a tensor of {_DTYPE_NAMES}, got {_kind(bias)}")
+        _check_companion("bias", bias, name, scores)
+
+
+def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
     if dtype is not None and dtype not in _DTYPES:
         raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
     if fused is not None and not isinstance(fused, bool):
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
-def _check_companion(name: str, tensor: Tensor, scores: Tensor) -> None:
+def _check_companion(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
     """Same device, and broadcastable to the scores."""
     if tensor.device != scores.device:
-        raise ValueError(f"{name}: expected device {scores.device}, as scores, got {tensor.device}")
+        raise ValueError(
+            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
+        )
     shape, target = tensor.shape, scores.shape
     if shape != target and not _broadcasts(shape, target):
         raise ValueError(

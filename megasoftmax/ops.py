@@ -43,7 +43,7 @@ _columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
 _columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
 
 
-def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
+def below_autograd(op: Callable[..., Any], *args: Any) -> Any:
     """The op without its autograd, which would cost a detour through Python."""
     if torch.compiler.is_compiling():
         return op(*args)
@@ -56,12 +56,12 @@ def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
 
 def softmax_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """The op without its autograd."""
-    return _below_autograd(_forward, *args)
+    return below_autograd(_forward, *args)
 
 
 def softmax_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The op without its autograd."""
-    return _below_autograd(_backward, *args)
+    return below_autograd(_backward, *args)
 
 
 HALVES = reference.Halves(softmax_forward, softmax_backward)
@@ -157,12 +157,12 @@ def _backward_by(op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Te
 
 def softmax_columns_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """The op without its autograd, for scores [..., outer, length, inner] of any strides."""
-    return _below_autograd(_forward_by, _columns_forward, *args)
+    return below_autograd(_forward_by, _columns_forward, *args)
 
 
 def softmax_columns_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The op without its autograd, for tensors of any strides."""
-    return _below_autograd(_backward_by, _columns_backward, *args)
+    return below_autograd(_backward_by, _columns_backward, *args)
 
 
 COLUMN_HALVES = reference.Halves(softmax_columns_forward, softmax_columns_backward, dim=-2)

@@ -515,13 +515,13 @@ def batch_forward(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
     """`forward` under vmap: batches become the first dimension of the scores."""
     given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
-    if dims.sink is not None or _has_no_room(given.scores, dims.scores):
-        return _one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
-    scores = _batch_first(given.scores, dims.scores, info.batch_size)
+    if dims.sink is not None or has_no_room(given.scores, dims.scores):
+        return one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
+    scores = batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
         scores=scores,
-        mask=_batch_aligned(given.mask, dims.mask, scores.dim()),
-        bias=_batch_aligned(given.bias, dims.bias, scores.dim()),
+        mask=batch_aligned(given.mask, dims.mask, scores.dim()),
+        bias=batch_aligned(given.bias, dims.bias, scores.dim()),
     )
     return forward(*batched), (0, 0 if given.return_lse else None)
 
@@ -534,18 +534,18 @@ def batch_backward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int | None, ...]]:
     """`backward` under vmap."""
     given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
-    if dims.sink is not None or _has_no_room(given.probabilities, dims.probabilities):
-        return _one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
-    probabilities = _batch_first(given.probabilities, dims.probabilities, info.batch_size)
+    if dims.sink is not None or has_no_room(given.probabilities, dims.probabilities):
+        return one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
+    probabilities = batch_first(given.probabilities, dims.probabilities, info.batch_size)
     bias = None
     if given.bias_gradient:  # one for each example, whether or not they share the bias
-        bias = _batch_first(given.bias, dims.bias, info.batch_size)
+        bias = batch_first(given.bias, dims.bias, info.batch_size)
     batched = given._replace(
-        gradient=_batch_first(given.gradient, dims.gradient, info.batch_size),
+        gradient=batch_first(given.gradient, dims.gradient, info.batch_size),
         probabilities=probabilities,
-        lse_gradient=_batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
-        lse=_batch_first(given.lse, dims.lse, info.batch_size),
-        bias=_batch_aligned(bias, 0, probabilities.dim()),
+        lse_gradient=batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
+        lse=batch_first(given.lse, dims.lse, info.batch_size),
+        bias=batch_aligned(bias, 0, probabilities.dim()),
     )
     d_scores, d_bias, d_rows = backward(*batched)
     if bias is not None:
@@ -554,12 +554,12 @@ def batch_backward(
     return (d_scores, d_bias, d_rows), tuple(0 if asked else None for asked in asked_for)
 
 
-def _has_no_room(tensor: Tensor, dim: int | None) -> bool:
+def has_no_room(tensor: Tensor, dim: int | None) -> bool:
     """Kernels see one dimension before the heads: an example that has it already goes alone."""
     return tensor.is_cuda and tensor.dim() - (dim is not None) > 3
 
 
-def _one_by_one(
+def one_by_one(
     function: Callable[..., Any], count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> Any:
     def example(i: int) -> list[Any]:
@@ -570,13 +570,13 @@ def _one_by_one(
     return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True))
 
 
-def _batch_first(tensor: Any, dim: int | None, count: int) -> Any:
+def batch_first(tensor: Any, dim: int | None, count: int) -> Any:
     if tensor is None:
         return None
     return tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _batch_aligned(tensor: Any, dim: int | None, rank: int) -> Any:
+def batch_aligned(tensor: Any, dim: int | None, rank: int) -> Any:
     """[batch, 1, ..., 1, *shape] of `rank` dimensions; as it is when not batched."""
     if tensor is None or dim is None:
         return tensor

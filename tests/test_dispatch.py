@@ -183,6 +183,95 @@ def test_gradient_of_a_bias_that_is_broadcast_over_keys(as_if_fused):
         assert names(scores, bias=bias) == []
 
 
+# Softmax + top-k
+
+
+def topk_names(*args, **kwargs):
+    found = why_not_fused(megasoftmax.softmax_topk, *args, **kwargs)
+    return [reason.constraint for reason in found]
+
+
+def test_all_reasons_of_topk_come_in_order(monkeypatch):
+    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    logits = torch.zeros(2, 2, 3, 4, 300, dtype=torch.float64).transpose(0, 1)
+    assert topk_names(logits, 257, scale=0.0, dtype=torch.float64) == [
+        "device",
+        "compiled part",
+        "dtype of logits",
+        "dtype",
+        "scale",
+        "k",
+        "leading dimensions of logits",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5), SHAPE, (2, *SHAPE), (0, 3, 4, 5)])
+def test_no_reason_against_topk(as_if_fused, dtype, shape):
+    logits = torch.zeros(shape, dtype=dtype)
+    bias = torch.zeros((), requires_grad=True)  # its gradient is summed outside of the kernels
+    assert topk_names(logits, 5, scale=-1, renormalize=True, return_lse=True) == []
+    assert topk_names(logits, 1, mask=logits.bool(), bias=bias, dtype=torch.float32) == []
+
+
+@pytest.mark.parametrize("k", [0, 1, _extension.MAX_K, _extension.MAX_K + 1])
+def test_k_of_kernels(as_if_fused, k):
+    found = why_not_fused(megasoftmax.softmax_topk, torch.zeros(2, 1000), k)
+    expected = (Reason("k", str(k), f"from 1 to {_extension.MAX_K}"),)
+    assert found == (() if 1 <= k <= _extension.MAX_K else expected)
+
+
+def test_k_is_limited_as_the_header_says():
+    header = (_build.CSRC / "kernels/topk/limits.h").read_text()
+    assert f"int kMaxK = {_extension.MAX_K};" in header
+    with pytest.raises(ValueError, match="no kMaxK"):
+        _extension.read_max_k(header.replace("kMaxK", "kMostK"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((2, MAX), []), ((2, MAX + 1), ["columns"]), ((MAX, 1), []), ((MAX + 1, 1), ["rows"])],
+)
+def test_sizes_for_topk(as_if_fused, shape, expected):
+    assert topk_names(torch.empty(shape, device="meta"), 1) == expected
+
+
+def test_leading_dimensions_for_topk(as_if_fused):
+    logits = torch.zeros(RANK_6)
+    assert topk_names(logits, 2, mask=torch.zeros(2, 1, 7, 1, 1, 5, dtype=torch.bool)) == []
+    assert topk_names(logits, 2, bias=torch.zeros(7, 1, 1, 5)) == ["leading dimensions of bias"]
+
+
+def test_fused_topk_lists_the_reasons(as_if_fused):
+    with pytest.raises(ValueError, match="fused: cannot be True here") as error:
+        megasoftmax.softmax_topk(torch.zeros(2, 300).double(), 300, fused=True)
+    assert "dtype of logits: expected float16, bfloat16 or float32" in str(error.value)
+    assert "k: expected from 1 to 256, got 300" in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("k", "arguments", "is_fused"),
+    [
+        (5, {}, True),
+        (256, {"renormalize": True}, True),
+        (257, {}, False),
+        (0, {}, False),
+        (5, {"scale": 0.0}, False),
+        (5, {"fused": False}, False),
+    ],
+    ids=str,
+)
+def test_gpu_runs_topk_fused(k, arguments, is_fused):
+    logits = torch.randn(3, 1000, device="cuda", requires_grad=True)
+    with torch.profiler.profile() as profile:
+        p, _ = megasoftmax.softmax_topk(logits, k, **arguments)
+        p.sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert ("megasoftmax::softmax_topk_forward" in names) == is_fused
+    assert ("megasoftmax::softmax_topk_backward" in names) == is_fused
+
+
 # What the public functions make of it
 
 

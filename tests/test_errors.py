@@ -229,6 +229,97 @@ def test_message_names_argument_expected_and_actual(case):
         megasoftmax.why_not_fused(megasoftmax.softmax, **arguments)
 
 
+# Of softmax_topk: what it shares with softmax is checked by the same code
+TOPK_CASES = {
+    "logits are a list": ({"logits": [[0.0]]}, TypeError, "logits", "a tensor", "list"),
+    "logits are integers": (
+        {"logits": torch.zeros(SHAPE, dtype=torch.int64)},
+        TypeError,
+        "logits",
+        "float16, bfloat16, float32 or float64",
+        "torch.int64",
+    ),
+    "logits without dimensions": (
+        {"logits": torch.tensor(1.0)},
+        ValueError,
+        "logits",
+        "at least 1 dimension",
+        "without dimensions",
+    ),
+    "k is a fraction": ({"k": 2.0}, TypeError, "k", "an integer from 0 to 5", "float"),
+    "k is a bool": ({"k": True}, TypeError, "k", "an integer from 0 to 5", "bool"),
+    "k is a tensor": ({"k": torch.tensor(2)}, TypeError, "k", "an integer", "torch.int64"),
+    "k is None": ({"k": None}, TypeError, "k", "an integer from 0 to 5", "NoneType"),
+    "k is negative": ({"k": -1}, ValueError, "k", "an integer from 0 to 5", "-1"),
+    "k above V": ({"k": 6}, ValueError, "k", "an integer from 0 to 5", "6"),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
+    "mask is additive": (
+        {"mask": floats(*SHAPE)},
+        TypeError,
+        "mask",
+        "a bool tensor, True = excluded",
+        "torch.float32",
+    ),
+    "mask of other columns": (
+        {"mask": bools(4, 6)},
+        ValueError,
+        "mask",
+        "(2, 3, 4, 5)",
+        "(4, 6)",
+    ),
+    "mask elsewhere": (
+        {"mask": torch.zeros(SHAPE, dtype=torch.bool, device="meta")},
+        ValueError,
+        "mask",
+        "device cpu, as logits",
+        "meta",
+    ),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
+    "bias of other rows": (
+        {"bias": floats(3, 5, 5)},
+        ValueError,
+        "bias",
+        "(2, 3, 4, 5)",
+        "(3, 5, 5)",
+    ),
+    "renormalize is a number": ({"renormalize": 1}, TypeError, "renormalize", "a bool", "int"),
+    "dtype of integers": (
+        {"dtype": torch.int8},
+        TypeError,
+        "dtype",
+        "float16, bfloat16, float32 or float64",
+        "torch.int8",
+    ),
+    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
+}
+
+
+@pytest.mark.parametrize("case", TOPK_CASES)
+def test_message_of_topk(case):
+    arguments, error, name, expected, actual = TOPK_CASES[case]
+    pattern = f"^{name}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
+    arguments = {"logits": floats(*SHAPE), "k": 2} | arguments
+    with pytest.raises(error, match=pattern):
+        megasoftmax.softmax_topk(**arguments)
+    with pytest.raises(error, match=pattern):
+        megasoftmax.why_not_fused(megasoftmax.softmax_topk, **arguments)
+
+
+def test_options_of_topk_are_named():
+    with pytest.raises(TypeError, match="positional"):
+        megasoftmax.softmax_topk(floats(*SHAPE), 2, 0.5)
+
+
+def test_bad_input_of_topk_launches_nothing(monkeypatch):
+    def forbidden(*arguments):
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(megasoftmax.functional.reference_topk, "call", forbidden)
+    for arguments, error, *_ in TOPK_CASES.values():
+        with pytest.raises(error):
+            megasoftmax.softmax_topk(**({"logits": floats(*SHAPE), "k": 2} | arguments))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("arguments", "name"),

@@ -28,15 +28,17 @@ MODULES = {
     "_extension": {"_build"},
     "explain": {"_extension"},
     "reference": set(),
+    "reference_topk": {"reference"},
     "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
+    "ops_topk": {"ops", "reference", "reference_topk"},
     "dispatch": {"_extension"},
-    "functional": {"dispatch", "ops", "reference"},
+    "functional": {"dispatch", "ops", "ops_topk", "reference", "reference_topk"},
     "modules": {"functional"},
     "integrations": {"megasoftmax", "modules"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.
-HOT = ("dispatch", "functional", "modules", "ops", "reference")
+HOT = ("dispatch", "functional", "modules", "ops", "ops_topk", "reference", "reference_topk")
 
 
 def _module(path: Path) -> str:
@@ -81,9 +83,14 @@ def test_package_does_not_import_what_surrounds_it(path):
     assert not first_names & {"benchmarks", "conftest", "examples", "tests"}
 
 
-def test_reference_imports_torch_only():
-    first_names = {name.split(".")[0] for name in _imports(ROOT / "megasoftmax" / "reference.py")}
-    assert first_names - sys.stdlib_module_names == {"torch"}
+@pytest.mark.parametrize("module", ["reference", "reference_topk"])
+def test_reference_imports_torch_only(module):
+    names = {
+        name
+        for name in _imports(ROOT / "megasoftmax" / f"{module}.py")
+        if name != "megasoftmax.reference"
+    }
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch"}
 
 
 @pytest.mark.parametrize("module", HOT)

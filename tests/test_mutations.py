@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import oracle
+import oracle_topk
 import pytest
 import torch
 from torch import Tensor
@@ -207,3 +208,208 @@ def test_oracle_agrees_with_autograd() -> None:
     found = oracle.gradients(forward, g, h, scale=case["scale"], bias=bias, sink=sink)
     for gradient, other in zip((found.scores, found.bias, found.sink), wanted, strict=True):
         torch.testing.assert_close(gradient.value, other)
+
+
+# Softmax + top-k
+
+
+def _topk_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, QUERIES, KEYS)
+    mask = torch.rand(BATCH, 1, KEYS, generator=generator) < 0.3
+    mask[1, 0, 4:] = True  # fewer than K are left
+    case = {
+        "logits": (3 * torch.randn(shape, generator=generator)).to(dtype),
+        "k": 6,
+        "scale": 80**-0.5,
+        "mask": mask,
+        "bias": torch.randn(1, QUERIES, KEYS, generator=generator).to(dtype).requires_grad_(),
+    }
+    return case | changes
+
+
+def _topk_of_raw_logits(**changes: Any) -> dict[str, Any]:
+    """Without a bias, which decides about the order; with equals."""
+    case = _topk_case(**changes)
+    return case | {"logits": (2 * case["logits"]).round() / 2, "bias": None, "mask": None}
+
+
+def _topk_of_negative_scale() -> dict[str, Any]:
+    return _topk_of_raw_logits(scale=-0.6)
+
+
+def _topk_renormalised() -> dict[str, Any]:
+    return _topk_case(renormalize=True)
+
+
+def _topk_with_nan() -> dict[str, Any]:
+    case = _topk_of_raw_logits()
+    case["logits"][0, 2, 7], case["logits"][0, 2, 3] = torch.nan, torch.inf
+    return case
+
+
+def _topk_close_together() -> dict[str, Any]:
+    case = _topk_of_raw_logits()
+    generator = torch.Generator().manual_seed(1)
+    return case | {"logits": torch.randn(BATCH, QUERIES, KEYS, generator=generator) * 1e-4}
+
+
+def _topk_without(name: str, value: Any = None) -> Callable[..., Any]:
+    def faulty(logits: Tensor, k: int, **arguments: Any) -> Any:
+        return megasoftmax.softmax_topk(logits, k, **(arguments | {name: value}))
+
+    return faulty
+
+
+def _reselected(order: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Takes the entries at `order(logits, p, k)` of the whole softmax p."""
+
+    def faulty(logits: Tensor, k: int, *, dtype: torch.dtype | None = None, **given: Any) -> Any:
+        p, lse = megasoftmax.softmax(
+            logits,
+            scale=given["scale"],
+            mask=given["mask"],
+            bias=given["bias"],
+            dtype=dtype,
+            return_lse=True,
+        )
+        indices = order(logits.detach(), p.detach(), k).contiguous()
+        return p.gather(-1, indices), indices, lse
+
+    return faulty
+
+
+def _by(values: Tensor, k: int, flipped: bool = False) -> Tensor:
+    values = values.flip(-1) if flipped else values
+    order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return values.shape[-1] - 1 - order if flipped else order
+
+
+def _rounded_probabilities(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    return _by(p.bfloat16().float(), k)
+
+
+def _last_of_equals(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    return _by(p, k, flipped=True)
+
+
+def _by_raw_logits(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    return _by(logits, k)
+
+
+def _nan_last(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    return _by(logits.nan_to_num(-torch.inf, posinf=torch.inf), k)
+
+
+def _unsorted(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    return _by(p, k).sort(-1).values
+
+
+def _one_too_low(logits: Tensor, p: Tensor, k: int) -> Tensor:
+    indices = _by(p, k + 1)
+    return torch.cat([indices[..., : k - 1], indices[..., k:]], -1)
+
+
+def _lse_over_k(logits: Tensor, k: int, **arguments: Any) -> Any:
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    return p, indices, lse + p.float().sum(-1).clamp_min(1e-3).log()
+
+
+def _without_sum_over_k(logits: Tensor, k: int, **arguments: Any) -> Any:
+    """Of the gradient of p = exp(z - lse) that through the log-sum-exp is lost."""
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    lost = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1) * p.detach()
+    return p + lost - lost.detach(), indices, lse
+
+
+def _detached_lse(logits: Tensor, k: int, **arguments: Any) -> Any:
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    return p, indices, lse.detach() + 0 * p.sum()
+
+
+def _topk_changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def faulty(logits: Tensor, k: int, **arguments: Any) -> Any:
+        return megasoftmax.softmax_topk(logits, k, **(arguments | {name: change(arguments[name])}))
+
+    return faulty
+
+
+def _topk_nearly_zero(logits: Tensor, k: int, **arguments: Any) -> Any:
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    excluded = arguments["mask"].expand(logits.shape).gather(-1, indices)
+    return p + excluded * 1e-30, indices, lse
+
+
+def _topk_gradient_at_excluded(logits: Tensor, k: int, **arguments: Any) -> Any:
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    touched = (logits * arguments["mask"]).sum(-1, keepdim=True) * 1e-30
+    return p + touched - touched.detach(), indices, lse
+
+
+def _narrow_indices(logits: Tensor, k: int, **arguments: Any) -> Any:
+    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
+    return p, indices.int(), lse
+
+
+TOPK_FAULTS = {
+    "drops the mask": (_topk_without("mask"), _topk_case),
+    "drops the bias": (_topk_without("bias"), _topk_case),
+    "drops the scale": (_topk_without("scale", 1.0), _topk_case),
+    "rounds the scale to bfloat16": (
+        _topk_changed("scale", lambda scale: torch.tensor(scale).bfloat16().item()),
+        _topk_case,
+    ),
+    "forgets to renormalise": (_topk_without("renormalize", False), _topk_renormalised),
+    "renormalises unasked": (_topk_without("renormalize", True), _topk_case),
+    "ranks rounded probabilities": (_reselected(_rounded_probabilities), _topk_close_together),
+    "takes the last of equals": (_reselected(_last_of_equals), _topk_of_raw_logits),
+    "ignores the sign of the scale": (_reselected(_by_raw_logits), _topk_of_negative_scale),
+    "ranks logits without their bias": (_reselected(_by_raw_logits), _topk_case),
+    "NaN comes last": (_reselected(_nan_last), _topk_with_nan),
+    "orders by index": (_reselected(_unsorted), _topk_of_raw_logits),
+    "takes K + 1 for K": (_reselected(_one_too_low), _topk_of_raw_logits),
+    "lse over K": (_lse_over_k, _topk_case),
+    "gradient without the sum over K": (_without_sum_over_k, _topk_case),
+    "no gradient of the lse": (_detached_lse, _topk_case),
+    "no gradient of the bias": (_topk_changed("bias", torch.Tensor.detach), _topk_case),
+    "gradient of the bias doubled": (
+        _topk_changed("bias", lambda bias: 2 * bias - bias.detach()),
+        _topk_case,
+    ),
+    "excluded entry nearly 0": (_topk_nearly_zero, _topk_case),
+    "gradient at an excluded entry": (_topk_gradient_at_excluded, _topk_case),
+    "indices of 32 bits": (_narrow_indices, _topk_case),
+}
+
+
+@pytest.mark.parametrize("fault", TOPK_FAULTS)
+def test_fault_of_topk_is_noticed(fault: str) -> None:
+    faulty, case = TOPK_FAULTS[fault]
+    oracle_topk.check(megasoftmax.softmax_topk, **case())
+    with pytest.raises(AssertionError):
+        oracle_topk.check(faulty, **case())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "drops the mask",
+        "renormalises unasked",
+        "ranks logits without their bias",
+        "gradient without the sum over K",
+        "no gradient of the lse",
+        "gradient of the bias doubled",
+    ],
+)
+def test_fault_of_topk_is_noticed_in_half_precision(fault: str, dtype: torch.dtype) -> None:
+    oracle_topk.check(megasoftmax.softmax_topk, **_topk_case(dtype))
+    with pytest.raises(AssertionError):
+        oracle_topk.check(TOPK_FAULTS[fault][0], **_topk_case(dtype))
+
+
+def test_a_right_reselection_passes() -> None:
+    """What makes the faults above fail is their order, not how they are made."""
+    right = _reselected(lambda logits, p, k: _by(logits, k))
+    oracle_topk.check(right, **_topk_of_raw_logits())
+    oracle_topk.check(right, **_topk_close_together())

@@ -1,0 +1,571 @@
+"""Softmax + top-k in plain torch: the specification, and the fallback of the ops of that name.
+
+    z = scale * logits + bias,  p = exp(z - max z) / sum exp(z - max z),  the K largest of p
+
+`softmax_topk_forward` and `softmax_topk_backward` have the signatures of the ops and are pure,
+without autograd. `SoftmaxTopkFunction` makes one differentiable function of any such pair.
+
+What is selected follows from comparisons alone. Without a bias raw logits are compared (negated
+for a negative scale), for products with the scale could round to the same number; with one, z as a
+fused multiply-add rounds it. That takes no arithmetic in which GPU and CPU could differ.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasoftmax import reference
+
+
+def softmax_topk_forward(
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    dtype: torch.dtype,
+    candidates: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The K largest probabilities of each row, and where they are.
+
+    Args:
+        logits: floating, [..., V]; any rank from 1 on.
+        k: from 0 to V.
+        scale: factor of the logits.
+        mask: bool, broadcastable to logits, True = excluded; or None.
+        bias: floating, broadcastable to logits, added to the scaled logits; or None.
+        renormalize: divide by the sum over the K entries instead of all V.
+        dtype: of the values; with `candidates` float32, or float64 for float64 logits.
+        candidates: return the K largest z in place of probabilities.
+
+    Returns:
+        Values [..., K] in `dtype`, indices int64 [..., K], statistics [3, ...], float32 (float64
+        for float64 logits); all contiguous.
+
+        Larger z first, lower index first among equals. NaN comes before +inf, -0 equals 0, and an
+        excluded entry is a z of -inf.
+
+        The statistics of a row, over all of V: a maximum m of z; log sum exp(z - m); and their
+        sum, the log-sum-exp. m is rounded where scale * logit is, and the second number is
+        relative to m as it is: so exp(z - m - log sum), with z unrounded, is exact for offsets of
+        any size. A row with a visible NaN or +inf has NaN for all three, and NaN for its
+        probabilities, but 0 where an excluded entry was selected. A row of -inf throughout has
+        -inf for all three, and probabilities 0 where mask or bias is given, else NaN.
+    """
+    compute = reference.accumulation_dtype(logits.dtype)
+    y, factor = _comparable(logits, scale, mask, bias)
+    indices = select(y, k)
+    selected = y.gather(-1, indices)
+    largest = y.amax(-1) if y.shape[-1] > 0 else y.new_full(y.shape[:-1], -torch.inf)
+    empty = largest == -torch.inf
+
+    total = torch.exp((y - largest.unsqueeze(-1)) * factor).sum(-1)
+    exact = largest.double() * _rounded(factor, compute, logits.device)
+    maximum = exact.to(compute)
+    log_total = total.double().log()
+    statistics = torch.stack([maximum, log_total + (exact - maximum), exact + log_total])
+    statistics = statistics.masked_fill(empty, -torch.inf)
+    statistics = statistics.masked_fill(largest.isnan() | (largest == torch.inf), torch.nan)
+
+    if candidates:
+        values = selected * factor
+    else:
+        values = torch.exp((selected - largest.unsqueeze(-1)) * factor)
+        values = values / (values.sum(-1) if renormalize else total).unsqueeze(-1)
+        if mask is not None or bias is not None:
+            values = values.masked_fill(empty.unsqueeze(-1), 0)
+        if mask is not None:
+            values = values.masked_fill(mask.expand(logits.shape).gather(-1, indices), 0)
+    return values.to(dtype).contiguous(), indices, statistics.to(compute)
+
+
+def softmax_topk_backward(
+    gradient: Tensor,
+    probabilities: Tensor,
+    indices: Tensor,
+    lse_gradient: Tensor | None,
+    logits: Tensor,
+    statistics: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    factor: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of z, times a factor, from those of probabilities g and log-sum-exp h.
+
+    With P the K probabilities, i their indices and p_j = exp(z_j - max - log sum) those of all V:
+
+        dz_j = p_j (h - sum(g P)) + sum over k with j = i_k of g_k p_j
+
+    and, renormalised:
+
+        dz_j = p_j h              + sum over k with j = i_k of P_k (g_k - sum(g P))
+
+    Where P_k is exactly 0, g_k counts as 0, whatever it is; where p_j is, dz_j is exactly 0. p is
+    computed from the logits, in float32; P is taken as it was returned, in its own type.
+
+    Args:
+        gradient: of the probabilities, with their shape and dtype, any strides.
+        probabilities, indices: what `softmax_topk_forward` returned. An index outside [0, V), which
+            another shard of the vocabulary holds, takes part in sum(g P) alone.
+        lse_gradient: of the log-sum-exp, statistics[2], in its type; or None.
+        logits, scale, mask, bias, renormalize: as in `softmax_topk_forward`.
+        statistics: what it returned. Only its first two numbers matter.
+        factor: `scale` for the gradient of the logits, 1 for that of the bias.
+        dtype: of the result.
+
+    Returns:
+        [..., V], contiguous.
+    """
+    compute = reference.accumulation_dtype(logits.dtype)
+    g, q = _weighted(gradient, probabilities, compute)
+    d = (g * q).sum(-1, keepdim=True)
+    h = None if lse_gradient is None else lse_gradient.unsqueeze(-1)
+    columns = logits.shape[-1]
+    if renormalize:
+        dz = _scatter(torch.where(q == 0, 0, q * (g - d)), indices, columns)
+        if h is not None:
+            p = _probabilities(logits, statistics, scale, mask, bias)
+            dz = dz + torch.where(p == 0, 0, p * h)
+    else:
+        p = _probabilities(logits, statistics, scale, mask, bias)
+        dz = _scatter(g, indices, columns) + ((0 if h is None else h) - d)
+        dz = torch.where(p == 0, 0, p * dz)
+    return (dz * factor).to(dtype).contiguous()
+
+
+class DoubleGradients(NamedTuple):
+    """The gradients of tensors that `softmax_topk_backward` takes; that of lse is a row's."""
+
+    gradient: Tensor
+    probabilities: Tensor
+    lse_gradient: Tensor | None
+    lse: Tensor
+    z: Tensor
+
+
+def softmax_topk_double_backward(
+    cotangent: Tensor,
+    gradient: Tensor,
+    probabilities: Tensor,
+    indices: Tensor,
+    lse_gradient: Tensor | None,
+    logits: Tensor,
+    statistics: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    factor: float,
+) -> DoubleGradients:
+    """Gradients of `softmax_topk_backward`, itself differentiable as often as wanted.
+
+    With v the cotangent of dz, D = sum(g P), and e = sum(v p) over V:
+
+        dg_k = p v - P_k e at i_k,  dP_k = -g_k e,  dh = e,  dz_j = v_j dz_j,  dlse = -sum(v dz)
+
+    and, renormalised, with f = sum over k of v P at i_k:
+
+        dg_k = P_k (v - f) at i_k,  dP_k = v (g_k - D) - g_k f,  dh = e,  dz_j = v_j p_j h
+
+    Args:
+        cotangent: of what `softmax_topk_backward` returned; the others are what it was given.
+
+    Returns:
+        Gradients in the accumulation type, in which z is that of scale * logits + bias.
+    """
+    compute = reference.accumulation_dtype(logits.dtype)
+    g, q = _weighted(gradient, probabilities, compute)
+    d = (g * q).sum(-1, keepdim=True)
+    h = 0 if lse_gradient is None else lse_gradient.unsqueeze(-1)
+    columns = logits.shape[-1]
+    p = _probabilities(logits, statistics, scale, mask, bias)
+    v = cotangent.to(compute) * factor
+    if not renormalize:
+        v = torch.where(p == 0, 0, v)
+    e = (torch.where(p == 0, 0, v) * p).sum(-1, keepdim=True)
+    if renormalize:
+        at = torch.where(q == 0, 0, _gather(v, indices))
+        f = (at * q).sum(-1, keepdim=True)
+        d_gradient = q * (at - f)
+        d_probabilities = at * (g - d) - g * f
+        d_z = torch.where(p == 0, 0, v * p * h)
+    else:
+        d_gradient = torch.where(q == 0, 0, _gather(v * p, indices) - q * e)
+        d_probabilities = -g * e
+        d_z = torch.where(p == 0, 0, v * p * (_scatter(g, indices, columns) + (h - d)))
+    d_probabilities = torch.where(q == 0, 0, d_probabilities)
+    d_lse_gradient = None if lse_gradient is None else e.squeeze(-1)
+    return DoubleGradients(d_gradient, d_probabilities, d_lse_gradient, -d_z.sum(-1), d_z)
+
+
+def select(values: Tensor, k: int) -> Tensor:
+    """Indices int64 [..., k] of the K largest along the last dimension, float32 or float64.
+
+    Larger first, lower index first among equals; NaN before +inf, and -0 equal to 0.
+    """
+    values = torch.where(values.isnan(), torch.nan, values)  # of one sign
+    values = torch.where(values == 0, 0.0, values)
+    if values.dtype == torch.float64:
+        return values.sort(stable=True, dim=-1, descending=True).indices[..., :k].contiguous()
+    # Keys without equals: the bits, as integers that are ordered like the numbers, then the column.
+    bits = values.view(torch.int32)
+    high = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    columns = values.shape[-1]
+    return (high + torch.arange(columns - 1, -1, -1, device=values.device)).topk(k).indices
+
+
+def _rounded(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as `dtype` has it, in float64: its product with a float32 is exact there."""
+    return torch.full((), number, dtype=dtype, device=device).double()
+
+
+def _comparable(
+    logits: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, float]:
+    """y [..., V], ordered as z is, and a factor from 0 on: z = factor * y."""
+    compute = reference.accumulation_dtype(logits.dtype)
+    factor = 1.0
+    if bias is not None:
+        # One rounding, as in a fused multiply-add: float64 holds the product.
+        y = (logits.double() * _rounded(scale, compute, logits.device) + bias).to(compute)
+    elif scale == 0:
+        y = logits.to(compute) * scale
+    else:
+        y = logits.to(compute)
+        y, factor = (y, scale) if scale > 0 else (-y, -scale)
+    return y if mask is None else y.masked_fill(mask, -torch.inf), factor
+
+
+def _probabilities(
+    logits: Tensor, statistics: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """exp(z - max - log sum), [..., V], in the accumulation type; differentiable."""
+    compute = reference.accumulation_dtype(logits.dtype)
+    z = logits.double() * _rounded(scale, compute, logits.device)
+    if bias is not None:
+        z = (z + bias).to(compute).double()
+    if mask is not None:
+        z = z.masked_fill(mask, -torch.inf)
+    if mask is not None or bias is not None:  # else the row is NaN
+        statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
+    maximum, log_sum, lse = statistics.double().unbind()
+    # Autograd knows the log-sum-exp alone.
+    lse = lse + (maximum + log_sum - lse).detach()
+    p = (z - lse.unsqueeze(-1)).to(compute).exp()
+    return p if mask is None else p.masked_fill(mask, 0)  # in a row that is NaN, too
+
+
+def _weighted(
+    gradient: Tensor, probabilities: Tensor, compute: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Both in the accumulation type, the gradient 0 where the probability is."""
+    q = probabilities.to(compute)
+    return torch.where(q == 0, 0, gradient.to(compute)), q
+
+
+def _scatter(values: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """[..., K] to [..., columns], 0 elsewhere; values with indices outside vanish."""
+    inside = (indices >= 0) & (indices < columns)
+    where = torch.where(inside, indices, columns)
+    zeros = values.new_zeros(*values.shape[:-1], columns + 1)
+    return zeros.scatter(-1, where, values)[..., :columns]
+
+
+def _gather(values: Tensor, indices: Tensor) -> Tensor:
+    """[..., columns] to [..., K], 0 for indices outside."""
+    columns = values.shape[-1]
+    inside = (indices >= 0) & (indices < columns)
+    padded = torch.nn.functional.pad(values, (0, 1))
+    return padded.gather(-1, torch.where(inside, indices, columns))
+
+
+# Autograd and vmap, for this pair of functions and for any other of the same signatures
+
+
+class Halves(NamedTuple):
+    """Functions with the signatures of `softmax_topk_forward` and `softmax_topk_backward`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., Tensor]
+
+
+class ForwardSlots(NamedTuple):
+    """Something for each argument of `softmax_topk_forward`: value, dimension or gradient."""
+
+    logits: Any = None
+    k: Any = None
+    scale: Any = None
+    mask: Any = None
+    bias: Any = None
+    renormalize: Any = None
+    dtype: Any = None
+    candidates: Any = None
+
+
+class BackwardSlots(NamedTuple):
+    """The same for `softmax_topk_backward`."""
+
+    gradient: Any = None
+    probabilities: Any = None
+    indices: Any = None
+    lse_gradient: Any = None
+    logits: Any = None
+    statistics: Any = None
+    scale: Any = None
+    mask: Any = None
+    bias: Any = None
+    renormalize: Any = None
+    factor: Any = None
+    dtype: Any = None
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
+    given = ForwardSlots(*inputs[:8])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
+    ctx.given = given._replace(logits=None, mask=None, bias=None)
+
+
+def gradients(
+    ctx: Any,
+    backward: Callable[..., Tensor],
+    gradient: Tensor | None,
+    statistics_gradient: Tensor | None,
+) -> ForwardSlots:
+    """The gradients of the arguments of `softmax_topk_forward`.
+
+    Of the statistics the log-sum-exp has one; the two that it consists of are constants.
+    """
+    given = ctx.given
+    if given.candidates:
+        raise NotImplementedError("candidates: expected False where a gradient is needed, got True")
+    values, indices, statistics, logits, mask, bias = ctx.saved_tensors
+    if gradient is None:
+        gradient = values.new_zeros(()).expand(values.shape)
+    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
+        gradient = gradient.contiguous()
+    lse_gradient = None if statistics_gradient is None else statistics_gradient[2]
+
+    def dz(factor: float, dtype: torch.dtype) -> Tensor:
+        return backward(
+            gradient,
+            values,
+            indices,
+            lse_gradient,
+            logits,
+            statistics,
+            given.scale,
+            mask,
+            bias,
+            given.renormalize,
+            factor,
+            dtype,
+        )
+
+    needs = ForwardSlots(*ctx.needs_input_grad[:8])
+    if not needs.bias:
+        return ForwardSlots(logits=dz(given.scale, logits.dtype) if needs.logits else None)
+    of_z = dz(1.0, statistics.dtype)
+    d_logits = (of_z * given.scale).to(logits.dtype) if needs.logits else None
+    return ForwardSlots(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
+
+
+def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """Keeps for `double_gradients` what it needs. `inputs` begin as `softmax_topk_backward`'s."""
+    given = BackwardSlots(*inputs[:12])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*given[:6], given.mask, given.bias)
+    ctx.given = given._replace(**dict.fromkeys([*given._fields[:6], "mask", "bias"]))
+
+
+def double_gradients(ctx: Any, cotangent: Tensor | None) -> BackwardSlots:
+    """The gradients of the arguments of `softmax_topk_backward`."""
+    if cotangent is None:
+        return BackwardSlots()
+    saved = ctx.saved_tensors
+    gradient, probabilities, indices, lse_gradient, logits, statistics, mask, bias = saved
+    given = ctx.given
+    found = softmax_topk_double_backward(
+        cotangent,
+        gradient,
+        probabilities,
+        indices,
+        lse_gradient,
+        logits,
+        statistics,
+        given.scale,
+        mask,
+        bias,
+        given.renormalize,
+        given.factor,
+    )
+    constant = torch.zeros_like(found.lse)
+    return BackwardSlots(
+        gradient=found.gradient.to(gradient.dtype),
+        probabilities=found.probabilities.to(probabilities.dtype),
+        lse_gradient=found.lse_gradient,
+        logits=(found.z * given.scale).to(logits.dtype),
+        statistics=torch.stack([constant, constant, found.lse]).to(statistics.dtype),
+        bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    info: Any,
+    in_dims: tuple[Any, ...],
+    *args: Any,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
+    """`forward` under vmap: batches become the first dimension of the logits."""
+    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
+    if reference.has_no_room(given.logits, dims.logits):
+        return reference.one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
+    logits = reference.batch_first(given.logits, dims.logits, info.batch_size)
+    batched = given._replace(
+        logits=logits,
+        mask=reference.batch_aligned(given.mask, dims.mask, logits.dim()),
+        bias=reference.batch_aligned(given.bias, dims.bias, logits.dim()),
+    )
+    return forward(*batched), (0, 0, 1)
+
+
+def batch_backward(
+    backward: Callable[..., Tensor], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[Tensor, int]:
+    """`backward` under vmap."""
+    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
+    if reference.has_no_room(given.logits, dims.logits):
+
+        def example(*inputs: Any) -> tuple[Tensor]:
+            return (backward(*inputs),)
+
+        return reference.one_by_one(example, info.batch_size, in_dims, args)[0], 0
+    first = {
+        name: reference.batch_first(getattr(given, name), getattr(dims, name), info.batch_size)
+        for name in given._fields[:6]
+    }
+    rank = first["logits"].dim()
+    batched = given._replace(
+        **first | {"statistics": first["statistics"].movedim(0, 1)},
+        mask=reference.batch_aligned(given.mask, dims.mask, rank),
+        bias=reference.batch_aligned(given.bias, dims.bias, rank),
+    )
+    return backward(*batched), 0
+
+
+class SoftmaxTopkFunction(torch.autograd.Function):
+    """`apply(*arguments of softmax_topk_forward, halves)`."""
+
+    @staticmethod
+    def forward(  # torch.compile counts the parameters
+        logits: Tensor,
+        k: int,
+        scale: float,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        renormalize: bool,
+        dtype: torch.dtype,
+        candidates: bool,
+        halves: Halves,
+    ) -> Any:
+        return halves.forward(logits, k, scale, mask, bias, renormalize, dtype, candidates)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.halves = inputs[-1]
+        save_for_gradients(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        def differentiable(*args: Any) -> Any:
+            return SoftmaxTopkBackwardFunction.apply(*args, ctx.halves)
+
+        gradient, _, statistics_gradient = grads
+        backward = differentiable if torch.is_grad_enabled() else ctx.halves.backward
+        return *gradients(ctx, backward, gradient, statistics_gradient), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def forward(*inputs: Any) -> Any:
+            return SoftmaxTopkFunction.apply(*inputs, args[-1])
+
+        return batch_forward(forward, info, in_dims[:-1], *args[:-1])
+
+
+class SoftmaxTopkBackwardFunction(torch.autograd.Function):
+    """`apply(*arguments of softmax_topk_backward, halves)`."""
+
+    @staticmethod
+    def forward(
+        gradient: Tensor,
+        probabilities: Tensor,
+        indices: Tensor,
+        lse_gradient: Tensor | None,
+        logits: Tensor,
+        statistics: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        renormalize: bool,
+        factor: float,
+        dtype: torch.dtype,
+        halves: Halves,
+    ) -> Any:
+        return halves.backward(
+            gradient,
+            probabilities,
+            indices,
+            lse_gradient,
+            logits,
+            statistics,
+            scale,
+            mask,
+            bias,
+            renormalize,
+            factor,
+            dtype,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save_for_double_gradients(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *double_gradients(ctx, *grads), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def backward(*inputs: Any) -> Any:
+            return SoftmaxTopkBackwardFunction.apply(*inputs, args[-1])
+
+        return batch_backward(backward, info, in_dims[:-1], *args[:-1])
+
+
+# Function.apply without the binding of the signature, which takes longer than all the rest.
+_apply_eagerly = super(torch.autograd.Function, SoftmaxTopkFunction).apply
+
+
+def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
+
+    Args:
+        halves: who computes.
+        needs_gradient: whether autograd records and one of the arguments requires a gradient.
+        args: those of `softmax_topk_forward`.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return SoftmaxTopkFunction.apply(*args, halves)
+    if needs_gradient:
+        return _apply_eagerly(*args, halves)
+    return halves.forward(*args)
+
+
+HALVES = Halves(softmax_topk_forward, softmax_topk_backward)

@@ -1,0 +1,573 @@
+"""softmax_topk: autograd, torch.compile, export, vmap, checkpoints, streams and CUDA graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import megasoftmax
+from megasoftmax import _extension, dispatch, ops_topk, reference_topk
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BATCH, ROWS, COLUMNS, K = 2, 3, 7, 3
+SHAPE = (BATCH, ROWS, COLUMNS)
+
+topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
+topk_backward = torch.ops.megasoftmax.softmax_topk_backward.default
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    torch.manual_seed(0)
+    if request.param == "cuda":
+        assert _extension.load().available
+    return request.param
+
+
+@pytest.fixture(params=["reference", "fused"])
+def topk(request, monkeypatch):
+    """The public function, in plain torch and through the ops: on CPU tensors too."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    if request.param == "fused":
+        compiled_part = dispatch._compiled_part
+        monkeypatch.setattr(dispatch, "_device", lambda scores: None)
+        monkeypatch.setattr(
+            dispatch, "_compiled_part", lambda s: compiled_part(s) if s.is_cuda else None
+        )
+
+    def call(logits, k=K, **arguments):
+        return megasoftmax.softmax_topk(logits, k, **arguments, fused=request.param == "fused")
+
+    return call
+
+
+def make_inputs(device="cpu", dtype=torch.float32):
+    """Logits and bias, which require gradients, and a mask with a row that is full."""
+    logits = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
+    bias = torch.randn(ROWS, 1, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.rand(BATCH, 1, COLUMNS, device=device) < 0.4
+    mask[0] = True
+    return logits, bias, mask
+
+
+def full_call(topk, mask, renormalize=False):
+    """softmax_topk with everything, as a function of logits and bias."""
+
+    def function(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return topk(
+            logits, K, scale=-0.7, mask=mask, bias=bias, renormalize=renormalize, return_lse=True
+        )
+
+    return function
+
+
+WEIGHTS = torch.randn(BATCH, ROWS, K, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    p, _, lse = outputs
+    loss = (p.float() * WEIGHTS.to(p.device)).sum()
+    return loss + lse.masked_fill(lse == -torch.inf, 0).square().sum()
+
+
+def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+    p, indices, lse = function(*inputs)
+    gradients = torch.autograd.grad(loss_of((p, indices, lse)), inputs)
+    return p.detach(), indices, lse.detach(), *gradients
+
+
+# The ops themselves
+
+CASES = {
+    "plain": {},
+    "scaled": {"scale": -0.3},
+    "mask": {"mask": SHAPE},
+    "bias": {"bias": SHAPE},
+    "broadcast bias": {"bias": (COLUMNS,), "mask": (ROWS, 1)},
+    "bias per row": {"bias": (ROWS, 1), "scale": 2.0},
+    "renormalised": {"renormalize": True, "mask": (COLUMNS,)},
+    "renormalised, bias": {"renormalize": True, "bias": (BATCH, 1, 1)},
+    "k 0": {"k": 0, "bias": ()},
+    "k 1": {"k": 1},
+    "all": {"k": COLUMNS},
+    "all, renormalised": {"k": COLUMNS, "renormalize": True},
+}
+
+
+def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
+    bias = case.get("bias")
+    if bias is not None:
+        bias = torch.randn(bias, device=device, dtype=dtype, requires_grad=True)
+    return (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True),
+        case.get("k", K),
+        case.get("scale", 1.0),
+        torch.rand(case["mask"], device=device) < 0.3 if "mask" in case else None,
+        bias,
+        case.get("renormalize", False),
+        case.get("out", dtype),
+        False,
+    )
+
+
+def backward_arguments(device, dtype=torch.float32, lse=True, **case):
+    logits, k, scale, mask, bias, renormalize, out, _ = forward_arguments(device, dtype, **case)
+    gradient = torch.randn(*SHAPE[:-1], k, device=device, dtype=out, requires_grad=True)
+    p, indices, statistics = topk_forward(
+        logits.detach(), k, scale, mask, bias, renormalize, out, False
+    )
+    lse_gradient = torch.randn(SHAPE[:-1], device=device, dtype=dtype, requires_grad=True)
+    return (
+        gradient,
+        p.detach().requires_grad_(),
+        indices,
+        lse_gradient if lse else None,
+        logits,
+        statistics.detach().requires_grad_(),
+        scale,
+        mask,
+        bias,
+        renormalize,
+        0.5,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_of_forward(case, device):
+    torch.library.opcheck(topk_forward, forward_arguments(device, **CASES[case]))
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 1, 3, 4, 5), (3, 5)])
+@pytest.mark.parametrize("out", [torch.float16, torch.float32])
+def test_opcheck_of_other_ranks_and_types(shape, out, device):
+    torch.library.opcheck(topk_forward, forward_arguments(device, shape=shape, out=out))
+
+
+def test_opcheck_of_candidates(device):
+    logits, *rest, _ = forward_arguments(device, mask=SHAPE)
+    torch.library.opcheck(topk_forward, (logits.detach(), *rest, True))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_of_backward(case, lse, device):
+    arguments = backward_arguments(device, lse=lse, **CASES[case])
+    torch.library.opcheck(topk_backward, arguments)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_forward(case):
+    """Of the statistics the log-sum-exp alone has a gradient."""
+    torch.manual_seed(0)
+    logits, k, scale, mask, bias, *rest = forward_arguments("cpu", torch.float64, **CASES[case])
+
+    def function(logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        p, _, statistics = topk_forward(logits, k, scale, mask, bias, *rest)
+        return p, statistics[2].masked_fill(statistics[2] == -torch.inf, 0)
+
+    inputs = (logits,) if bias is None else (logits, bias)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_third_derivatives(renormalize):
+    torch.manual_seed(0)
+    logits, k, scale, mask, bias, *rest = forward_arguments(
+        "cpu", torch.float64, shape=(2, 5), bias=(2, 1), mask=(5,), renormalize=renormalize
+    )
+
+    def gradient(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        p, _, statistics = topk_forward(logits, k, scale, mask, bias, *rest)
+        loss = (p * p * p).sum() + statistics[2].square().sum()
+        return torch.autograd.grad(loss, (logits, bias), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradient, (logits, bias))
+
+
+def test_candidates_have_no_gradient():
+    logits, *rest, _ = forward_arguments("cpu")
+    values, *_ = topk_forward(logits, *rest, True)
+    with pytest.raises(NotImplementedError, match=r"^candidates: expected False .* got True"):
+        values.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case != "k 0"])
+def test_ops_agree_between_cpu_and_gpu(case):
+    assert _extension.load().available
+    torch.manual_seed(0)
+    on_cpu = forward_arguments("cpu", **CASES[case])
+    on_gpu = [
+        each.detach().cuda().requires_grad_(each.requires_grad)
+        if isinstance(each, Tensor)
+        else each
+        for each in on_cpu
+    ]
+    results = []
+    for arguments in (on_cpu, on_gpu):
+        p, indices, statistics = topk_forward(*arguments)
+        loss = (p.float() * torch.linspace(-1, 1, p.shape[-1], device=p.device)).sum()
+        inputs = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        found = torch.autograd.grad(loss + statistics[2].sum(), inputs)
+        results.append((p, indices, statistics, *found))
+    for cpu, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
+
+
+# The public function
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradients_in_float64(renormalize):
+    """The fused path takes no float64; its op is checked above."""
+    torch.manual_seed(0)
+    *inputs, mask = make_inputs(dtype=torch.float64)
+    mask[0] = False  # a log-sum-exp of -inf has no numerical derivative
+
+    def function(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        p, _, lse = full_call(megasoftmax.softmax_topk, mask, renormalize)(*inputs)
+        return p, lse
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_double_backward(topk, device, renormalize):
+    """Against the second derivatives that torch's own softmax gives."""
+    logits, _, mask = make_inputs(device)
+    mask[..., 0], mask[0] = False, False
+    p, indices = topk(logits, scale=0.5, mask=mask, renormalize=renormalize)
+    z = (logits * 0.5).masked_fill(mask, -torch.inf)
+    if renormalize:
+        expected = z.gather(-1, indices).softmax(-1)
+    else:
+        expected = z.softmax(-1).gather(-1, indices)
+    found = []
+    for probabilities in (p, expected):
+        (first,) = torch.autograd.grad(probabilities.square().sum(), logits, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), logits)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("changed", ["probabilities", "logits", "bias"])
+def test_in_place_change_is_noticed(topk, changed):
+    logits, bias, _ = make_inputs()
+    probabilities, _ = topk(logits, bias=bias)
+    with torch.no_grad():
+        {"probabilities": probabilities, "logits": logits, "bias": bias}[changed].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        probabilities.sum().backward()
+
+
+def test_nothing_is_recorded_without_need(topk):
+    logits, bias, mask = make_inputs()
+    with torch.no_grad():
+        p, _, lse = full_call(topk, mask)(logits, bias)
+    assert not p.requires_grad
+    assert not lse.requires_grad
+    assert not topk(logits.detach(), bias=bias.detach())[0].requires_grad
+    p, indices = topk(logits.detach(), bias=bias)
+    assert p.requires_grad
+    assert not indices.requires_grad
+
+
+def test_gradient_of_bias_alone(topk):
+    logits, bias, mask = make_inputs()
+    (wanted,) = torch.autograd.grad(loss_of(full_call(topk, mask)(logits, bias)), bias)
+    (found,) = torch.autograd.grad(loss_of(full_call(topk, mask)(logits.detach(), bias)), bias)
+    assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16, torch.float64])
+def test_mixed_types(topk, device, bias_dtype):
+    logits, bias, mask = make_inputs(device)
+    logits = logits.detach().bfloat16().requires_grad_()
+    bias = bias.detach().to(bias_dtype).requires_grad_()
+    actual = gradients_of(full_call(topk, mask), logits, bias)
+    exact = [each.detach().double().requires_grad_() for each in (logits, bias)]
+    expected = gradients_of(full_call(megasoftmax.softmax_topk, mask), *exact)
+    for found, each, wanted in zip(actual[3:], (logits, bias), expected[3:], strict=True):
+        assert found.dtype == each.dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)
+
+
+# Compilation and export
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(topk, device, dynamic, renormalize):
+    *inputs, mask = make_inputs(device)
+    function = full_call(topk, mask, renormalize)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    expected = gradients_of(function, *inputs)
+    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_compiled_once_for_all_lengths(topk, device):
+    backend = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def function(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return topk(logits, 4, scale=0.5, mask=mask, bias=bias)
+
+    compilations = set()
+    for batch, rows, columns in ((2, 5, 7), (3, 6, 9), (4, 9, 12)):
+        logits = torch.randn(batch, rows, columns, device=device, requires_grad=True)
+        bias = torch.randn(1, rows, columns, device=device, requires_grad=True)
+        mask = torch.rand(batch, 1, columns, device=device) < 0.4
+        actual = function(logits, mask, bias)
+        expected = topk(logits, 4, scale=0.5, mask=mask, bias=bias)
+        torch.testing.assert_close(actual, expected)
+        found = (
+            torch.autograd.grad(p.square().sum(), (logits, bias)) for p, _ in (actual, expected)
+        )
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+        compilations.add(backend.frame_count)
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(topk, device, strict):
+    class Router(torch.nn.Module):
+        def forward(self, logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            return topk(logits, mask=mask, renormalize=True)
+
+    logits, _, mask = make_inputs(device)
+    logits = logits.detach()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        Router(), (logits, mask), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
+    )
+    more, more_mask = torch.cat([logits, logits + 1, logits]), torch.cat([mask, mask, mask])
+    torch.testing.assert_close(program.module()(more, more_mask), Router()(more, more_mask))
+
+
+def test_export_contains_the_op(monkeypatch):
+    monkeypatch.setattr(dispatch, "reasons_against_fused_topk", lambda *arguments: ())
+
+    class Router(torch.nn.Module):
+        def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+            return megasoftmax.softmax_topk(logits, K, fused=True)
+
+    program = torch.export.export(Router(), (torch.randn(SHAPE),))
+    assert topk_forward in [node.target for node in program.graph.nodes]
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("batched", ["logits", "mask", "bias", "all"])
+def test_vmap(topk, device, batched):
+    examples = 3
+    names = ("logits", "mask", "bias")
+    shapes = {"logits": (2, ROWS, COLUMNS), "mask": (ROWS, COLUMNS), "bias": (1, COLUMNS)}
+    dims = {name: 0 if batched in (name, "all") else None for name in names}
+    if batched in ("logits", "all"):
+        dims["logits"] = 2
+    inputs = []
+    for name in names:
+        shape = list(shapes[name])
+        if dims[name] is not None:
+            shape.insert(dims[name], examples)
+        values = torch.randn(shape, device=device)
+        inputs.append(values < -0.3 if name == "mask" else values)
+
+    def function(logits: Tensor, mask: Tensor, bias: Tensor) -> Any:
+        return topk(logits, scale=0.5, mask=mask, bias=bias, return_lse=True)
+
+    def each(i: int) -> Any:
+        return function(
+            *(
+                value if dims[name] is None else value.select(dims[name], i)
+                for name, value in zip(names, inputs, strict=True)
+            )
+        )
+
+    actual = torch.vmap(function, in_dims=tuple(dims.values()))(*inputs)
+    for found, *expected in zip(actual, *map(each, range(examples)), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_vmap_of_the_plain_ops(device):
+    arguments = forward_arguments(device)
+    logits, rest = arguments[0].detach(), arguments[1:]
+    found = torch.vmap(lambda x: topk_forward(x, *rest))(logits)
+    expected = [topk_forward(x, *rest) for x in logits]
+    for actual, *wanted in zip(found, *expected, strict=True):
+        torch.testing.assert_close(actual, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("batched", ["logits", "bias", "all"])
+def test_gradients_per_example(topk, device, batched, renormalize):
+    """vmap of grad: the bias gets a gradient for each example, shared or not."""
+    logits = torch.randn(4, 2, ROWS, COLUMNS, device=device)
+    bias = torch.randn(ROWS, 4, COLUMNS, device=device)
+    dims = {"logits": (0, None), "bias": (None, 1), "all": (0, 1)}[batched]
+    if dims[0] is None:
+        logits = logits[0]
+    if dims[1] is None:
+        bias = bias[:, 0]
+
+    def loss(logits: Tensor, bias: Tensor) -> Tensor:
+        p, _, lse = topk(logits, bias=bias, renormalize=renormalize, return_lse=True)
+        return p.square().sum() + lse.sin().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1))
+    actual = torch.vmap(gradient, in_dims=dims)(logits, bias)
+    for i in range(4):
+        leaves = [
+            (value if dim is None else value.select(dim, i)).detach().clone().requires_grad_()
+            for value, dim in zip((logits, bias), dims, strict=True)
+        ]
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        for found, wanted in zip(actual, expected, strict=True):
+            torch.testing.assert_close(found[i], wanted)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_second_derivatives_by_transforms(topk, device, renormalize):
+    row = torch.randn(COLUMNS, device=device)
+    indices = row.topk(K).indices
+
+    def dense(x: Tensor) -> Tensor:
+        return x[indices].softmax(-1) if renormalize else x.softmax(-1)[indices]
+
+    def loss(x: Tensor) -> Tensor:
+        return topk(x, renormalize=renormalize)[0].square().sum()
+
+    second = torch.func.jacrev(torch.func.jacrev(loss))(row)
+    expected = torch.autograd.functional.hessian(lambda x: dense(x).square().sum(), row)
+    torch.testing.assert_close(second, expected)
+
+
+def test_forward_mode_is_refused(topk):
+    logits = torch.randn(3, COLUMNS)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: topk(x)[0], (logits,), (logits,))
+
+
+# Training
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(topk, device, reentrant):
+    *inputs, mask = make_inputs(device)
+    function = full_call(topk, mask)
+
+    def again(*tensors: Tensor) -> Any:
+        return checkpoint(function, *tensors, use_reentrant=reentrant)
+
+    found = []
+    for each in (again, function):
+        for tensor in inputs:
+            tensor.grad = None
+        loss_of(each(*inputs)).backward()  # reentrant checkpoints refuse autograd.grad
+        found.append([tensor.grad for tensor in inputs])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(topk, device, cast):
+    *inputs, mask = make_inputs(device)
+    expected = gradients_of(full_call(topk, mask), *inputs)
+    with torch.autocast(device, dtype=cast):
+        actual = gradients_of(full_call(topk, mask), *inputs)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.equal(wanted)
+
+
+# CUDA
+
+
+@pytest.mark.gpu
+def test_side_stream():
+    """The input is ready late on the side stream: work on another stream would come too early."""
+    logits = torch.zeros(64, 4096, device="cuda")
+    expected = torch.randn(64, 4096, device="cuda")
+    megasoftmax.softmax_topk(logits, 8, fused=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        logits.copy_(expected)
+        p, indices = megasoftmax.softmax_topk(logits, 8, fused=True)
+    stream.synchronize()
+    torch.testing.assert_close(p, expected.softmax(-1).gather(-1, indices))
+    assert torch.equal(indices, expected.sort(-1, descending=True).indices[:, :8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 400])
+def test_cuda_graph(rows):
+    logits = torch.randn(rows, 40000, device="cuda", requires_grad=True)
+
+    def step() -> tuple[Tensor, ...]:
+        p, indices, lse = megasoftmax.softmax_topk(logits, 20, return_lse=True, fused=True)
+        return p, indices, lse, *torch.autograd.grad(p.square().sum() + lse.sum(), logits)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):  # what a launch leaves behind must suit the next
+        with torch.no_grad():
+            logits.copy_(torch.randn_like(logits))
+        graph.replay()
+        for found, wanted in zip(captured, step(), strict=True):
+            assert found.equal(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_never_synchronises(fused):
+    *inputs, mask = make_inputs("cuda")
+    function = full_call(lambda *a, **k: megasoftmax.softmax_topk(*a, **k, fused=fused), mask)
+    function(*inputs)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        p, _, lse = function(*inputs)
+        torch.autograd.grad((p, lse), inputs, (p, lse))
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_other_device_is_current():
+    *inputs, mask = make_inputs("cuda:1")
+    function = full_call(megasoftmax.softmax_topk, mask)
+    actual = gradients_of(function, *inputs)
+    with torch.cuda.device(1):
+        expected = gradients_of(function, *inputs)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.device == torch.device("cuda:1")
+        assert found.equal(wanted)
+
+
+def test_halves_of_the_fused_path_are_the_ops():
+    arguments = forward_arguments("cpu", **CASES["broadcast bias"])
+    with torch.no_grad():
+        for found, wanted in zip(
+            ops_topk.HALVES.forward(*arguments),
+            reference_topk.HALVES.forward(*arguments),
+            strict=True,
+        ):
+            assert found.equal(wanted)
