@@ -30,7 +30,7 @@ void set_logits(TopkParams& params, const Tensor& logits, double scale,
 }
 
 void check_k(int64_t k, int64_t columns) {
-  STD_TORCH_CHECK(k >= 1 && k <= kMaxK && k <= columns, "k must be from 1 to ", kMaxK,
+  STD_TORCH_CHECK(k >= 0 && k <= kMaxK && k <= columns, "k must be from 0 to ", kMaxK,
                   " and at most the number of logits of a row");
 }
 
@@ -73,7 +73,7 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   set_logits(params, logits, scale, mask, bias);
   STD_TORCH_CHECK(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
   const int64_t k = probabilities.size(probabilities.dim() - 1);
-  STD_TORCH_CHECK(k >= 1 && k <= kMaxK, "probabilities: k must be from 1 to ", kMaxK);
+  STD_TORCH_CHECK(k >= 0 && k <= kMaxK, "probabilities: k must be from 0 to ", kMaxK);
   const int64_t rows = params.shape.rows();
   const auto contiguous = [&](const Tensor& tensor, int64_t count, ScalarType type,
                               const char* argument) {

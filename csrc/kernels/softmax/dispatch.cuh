@@ -21,8 +21,8 @@ cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndi
 }
 
 // Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
-template <int kCount, class Body>
-cudaError_t with_regime(const RowRegime (&)[kCount], int index, Body&& body) {
+template <class Regime, int kCount, class Body>
+cudaError_t with_regime(const Regime (&)[kCount], int index, Body&& body) {
   return with_regime<kCount>(index, std::forward<Body>(body),
                              std::make_integer_sequence<int, kCount>{});
 }

@@ -7,7 +7,7 @@
 // term, then, behind a barrier, both terms where an index is theirs. Each logit is read once and
 // each gradient written once.
 
-#include "logit.cuh"
+#include "row.cuh"
 
 namespace megasoftmax {
 
@@ -83,30 +83,43 @@ __global__ void __launch_bounds__(
   const float of_all = params.renormalize ? h : h - sum;
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
 
+  const float weight = of_all * params.factor;
+  const bool is_finite = fabsf(weight) < INFINITY;
   with_dtype(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
     const RowWriter<Out, kElements> writer(params.logits_gradient, place.first_element, columns);
-    const auto gradient = [&](float z, int column) {
-      const float p = probability(z, column);
-      return p == 0.f ? 0.f : p * of_all * params.factor;
+    const auto write = [&](int column, float (&z)[kElements]) {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[j] = probability(z[j], column + j);
+      if (is_finite) {
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[j] *= weight;
+      } else {  // 0 stays 0
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[j] = z[j] == 0.f ? 0.f : z[j] * weight;
+      }
+      writer.store(column, z);
     };
 #pragma unroll 1
     for (int first = begin; first < bounds.end; first += kUnit) {
       const int at = first + owner.thread() * kElements;
-      float z[kUnitChunks][kElements] = {};
-      if (has_first_term) {
-        Pack<T> raw[kUnitChunks];
-        reader.template load<kStride>(at, raw);
-        logits.template of<kStride, false>(params, first, at, raw, z);
+      if (!has_first_term) {
+        if (is_row) writer.template fill_behind<kStride, kUnitChunks>(at, begin);
+        continue;
       }
+      float z[kUnitChunks][kElements];
+      Pack<T> raw[kUnitChunks];
+      reader.template load<kStride>(at, raw);
+      if (kThreads > 32 && reader.is_inside(first, first + kUnit)) {
+        logits.template of<kStride, true>(params, first, at, raw, z);
+#pragma unroll
+        for (int i = 0; i < kUnitChunks; ++i) write(at + i * kStride, z[i]);
+        continue;
+      }
+      logits.template of<kStride, false>(params, first, at, raw, z);
 #pragma unroll
       for (int i = 0; i < kUnitChunks; ++i) {
-        const int column = at + i * kStride;
-        if (column >= bounds.end || !is_row) continue;
-#pragma unroll
-        for (int j = 0; j < kElements; ++j)
-          z[i][j] = has_first_term ? gradient(z[i][j], column + j) : 0.f;
-        writer.store(column, z[i]);
+        if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, z[i]);
       }
     }
     if constexpr (kThreads > 32) {

@@ -5,6 +5,7 @@
 #include "backward.cuh"
 #include "forward.cuh"
 #include "plan.h"
+#include "tile.cuh"
 
 namespace megasoftmax {
 
@@ -22,9 +23,22 @@ cudaError_t with_policies(const TopkParams& params, Body&& body) {
                                      : with_bias.template operator()<NoMask>();
 }
 
+// Lists as long as k or the next longer ones.
+template <class T, int kLongest = 2>
+cudaError_t launch_topk_tiles(const TopkForwardParams& params, const TopkPlan& plan,
+                              cudaStream_t stream) {
+  if constexpr (kLongest < kTileMaxK) {
+    if (params.k > kLongest) return launch_topk_tiles<T, 2 * kLongest>(params, plan, stream);
+  }
+  return launch(topk_tile_kernel<T, kLongest>, dim3(static_cast<unsigned>(plan.blocks)),
+                dim3(kTileThreads), plan.shared_bytes, Together::kNot, 1, stream, params,
+                plan.tiles);
+}
+
 template <class T>
 cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
                                   cudaStream_t stream) {
+  if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
       constexpr TopkRegime kRegime = kTopkRegimes[kIndex];

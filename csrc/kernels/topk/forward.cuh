@@ -3,13 +3,13 @@
 //
 // A block, or the blocks of a cluster or of the whole GPU, own a row. They read it once: sums of
 // exponentials as in softmax, and the largest logit of each group of a thread, usually 16 or 32
-// logits. The k-th largest of the threads' largest is a threshold; the few groups that reach it are
-// read again, from the L2 cache, and what reaches it in them is ranked. A row of V logits costs
-// V reads, and writes of k probabilities and columns.
+// logits. Of the threads' largest the k-th is a threshold; the few groups that reach it are read
+// again, from the L2 cache, and what reaches it in them is ranked. A row of V logits costs V reads,
+// and writes of k probabilities and columns.
 
 #include <cooperative_groups.h>
 
-#include "logit.cuh"
+#include "row.cuh"
 #include "select.cuh"
 
 namespace megasoftmax {
@@ -33,25 +33,100 @@ struct TopkPart {
                       const RowIndex& index, int rank)
       : params(params),
         place(params.shape, Window{}, index),
-        begin(place.first_column + rank * schedule.max_units * kUnit),
-        units(min(schedule.max_units,
-                  max(divide_up(place.grid.end(place.visible) - begin, kUnit), 0))),
+        begin(static_cast<int>(
+            min(place.first_column + int64_t{rank} * schedule.max_units * kUnit,
+                static_cast<int64_t>(place.grid.end(place.visible))))),
+        units(min(schedule.max_units, divide_up(place.grid.end(place.visible) - begin, kUnit))),
         units_per_group(schedule.unit_batches),
         bounds{max(begin, 0), min(begin + units * kUnit, place.visible.end)},
         logits(params, index, bounds, place.grid),
         reader(params.scores, params.is_dense, place.first_element, index, place.grid, bounds,
                static_cast<int>(params.shape.columns), place.row + kElements >= params.rows) {}
 
-  __device__ int groups() const { return divide_up(units, units_per_group); }
   // The column of a thread's first chunk in a unit.
   __device__ int column(int unit, int thread) const {
     return begin + unit * kUnit + thread * kElements;
   }
-
+  // The column of a thread's i-th logit of a unit, from the unit's first.
+  __device__ static int place_in_unit(int thread, int i) {
+    return i / kElements * kStride + thread * kElements + i % kElements;
+  }
   __device__ float logit(int column) const {
     return logit_at<T, Mask, Bias>(params, place.index, logits.mask, reader.row, column);
   }
 
+  // The sum of this thread's logits, and the largest of each of its groups. Of groups with an even
+  // number and of the others, or of all together, the largest are delegates.
+  __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, bool has_many_delegates,
+                           uint32_t (&delegates)[2]) const {
+    MaxAndSum mine{kLowest, 0.f};
+    float largest = -INFINITY;
+    int left = units_per_group;
+    delegates[0] = delegates[1] = 0;
+#pragma unroll 1
+    for (int unit = 0; unit < units; ++unit) {
+      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
+      if (--left > 0 && unit + 1 < units) continue;
+      const uint32_t value = ordered(largest);
+      *groups = value;
+      groups += kThreads;
+      delegates[0] = max(delegates[0], value);
+      if (has_many_delegates) {
+        const uint32_t other = delegates[1];
+        delegates[1] = delegates[0];
+        delegates[0] = other;
+      }
+      largest = -INFINITY;
+      left = units_per_group;
+    }
+    return mine;
+  }
+
+  // For rows with NaN, which is not among those largest: it is the largest of its group.
+  __device__ void find_nan(uint32_t* groups, uint32_t (&delegates)[2]) const {
+    const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    for (int unit = 0; unit < units; ++unit) {
+#pragma unroll 1
+      for (int i = 0; i < kGroupElements; ++i) {
+        const int column = this->column(unit, 0) + place_in_unit(thread, i);
+        if (!bounds.contains(column)) continue;
+        const float z = logit(column);
+        if (z != z) groups[unit / units_per_group * kThreads] = delegates[0] = ordered(z);
+      }
+    }
+  }
+
+  // Appends the part's keys from `threshold` on: those of the warp's threads.
+  __device__ void collect(uint64_t threshold, const uint32_t* groups,
+                          Selection<kThreads>& selection) const {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    const int group_count = divide_up(units, units_per_group);
+    const auto least = static_cast<uint32_t>(threshold >> 32);
+    const bool takes_all_equal = static_cast<uint32_t>(threshold) == 0;
+    int* const waiting = selection.waiting[thread / 32];
+    int count = 0;
+#pragma unroll 1
+    for (int group = 0; group < group_count; ++group) {
+      const uint32_t value = groups[group * kThreads + thread];
+      bool is_wanted = value >= least;
+      if (!takes_all_equal && value == least)  // what can the best key of the group be?
+        is_wanted = static_cast<uint32_t>(threshold) <=
+                    ~static_cast<uint32_t>(max(column(group * units_per_group, thread), 0));
+      const unsigned votes = __ballot_sync(~0u, is_wanted);
+      if (is_wanted)
+        waiting[count + __popc(votes & ((1u << lane) - 1))] = group * kThreads + thread;
+      count += __popc(votes);
+      if (count == 0 || (count < Selection<kThreads>::kFlush && group + 1 < group_count)) continue;
+      __syncwarp();
+      if (selection.is_full()) return;
+      look_at(waiting, count, threshold, selection);
+      __syncwarp();
+      count = 0;
+    }
+  }
+
+ private:
   // Adds a thread's chunks of a unit to its sum; returns the largest logit.
   __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
@@ -69,15 +144,15 @@ struct TopkPart {
     for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
       if (first + i * kStride >= bounds.end) break;
       Pack<T> chunk[1] = {raw[i]};
-      largest = fmaxf(largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk, mine,
-                                                 exponent));
+      largest = fmaxf(
+          largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk, mine, exponent));
     }
     return largest;
   }
 
   template <bool kInside, int kChunks>
-  __device__ __forceinline__ float sum_chunks(int first, int at, Pack<T> (&raw)[kChunks], MaxAndSum& mine,
-                              Exponent exponent) const {
+  __device__ __forceinline__ float sum_chunks(int first, int at, Pack<T> (&raw)[kChunks],
+                                              MaxAndSum& mine, Exponent exponent) const {
     float z[kChunks][kElements];
     logits.template of<kStride, kInside>(params, first, at, raw, z);
     float largest = -INFINITY;
@@ -86,8 +161,8 @@ struct TopkPart {
     } else {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
-        largest = fmaxf(largest,
-                        reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
+        largest =
+            fmaxf(largest, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
     }
     const float max = fmaxf(mine.max, largest);
     mine.sum *= exponent(mine.max, max);
@@ -101,68 +176,6 @@ struct TopkPart {
     return largest;
   }
 
-  // Sums, and the largest logit of each group of this thread. NaN is not among them.
-  __device__ MaxAndSum sum(float* groups, Exponent exponent) const {
-    MaxAndSum mine{kLowest, 0.f};
-    float largest = -INFINITY;
-    int left = units_per_group;
-#pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
-      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
-      if (--left > 0 && unit + 1 < units) continue;
-      *groups = largest;
-      groups += kThreads;
-      largest = -INFINITY;
-      left = units_per_group;
-    }
-    return mine;
-  }
-
-  // For rows with NaN: groups that hold one have it as their largest.
-  __device__ void find_nan(float* groups) const {
-#pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
-#pragma unroll 1
-      for (int i = 0; i < kGroupElements; ++i) {
-        const int at = column(unit, 0) + place_in_unit(static_cast<int>(threadIdx.x), i);
-        if (!bounds.contains(at)) continue;
-        const float z = logit(at);
-        if (z != z) groups[unit / units_per_group * kThreads] = z;
-      }
-    }
-  }
-
-  // The column of a thread's i-th logit of a unit, from the unit's first.
-  __device__ static int place_in_unit(int thread, int i) {
-    return i / kElements * kStride + thread * kElements + i % kElements;
-  }
-
-  // Appends the part's keys from `threshold` on.
-  __device__ void collect(uint64_t threshold, const float* groups,
-                          Selection<kThreads>& selection) const {
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-    int* const waiting = selection.waiting[thread / 32];
-    int count = 0;
-    const int group_count = this->groups();
-#pragma unroll 1
-    for (int group = 0; group < group_count; ++group) {
-      const int first_unit = group * units_per_group;
-      const uint64_t best =
-          key_of(groups[group * kThreads + thread], max(column(first_unit, thread), 0));
-      const unsigned votes = __ballot_sync(~0u, best >= threshold);
-      if (best >= threshold) waiting[count + __popc(votes & ((1u << lane) - 1))] =
-          group * kThreads + thread;
-      count += __popc(votes);
-      if (count < Selection<kThreads>::kFlush && group + 1 < group_count) continue;
-      __syncwarp();
-      if (selection.is_full()) return;
-      look_at(waiting, count, threshold, selection);
-      __syncwarp();
-      count = 0;
-    }
-  }
-
- private:
   // A warp looks at groups, several at a time.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
@@ -173,70 +186,66 @@ struct TopkPart {
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
       for (int i = 0; i < count; i += kGroups * kAtATime) {
-        uint64_t keys[kAtATime];
+        float z[kAtATime];
+        int columns[kAtATime];
 #pragma unroll
         for (int j = 0; j < kAtATime; ++j) {
           const int at = i + j * kGroups + lane / kLanes;
-          keys[j] = kNoKey;
+          columns[j] = -1;
           if (at >= count) continue;
           const int group = waiting[at] / kThreads, thread = waiting[at] % kThreads;
           const int column = this->column(group * units_per_group + unit, 0) +
                              place_in_unit(thread, lane % kLanes);
-          if (bounds.contains(column)) keys[j] = key_of(logit(column), column);
+          if (!bounds.contains(column)) continue;
+          columns[j] = column;
+          z[j] = logit(column);
         }
 #pragma unroll
-        for (int j = 0; j < kAtATime; ++j)
-          selection.append(keys[j] != kNoKey && keys[j] >= threshold, keys[j]);
+        for (int j = 0; j < kAtATime; ++j) {
+          if (columns[j] < 0) continue;
+          const uint64_t key = key_of(z[j], columns[j]);
+          if (key >= threshold) selection.append(key);
+        }
       }
     }
   }
 };
 
-// What a row's keys become: probabilities, or logits.
+// What a row's keys, in order, become: probabilities, or z.
 template <class Mask, int kThreads>
 __device__ void write_topk(const TopkForwardParams& params, const RowIndex& index, int64_t row,
                            MaxAndSum total, Exponent exponent, bool has_bias,
                            const uint64_t* sorted) {
   const int thread = static_cast<int>(threadIdx.x);
-  const Denominator denominator(total, exponent, SinkLogit{}, 0);
-  const float to_z = has_bias ? 1.f : fabsf(params.scale);
-  if (thread == 0) {
-    // The sum is relative to the maximum as it is, not as rounding leaves it.
-    const float max = total.max * to_z, rest = fmaf(total.max, to_z, -max);
-    const float special = denominator.is_empty() ? -INFINITY : NAN;
-    const float log_sum = logf(total.sum) + rest;
-    const bool is_regular = denominator.is_regular();
-    params.statistics[row] = is_regular ? max : special;
-    params.statistics[params.rows + row] = is_regular ? log_sum : special;
-    params.statistics[2 * params.rows + row] = is_regular ? max + log_sum : special;
-  }
-  float max = total.max, factor = denominator.factor;
-  bool is_regular = denominator.is_regular(), is_empty = denominator.is_empty();
+  const RowStatistics statistics(params, total, has_bias);
+  if (thread == 0) statistics.write(params, row);
+  float max = total.max, sum = total.sum;
+  bool is_empty = statistics.is_empty();
   if (params.renormalize) {
     max = logit_of(sorted[0]);
     is_empty = max == -INFINITY;
-    float sum = 0.f;
+    sum = 0.f;
     for (int i = 0; i < params.k; ++i) sum += exponent(logit_of(sorted[i]), max);
-    is_regular = is_regular && sum > 0.f;
-    factor = reciprocal_approximate(sum);
   }
+  const bool is_regular = statistics.is_regular() && !is_empty;
+  const float factor = reciprocal_approximate(sum);
   const Mask mask(params.mask, index);
-  with_dtype(params.probabilities_type, [&](auto tag) {
-    using Out = decltype(tag);
-    auto* const out = static_cast<Out*>(params.probabilities) + row * params.k;
-    for (int i = thread; i < params.k; i += kThreads) {
-      const float z = logit_of(sorted[i]);
-      const int column = column_of(sorted[i]);
-      float value = exponent(z, max) * factor;
-      if (params.candidates) {
-        value = z * to_z;
-      } else if (!is_regular) {
-        value = (is_empty && params.can_exclude) || mask.excluded(column) ? 0.f : NAN;
-      }
-      out[i] = from_float<Out>(value);
-      params.indices[row * params.k + i] = column;
+  for (int i = thread; i < params.k; i += kThreads) {
+    const float z = logit_of(sorted[i]);
+    const int column = column_of(sorted[i]);
+    float value = exponent(z, max) * factor;
+    if (params.candidates) {
+      value = has_bias ? z : z * fabsf(params.scale);
+    } else if (!is_regular) {
+      value = (is_empty && params.can_exclude) || mask.excluded(column) ? 0.f : NAN;
     }
-  });
+    const int64_t at = row * params.k + i;
+    with_dtype(params.probabilities_type, [&](auto tag) {
+      using Out = decltype(tag);
+      static_cast<Out*>(params.probabilities)[at] = from_float<Out>(value);
+    });
+    params.indices[at] = column;
+  }
 }
 
 // What a block of a row spread over several hands on, in the workspace: its sums, then its keys.
@@ -250,47 +259,48 @@ struct TopkPartials {
 };
 
 template <class T, class Mask, class Bias, int kRegime>
-__global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
-                                  Bias::blocks_per_sm(Mask::blocks_per_sm(
-                                      kTopkRegimes[kRegime].blocks_per_sm)))
+__global__ void __launch_bounds__(
+    kTopkRegimes[kRegime].threads,
+    (Bias::blocks_per_sm(Mask::blocks_per_sm(kTopkRegimes[kRegime].blocks_per_sm))))
     topk_forward_kernel(const __grid_constant__ TopkForwardParams params,
                         const __grid_constant__ Schedule schedule) {
-  constexpr int kThreads = kTopkRegimes[kRegime].threads;
+  constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  using Owner = std::conditional_t<(kThreads > 32), BlockRow<kThreads>, WarpRow<kThreads>>;
-  extern __shared__ __align__(16) float group_maxima[];
+  extern __shared__ __align__(16) uint32_t groups[];
   __shared__ Selection<kThreads> selection;
+  // They alternate, so that no barrier is needed between rows.
+  __shared__ MaxAndSum sums_of_warps[2][kWarps];
 
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
   const int rank = static_cast<int>(blockIdx.x) % blocks;
   const int64_t step = gridDim.x / blocks;
   const bool has_many_delegates = 4 * params.k > kThreads;
   const Exponent exponent = exponent_of<Bias>(params);
-  Owner owner;
-  for (int64_t row = blockIdx.x / blocks; row < params.rows; row += step) {
+  int turn = 0;
+  for (int64_t row = blockIdx.x / blocks; row < params.rows; row += step, turn ^= 1) {
     const RowIndex index = row_at(schedule, row);
     const TopkPart<T, Mask, Bias, kThreads> part(params, schedule, index, rank);
-    MaxAndSum total = owner.merge(part.sum(group_maxima + thread, exponent), exponent);
-    if (total.sum != total.sum) part.find_nan(group_maxima + thread);
-    uint32_t best = 0, of_odd = 0;  // of groups, and of those with an odd number apart
-    for (int group = 0; group < part.groups(); ++group) {
-      const uint32_t value = ordered(group_maxima[group * kThreads + thread]);
-      const bool is_odd = has_many_delegates && group % 2 != 0;
-      best = max(best, is_odd ? 0 : value);
-      of_odd = max(of_odd, is_odd ? value : 0);
-    }
-    selection.delegates[thread] = uint64_t{best} << 32;
-    selection.delegates[kThreads + thread] = uint64_t{of_odd} << 32;
-    selection.select(params.k, has_many_delegates, [&](uint64_t threshold) {
-      part.collect(threshold, group_maxima, selection);
-    });
+    uint32_t delegates[2];
+    const MaxAndSum mine = part.sum(groups + thread, exponent, has_many_delegates, delegates);
+    const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
+    if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
+    if (lane == 0) sums_of_warps[turn][thread / 32] = of_warp;
+    selection.delegates[thread] = uint64_t{delegates[0]} << 32;
+    selection.delegates[kThreads + thread] = uint64_t{delegates[1]} << 32;
+    __syncthreads();
+    selection.select(params.k, has_many_delegates ? 2 * kThreads : kThreads,
+                     [&](uint64_t threshold) { part.collect(threshold, groups, selection); });
+    MaxAndSum total = warp_merge<kWarps>(sums_of_warps[turn][lane % kWarps], exponent);
     if constexpr (kSpreads) {
       const TopkPartials partials(params, blocks);
-      const int64_t first = row * blocks;
-      if (thread == 0) partials.sums[first + rank] = total;
-      for (int i = thread; i < params.k; i += kThreads)
-        partials.keys[(first + rank) * params.k + i] = selection.sorted[i];
+      uint64_t* const keys = partials.keys + row * blocks * params.k;
+      MaxAndSum* const sums = partials.sums + row * blocks;
+      if (thread == 0) sums[rank] = total;
+      selection.for_ranked(params.k,
+                           [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
+      for (int i = selection.count + thread; i < params.k; i += kThreads)
+        keys[rank * params.k + i] = kNoKey;
       if (schedule.is_cluster) {
         arrive_at_cluster();
         wait_for_cluster();
@@ -298,24 +308,25 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
         cooperative_groups::this_grid().sync();
       }
       if (rank != 0) continue;
-      MaxAndSum mine{kLowest, 0.f};
-      for (int i = thread; i < blocks; i += kThreads) mine.merge(partials.sums[first + i], exponent);
-      total = owner.merge(mine, exponent);
-      const uint64_t* const keys = partials.keys + first * params.k;
-      const int count = blocks * params.k;
-      uint64_t largest = kNoKey;
-      for (int i = thread; i < count; i += kThreads) largest = max(largest, keys[i]);
-      selection.delegates[thread] = largest;
-      selection.select(params.k, false, [&](uint64_t threshold) {
-        for (int i = thread; i - thread % 32 < count; i += kThreads) {
-          const uint64_t key = i < count ? keys[i] : kNoKey;
-          selection.append(key != kNoKey && key >= threshold, key);
+      MaxAndSum of_lane{kLowest, 0.f};
+      for (int i = lane; i < blocks; i += 32) of_lane.merge(sums[i], exponent);
+      total = warp_merge<32>(of_lane, exponent);
+      // The first few of each block: together at least k, and no more than there is room for.
+      const int of_block = min(params.k, selection.kMaxDelegates / blocks);
+      for (int i = thread; i < blocks * of_block; i += kThreads)
+        selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
+      __syncthreads();
+      selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
+        for (int i = thread; i < blocks * params.k; i += kThreads) {
+          const uint64_t key = keys[i];
+          if (key >= threshold && key != kNoKey) selection.append(key);
         }
       });
     }
+    selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
+    __syncthreads();
     write_topk<Mask, kThreads>(params, index, row, total, exponent, Bias::kPresent,
                                selection.sorted);
-    __syncthreads();
   }
 }
 

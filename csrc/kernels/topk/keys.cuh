@@ -26,10 +26,10 @@ __device__ inline int column_of(uint64_t key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-// The k-th largest of what a warp's lanes hold, or 0 where they hold fewer that are not 0. Bit by
-// bit, from the first in which they differ.
+// A number that at least k of the values of a warp's lanes reach, and at most `most` unless so many
+// are equal: bit by bit, from the first in which they differ. 0 where fewer than k are not 0.
 template <int kValues>
-__device__ inline uint32_t kth_largest(const uint32_t (&values)[kValues], int k) {
+__device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k, int most) {
   uint32_t low = ~0u, high = 0;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
@@ -40,7 +40,7 @@ __device__ inline uint32_t kth_largest(const uint32_t (&values)[kValues], int k)
   high = __reduce_max_sync(~0u, high);
   if (low == high) return low;
   const int first = 31 - __clz(low ^ high);
-  uint32_t found = high & ~((2u << first) - 1);  // at least k values are at least that
+  uint32_t found = high & ~((2u << first) - 1);
 #pragma unroll 1
   for (uint32_t bit = 1u << first; bit != 0; bit >>= 1) {
     int count = 0;
@@ -48,18 +48,14 @@ __device__ inline uint32_t kth_largest(const uint32_t (&values)[kValues], int k)
     for (int i = 0; i < kValues; ++i) count += values[i] >= (found | bit);
     count = __reduce_add_sync(~0u, count);
     if (count >= k) found |= bit;
-    if (count != k) continue;
-    uint32_t least = ~0u;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) least = values[i] >= found ? min(least, values[i]) : least;
-    return __reduce_min_sync(~0u, least);
+    if (count >= k && count <= most) break;
   }
   return found;
 }
 
-// The k-th largest of so many keys in shared memory, by one warp; at most 32 * kValues.
+// The same for so many keys in shared memory, by one warp; at most 32 * kValues.
 template <int kValues>
-__device__ inline uint64_t kth_largest_key(const uint64_t* keys, int count, int k) {
+__device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, int k, int most) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t values[kValues];
 #pragma unroll
@@ -67,16 +63,19 @@ __device__ inline uint64_t kth_largest_key(const uint64_t* keys, int count, int 
     const int at = lane + i * 32;
     values[i] = at < count ? static_cast<uint32_t>(keys[at] >> 32) : 0;
   }
-  const uint32_t high = kth_largest(values, k);
-  int greater = 0;
+  const uint32_t high = threshold_of(values, k, most);
+  int greater = 0, reached = 0;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int at = lane + i * 32;
     greater += values[i] > high;
+    reached += values[i] >= high;
     values[i] = at < count && values[i] == high ? static_cast<uint32_t>(keys[at]) : 0;
   }
   greater = __reduce_add_sync(~0u, greater);
-  return uint64_t{high} << 32 | kth_largest(values, k - greater);
+  reached = __reduce_add_sync(~0u, reached);
+  if (reached <= most) return uint64_t{high} << 32;
+  return uint64_t{high} << 32 | threshold_of(values, k - greater, most - greater);
 }
 
 }  // namespace megasoftmax

@@ -16,6 +16,12 @@ inline constexpr int kMaxGroups = 32;
 // at least half behind.
 inline constexpr int kMaxCandidates = 512;
 
+// Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
+// networks, see tile.cuh.
+inline constexpr int kTileThreads = 128, kTileChunks = 8, kTileMaxK = 16;
+inline constexpr int kTileMaxChunks = 32 * kTileChunks;
+
+// Other rows, forward.
 struct TopkRegime {
   char name[16];
   int threads;
@@ -57,6 +63,7 @@ constexpr int topk_kernel_of(int index) {
   return first;
 }
 
+// Backward.
 struct TopkBackwardRegime {
   char name[16];
   int threads_per_row;
@@ -68,8 +75,8 @@ struct TopkBackwardRegime {
   constexpr int threads() const { return threads_per_row * rows_per_block; }
 };
 inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
-    {"lanes_8",     8, 16, 6, 1, 8 * kUnitChunks},
-    {"warp",       32,  4, 6, 8, 8 * 32 * kUnitChunks},
+    {"lanes_8",     8, 16, 5, 1, 8 * kUnitChunks},
+    {"warp",       32,  4, 5, 8, 8 * 32 * kUnitChunks},
     {"block_256", 256,  1, 3, 8, kTopkUnlimited},
 };
 

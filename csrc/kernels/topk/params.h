@@ -9,7 +9,7 @@ namespace megasoftmax {
 // The logits are ForwardParams' scores, without sink and window, and of their probabilities there
 // are [rows, k].
 struct TopkParams : ForwardParams {
-  int k = 0;                    // from 1 to kMaxK
+  int k = 0;                    // at most kMaxK
   bool renormalize = false;     // they sum to 1
   int64_t* indices = nullptr;   // [rows, k]
   float* statistics = nullptr;  // [3, rows]: max z, log(sum exp(z - max z)), their sum

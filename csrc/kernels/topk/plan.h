@@ -8,8 +8,18 @@
 
 namespace megasoftmax {
 
+// How a tile's rows lie in shared memory and over the threads of its block.
+struct TopkTiles {
+  int lanes;          // of a row: 1, 2, 4 ... or 32
+  int log2_lanes;
+  int rows_per_tile;
+  int chunks, pitch;  // of a row, and from one row to the next
+  bool is_ragged;     // not all lanes have as many chunks, or not a whole number of steps
+};
+
 struct TopkPlan {
-  int regime;
+  int regime;  // a row of kTopkRegimes, or kTopkTile
+  TopkTiles tiles;
   Schedule schedule;
   int shared_bytes;
   int64_t workspace_bytes, blocks;
@@ -20,17 +30,42 @@ inline int64_t topk_chunks(const TopkParams& params) {
   return max_visible_chunks(params.shape.columns, params.shape.columns, pack_elements);
 }
 
+inline constexpr int kTopkTile = -1;
+
+inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
+  TopkPlan plan = {};
+  plan.regime = kTopkTile;
+  TopkTiles& tiles = plan.tiles;
+  tiles.lanes = 1;
+  while (tiles.lanes * kTileChunks < chunks) tiles.lanes = 1 << ++tiles.log2_lanes;
+  tiles.rows_per_tile = kTileThreads / tiles.lanes;
+  tiles.chunks = chunks;
+  // An odd multiple of the lanes: eight neighbouring threads find eight different banks.
+  tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
+  const int results = tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
+  // Lanes take steps of up to kTileMaxK logits, and read behind the last row.
+  const int step = std::max(kTileMaxK * size_of(params.scores.type) / 16, 1);
+  tiles.is_ragged = chunks % (tiles.lanes * step) != 0;
+  plan.shared_bytes =
+      std::max((tiles.rows_per_tile * tiles.pitch + step * tiles.lanes) * 16, results);
+  plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
+  return plan;
+}
+
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
   const int64_t chunks = topk_chunks(params), rows = params.rows;
+  const bool is_plain = params.is_dense && !params.can_exclude &&
+                        params.shape.columns * size_of(params.scores.type) % 16 == 0;
+  if (forced < 0 && is_plain && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
+    return plan_topk_tiles(params, static_cast<int>(chunks));
   TopkPlan plan = {};
-  plan.regime = forced;
-  for (int i = 0; plan.regime < 0; ++i) {
-    const TopkRegime& regime = kTopkRegimes[i];
-    if (chunks <= regime.max_chunks && rows >= regime.min_rows &&
-        regime.blocks_per_row <= device.max_cluster)
-      plan.regime = i;
-  }
+  const auto serves = [&](const TopkRegime& regime) {
+    return chunks <= regime.max_chunks && rows >= regime.min_rows && params.k <= regime.threads &&
+           regime.blocks_per_row <= device.max_cluster;
+  };
+  while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
+  if (forced >= 0) plan.regime = forced;
   const TopkRegime& regime = kTopkRegimes[plan.regime];
   const int64_t units = divide_up<int64_t>(chunks, regime.threads * kUnitChunks);
   Schedule& schedule = plan.schedule;

@@ -1,7 +1,7 @@
 #pragma once
 // The k best of many keys, by a block: collect what reaches a threshold that k of them certainly
-// reach, then rank it. Where too much reaches it, as in a row of one value, the k-th best of what
-// was collected is a threshold that less reaches.
+// reach, then rank it. Where too much reaches it, as in a row of one value, a threshold of what was
+// collected is one that less reaches.
 
 #include "keys.cuh"
 #include "limits.h"
@@ -10,72 +10,69 @@ namespace megasoftmax {
 
 template <int kThreads>
 struct Selection {
-  // Per warp: groups that may hold a candidate. Once kFlush are there the warp looks at them.
+  // Two for each thread, or what blocks of a row hand on.
+  static constexpr int kMaxDelegates = 2 * kThreads;
+  static_assert(kMaxDelegates <= kMaxCandidates);
+  // Groups of threads that may hold candidates, for each warp. Once kFlush wait it looks at them.
   static constexpr int kWarps = kThreads / 32, kFlush = 32;
-  // With more delegates fewer candidates pass, and finding the threshold takes longer.
-  static constexpr int kFewDelegates = kThreads, kManyDelegates = 2 * kThreads;
 
   uint64_t candidates[kMaxCandidates];
+  uint64_t delegates[kMaxDelegates];
   uint64_t sorted[kMaxK];
-  uint64_t delegates[kManyDelegates];
   int waiting[kWarps][2 * kFlush];
   uint64_t threshold;
   int count;  // of candidates, those that found no place too
 
-  // By a whole warp.
-  __device__ void append(bool is_candidate, uint64_t key) {
-    const unsigned votes = __ballot_sync(~0u, is_candidate);
-    if (votes == 0) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int first = 0;
-    if (lane == 0) first = atomicAdd(&count, __popc(votes));
-    const int at = __shfl_sync(~0u, first, 0) + __popc(votes & ((1u << lane) - 1));
-    if (is_candidate && at < kMaxCandidates) candidates[at] = key;
+  __device__ void append(uint64_t key) {
+    const int at = atomicAdd(&count, 1);
+    if (at < kMaxCandidates) candidates[at] = key;
   }
-  // Likewise: the same answer for all lanes.
+  // By a whole warp: the same answer for all lanes.
   __device__ bool is_full() const {
     return __shfl_sync(~0u, *static_cast<const volatile int*>(&count), 0) > kMaxCandidates;
   }
 
-  // Leaves the k best in `sorted`. The delegates are distinct keys, or lower than distinct ones;
-  // collect(threshold) appends every key from the threshold on.
+  // Leaves the k best among the candidates. The delegates, behind a barrier, are distinct keys or
+  // lower than distinct ones; collect(threshold) appends every key from the threshold on.
   template <class Collect>
-  __device__ void select(int k, bool has_many_delegates, Collect&& collect) {
-    constexpr int kFew = kFewDelegates / 32, kMany = kManyDelegates / 32;
-    if (threadIdx.x == 0) count = 0;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      const int delegate_count = has_many_delegates ? kManyDelegates : kFewDelegates;
-      uint64_t found = kNoKey;
-      if (k <= delegate_count)
-        found = has_many_delegates ? kth_largest_key<kMany>(delegates, delegate_count, k)
-                                   : kth_largest_key<kFew>(delegates, delegate_count, k);
-      if (threadIdx.x == 0) threshold = found;
-    }
-    __syncthreads();
+  __device__ void select(int k, int delegate_count, Collect&& collect) {
+    find_threshold(delegates, delegate_count, k);
     for (;;) {
       collect(threshold);
       __syncthreads();
       if (count <= kMaxCandidates) break;
-      if (threadIdx.x < 32) {
-        const uint64_t found =
-            kth_largest_key<kMaxCandidates / 32>(candidates, kMaxCandidates, k);
-        __syncwarp();
-        if (threadIdx.x == 0) {
-          threshold = found;
-          count = 0;
-        }
-      }
-      __syncthreads();
+      find_threshold(candidates, kMaxCandidates, k);
     }
-    for (int i = static_cast<int>(threadIdx.x); i < k; i += kThreads) sorted[i] = kNoKey;
-    __syncthreads();
+  }
+
+  // Calls body(rank, key) for the k best, in several threads.
+  template <class Body>
+  __device__ void for_ranked(int k, Body&& body) const {
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
       const uint64_t mine = candidates[i];
       int rank = 0;
 #pragma unroll 4
       for (int j = 0; j < count; ++j) rank += candidates[j] > mine;
-      if (rank < k) sorted[rank] = mine;
+      if (rank < k && mine != kNoKey) body(rank, mine);
+    }
+  }
+
+ private:
+  __device__ void find_threshold(const uint64_t* keys, int key_count, int k) {
+    if (threadIdx.x < 32) {
+      // A few candidates too many cost less than a threshold that leaves just k.
+      const int most = k + k / 2 + 4;
+      uint64_t found = kNoKey;
+      if (key_count >= k) {
+        found = key_count <= 4 * 32   ? threshold_of_keys<4>(keys, key_count, k, most)
+                : key_count <= 8 * 32 ? threshold_of_keys<8>(keys, key_count, k, most)
+                                      : threshold_of_keys<16>(keys, key_count, k, most);
+      }
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        threshold = found;
+        count = 0;
+      }
     }
     __syncthreads();
   }

@@ -10,7 +10,7 @@ namespace {
 int forced_regime = -1;
 
 bool prepare(TopkParams& params) {
-  if (!fits_indices(params.shape, Window{}) || params.k < 1 || params.k > kMaxK) return false;
+  if (!fits_indices(params.shape, Window{}) || params.k < 0 || params.k > kMaxK) return false;
   params.rows = params.shape.rows();
   params.can_exclude = params.mask.data != nullptr || params.bias.data != nullptr;
   params.is_dense = is_dense(params.scores, params.shape);

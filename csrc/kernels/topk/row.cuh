@@ -1,0 +1,46 @@
+#pragma once
+// What regimes share: one logit, and what is kept of a row for its backward.
+
+#include "../softmax/forward.cuh"
+#include "params.h"
+
+namespace megasoftmax {
+
+// Read again: bit for bit what Logits makes of its chunk.
+template <class T, class Mask, class Bias>
+__device__ inline float logit_at(const TopkParams& params, const RowIndex& index, const Mask& mask,
+                                 const T* row, int column) {
+  float z = to_float(row[column * params.scores.column_stride]);
+  if constexpr (Bias::kPresent) {
+    const auto* const bias = static_cast<const typename Bias::Element*>(params.bias.data) +
+                             index.offset_in(params.bias);
+    z = fmaf(z, params.scale, to_float(bias[column * params.bias.column_stride]));
+  } else if (params.scale < 0) {
+    z = -z;
+  }
+  return mask.excluded(column) ? -INFINITY : z;
+}
+
+struct RowStatistics {
+  float max, log_sum, sum;
+
+  // `total`: in units of Logits, which without a bias are z / |scale|.
+  __device__ RowStatistics(const TopkParams& params, MaxAndSum total, bool has_bias)
+      : sum(total.sum) {
+    // The sum is relative to the maximum as it is, not as rounding leaves it.
+    const float to_z = has_bias ? 1.f : fabsf(params.scale);
+    max = total.max * to_z;
+    log_sum = logf(sum) + fmaf(total.max, to_z, -max);
+  }
+  __device__ bool is_empty() const { return sum == 0.f; }
+  __device__ bool is_regular() const { return sum > 0.f; }  // neither empty nor NaN
+
+  __device__ void write(const TopkParams& params, int64_t row) const {
+    const float special = is_empty() ? -INFINITY : NAN;
+    params.statistics[row] = is_regular() ? max : special;
+    params.statistics[params.rows + row] = is_regular() ? log_sum : special;
+    params.statistics[2 * params.rows + row] = is_regular() ? max + log_sum : special;
+  }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,225 @@
+#pragma once
+// The k largest of short rows, as those of a mixture-of-experts router, by the formulas of
+// forward.cuh without mask and bias.
+//
+// A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
+// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kTileChunks chunks each, and keep the
+// largest keys seen in registers, in order: each further few are sorted and merged with them by
+// networks, about 9 instructions per logit for k = 8. The results leave through shared memory too,
+// so that all of memory is read and written in whole sectors.
+
+#include "keys.cuh"
+#include "row.cuh"
+#include "network.cuh"
+#include "plan.h"
+
+namespace megasoftmax {
+
+// 0xffff for each half whose sign bit is set.
+__device__ inline uint32_t signs_of_halves(uint32_t halves) {
+  return __byte_perm(halves, 0, 0xbb99);
+}
+
+// Keys of 16-bit logits in 32 bits, of others in 64: the logit as in keys.cuh, then the position
+// among those of the lane, the lower one first.
+template <class T>
+struct TileKeys {
+  using Key = std::conditional_t<sizeof(T) == 2, uint32_t, uint64_t>;
+  static constexpr int kElements = kPackElements<T>;
+
+  // `sign`: a factor of the logits. `first`: the position of the pack's first one.
+  __device__ static void of(const Pack<T>& pack, float sign, uint32_t first, Key* keys) {
+    if constexpr (sizeof(T) == 2) {
+      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+      const T factor = from_float<T>(sign), zero = from_float<T>(0.f);
+      const Pair factors = {factor, factor}, zeros = {zero, zero};
+#pragma unroll
+      for (int i = 0; i < pack.kWords; ++i) {
+        // -0 + 0 = 0, and of a sum every NaN is the same.
+        const Pair sum =
+            __hfma2(reinterpret_cast<const Pair&>(pack.words[i]), factors, zeros);
+        const auto bits = reinterpret_cast<const uint32_t&>(sum);
+        const uint32_t pair = bits ^ (signs_of_halves(bits) | 0x80008000u);
+        keys[2 * i] = pair * 0x10000u + (0xffffu - first - 2 * i);  // not on the pipe of max
+        keys[2 * i + 1] = (pair & 0xffff0000u) | (0xffffu - first - 2 * i - 1);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        keys[i] = key_of(pack[i] * sign, static_cast<int>(first) + i);
+    }
+  }
+  __device__ static int position(Key key) {
+    return static_cast<int>(sizeof(T) == 2 ? 0xffffu - (key & 0xffffu)
+                                           : ~static_cast<uint32_t>(key));
+  }
+  __device__ static Key with_position(Key key, int position) {
+    const Key mask = sizeof(T) == 2 ? 0xffffu : 0xffffffffu;
+    return (key & ~mask) | (~static_cast<uint32_t>(position) & mask);
+  }
+  __device__ static float logit(Key key) {
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t bits = key >> 16;
+      const auto half = static_cast<uint16_t>(bits ^ (bits >> 15 != 0 ? 0x8000u : 0xffffu));
+      return to_float(reinterpret_cast<const T&>(half));
+    } else {
+      return logit_of(key);
+    }
+  }
+};
+
+template <class T, int kLongest>
+__global__ void __launch_bounds__(kTileThreads)
+    topk_tile_kernel(const __grid_constant__ TopkForwardParams params,
+                     const __grid_constant__ TopkTiles tiles) {
+  using Keys = TileKeys<T>;
+  using Key = typename Keys::Key;
+  constexpr int kElements = kPackElements<T>;
+  // Chunks that are sorted together.
+  constexpr int kStep = kLongest > kElements ? kLongest / kElements : 1;
+  extern __shared__ __align__(16) char shared_memory[];
+  auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
+
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
+  const int rows = static_cast<int>(
+      min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
+  {
+    const auto* const source =
+        static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.chunks;
+    int row = thread / tiles.chunks, chunk = thread % tiles.chunks;
+    const int rows_further = kTileThreads / tiles.chunks, further = kTileThreads % tiles.chunks;
+    for (int i = thread; i < rows * tiles.chunks; i += kTileThreads) {
+      start_copy(tile + row * tiles.pitch + chunk, source + i);
+      row += rows_further;
+      chunk += further;
+      if (chunk >= tiles.chunks) {
+        chunk -= tiles.chunks;
+        ++row;
+      }
+    }
+    wait_for_copies();
+    __syncthreads();
+  }
+  const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
+  // Rows behind the end are computed too, on whatever shared memory holds.
+  const Pack<T>* const mine = tile + row * tiles.pitch + lane;
+  const float sign = params.scale < 0 ? -1.f : 1.f;
+  // This lane's chunk that begins so many chunks behind the row's first; behind the row's end -inf,
+  // for now, which all of the row comes before.
+  const float below_all = -INFINITY * sign;
+  const auto read = [&](int i) {
+    Pack<T> pack = mine[i];
+    if (tiles.is_ragged && i + lane >= tiles.chunks) {
+      float values[kElements];
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) values[j] = below_all;
+      pack = Pack<T>::round(values);
+    }
+    return pack;
+  };
+
+  Key best[kLongest];
+#pragma unroll
+  for (int i = 0, chunk = 0; i < kTileChunks; i += kStep) {
+    if (chunk >= tiles.chunks) break;
+    constexpr int kKeys = kStep * kElements;
+    Key keys[kKeys];
+#pragma unroll
+    for (int j = 0; j < kStep; ++j, chunk += tiles.lanes)
+      Keys::of(read(chunk), sign, (i + j) * kElements, keys + j * kElements);
+#pragma unroll
+    for (int j = 0; j < kKeys; j += kLongest) {
+      Key some[kLongest];
+#pragma unroll
+      for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
+      sort(some);
+      if (i + j == 0) {
+#pragma unroll
+        for (int n = 0; n < kLongest; ++n) best[n] = some[n];
+      } else {
+        merge_sorted(best, some);
+      }
+    }
+  }
+  if (tiles.lanes > 1) {
+#pragma unroll
+    for (int i = 0; i < kLongest; ++i) {
+      const int position = Keys::position(best[i]);
+      const int chunk = (position / kElements << tiles.log2_lanes) + lane;
+      best[i] = Keys::with_position(best[i], chunk * kElements + position % kElements);
+    }
+    for (int distance = 1; distance < tiles.lanes; distance *= 2) {
+      Key others[kLongest];
+#pragma unroll
+      for (int i = 0; i < kLongest; ++i) others[i] = __shfl_xor_sync(~0u, best[i], distance);
+      merge_sorted(best, others);
+    }
+  }
+
+  const Exponent exponent = exponent_of<NoBias>(params);
+  const float max = fmaxf(Keys::logit(best[0]), kLowest);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0, chunk = 0; i < kTileChunks; ++i, chunk += tiles.lanes) {
+    if (chunk >= tiles.chunks) break;
+    const Pack<T> pack = read(chunk);
+    float e[kElements];
+#pragma unroll
+    for (int j = 0; j < kElements; ++j)
+      e[j] = exp2_approximate(fmaf(pack[j], sign, -max) * exponent.c);
+    sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+  }
+  for (int distance = 1; distance < tiles.lanes; distance *= 2)
+    sum += __shfl_xor_sync(~0u, sum, distance);
+
+  const RowStatistics statistics(params, {max, sum}, false);
+  if (lane == 0 && row < rows) statistics.write(params, first_row + row);
+  float selected = 0.f;
+#pragma unroll
+  for (int i = 0; i < kLongest; ++i)
+    selected += i < params.k ? exponent(Keys::logit(best[i]), max) : 0.f;
+  const float factor = reciprocal_approximate(params.renormalize ? selected : sum);
+
+  __syncthreads();
+  auto* const values = reinterpret_cast<float*>(shared_memory);
+  int* const columns = reinterpret_cast<int*>(values + tiles.rows_per_tile * params.k);
+#pragma unroll
+  for (int i = 0; i < kLongest; ++i) {
+    if (i >= params.k || (i & (tiles.lanes - 1)) != lane) continue;
+    const float z = Keys::logit(best[i]);
+    values[row * params.k + i] = params.candidates          ? z * fabsf(params.scale)
+                                 : !statistics.is_regular() ? NAN
+                                                            : exponent(z, max) * factor;
+    columns[row * params.k + i] = Keys::position(best[i]);
+  }
+  __syncthreads();
+  const int count = rows * params.k;
+  const int64_t first = first_row * params.k;
+  for (int i = 2 * thread; i < count; i += 2 * kTileThreads) {
+    int64_t* const indices = params.indices + first + i;
+    if (i + 1 < count) {
+      __stcs(reinterpret_cast<longlong2*>(indices), longlong2{columns[i], columns[i + 1]});
+    } else {
+      *indices = columns[i];
+    }
+  }
+  with_dtype(params.probabilities_type, [&](auto tag) {
+    using Out = decltype(tag);
+    constexpr int kOut = kPackElements<Out>;
+    auto* const out = static_cast<Out*>(params.probabilities) + first;
+    for (int i = kOut * thread; i < count; i += kOut * kTileThreads) {
+      float pack[kOut];
+#pragma unroll
+      for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? values[i + j] : 0.f;
+      const auto rounded = Pack<Out>::round(pack);
+      if (i + kOut <= count) {
+        store_streaming(out + i, rounded);
+      } else {
+        store_partial(out + i, rounded, 0, count - i);
+      }
+    }
+  });
+}
+
+}  // namespace megasoftmax
