@@ -19,6 +19,13 @@ __device__ inline float reciprocal_approximate(float x) {
   return y;
 }
 
+// 0xffff for each half whose sign bit is set, 0 for the others.
+__device__ inline uint32_t signs_of_halves(uint32_t halves) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(signs) : "r"(halves));
+  return signs;
+}
+
 // Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies.
 __device__ inline void start_copy(void* shared, const void* global) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -23,16 +23,22 @@ cudaError_t with_policies(const TopkParams& params, Body&& body) {
                                      : with_bias.template operator()<NoMask>();
 }
 
-// Lists as long as k or the next longer ones.
-template <class T, int kLongest = 2>
+template <class T, int kLongest = 2, int kChunks = 1>
 cudaError_t launch_topk_tiles(const TopkForwardParams& params, const TopkPlan& plan,
                               cudaStream_t stream) {
-  if constexpr (kLongest < kTileMaxK) {
-    if (params.k > kLongest) return launch_topk_tiles<T, 2 * kLongest>(params, plan, stream);
+  constexpr int kStep = kLongest / kPackElements<T>;
+  if (kLongest < tile_list_length(params.k)) {
+    if constexpr (kLongest < kTileMaxK)
+      return launch_topk_tiles<T, 2 * kLongest, kChunks>(params, plan, stream);
+  } else if (kChunks < plan.tiles.lane_chunks) {
+    if constexpr (kChunks < kMaxTileChunks)
+      return launch_topk_tiles<T, kLongest, 2 * kChunks>(params, plan, stream);
+  } else if constexpr (kChunks >= kStep) {
+    return launch(topk_tile_kernel<T, kLongest, kChunks>, dim3(static_cast<unsigned>(plan.blocks)),
+                  dim3(kTileThreads), plan.shared_bytes, Together::kNot, 1, stream, params,
+                  plan.tiles);
   }
-  return launch(topk_tile_kernel<T, kLongest>, dim3(static_cast<unsigned>(plan.blocks)),
-                dim3(kTileThreads), plan.shared_bytes, Together::kNot, 1, stream, params,
-                plan.tiles);
+  return cudaErrorInvalidValue;
 }
 
 template <class T>
@@ -46,9 +52,17 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       const Together together = schedule.is_cluster                       ? Together::kInClusters
                                 : kRegime.blocks_per_row == kTopkWholeGpu ? Together::kAll
                                                                           : Together::kNot;
-      return launch(topk_forward_kernel<T, Mask, Bias, topk_kernel_of(kIndex)>,
-                    dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
-                    plan.shared_bytes, together, schedule.blocks_per_row, stream, params, schedule);
+      const auto launch_kernel = [&](auto kernel) {
+        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
+                      plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
+                      schedule);
+      };
+      constexpr int kKernel = topk_kernel_of(kIndex);
+      if constexpr (!Mask::kPresent && !Bias::kPresent) {
+        if (params.scores.column_stride == 1)
+          return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
+      }
+      return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
     });
   });
 }

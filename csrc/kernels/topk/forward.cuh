@@ -14,35 +14,37 @@
 
 namespace megasoftmax {
 
-// A block's part of a row.
-template <class T, class Mask, class Bias, int kThreads>
+// A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by side:
+// their chunks are loaded whole, at the ends with what lies beside the row in the same 16 bytes.
+template <class T, class Mask, class Bias, int kThreads, bool kIsPlain>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
   static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
 
   const TopkForwardParams& params;
-  RowPlace<kElements> place;
+  RowIndex index;
+  const T* row;
+  ChunkGrid<kElements> grid;
   int begin;  // the column of its first chunk
   int units, units_per_group;
   Bounds bounds;
   Logits<T, Mask, Bias> logits;
-  RowReader<T, kElements, true> reader;
 
   __device__ TopkPart(const TopkForwardParams& params, const Schedule& schedule,
                       const RowIndex& index, int rank)
       : params(params),
-        place(params.shape, Window{}, index),
-        begin(static_cast<int>(
-            min(place.first_column + int64_t{rank} * schedule.max_units * kUnit,
-                static_cast<int64_t>(place.grid.end(place.visible))))),
-        units(min(schedule.max_units, divide_up(place.grid.end(place.visible) - begin, kUnit))),
+        index(index),
+        row(static_cast<const T*>(params.scores.data) + index.offset_in(params.scores)),
+        grid(ChunkGrid<kElements>::aligned_to(
+            static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)))),
+        begin(begin_of(grid, schedule, rank)),
+        units(min(schedule.max_units, divide_up(columns() - begin, kUnit))),
         units_per_group(schedule.unit_batches),
-        bounds{max(begin, 0), min(begin + units * kUnit, place.visible.end)},
-        logits(params, index, bounds, place.grid),
-        reader(params.scores, params.is_dense, place.first_element, index, place.grid, bounds,
-               static_cast<int>(params.shape.columns), place.row + kElements >= params.rows) {}
+        bounds{max(begin, 0), min(begin + units * kUnit, columns())},
+        logits(params, index, bounds, grid) {}
 
+  __device__ int columns() const { return static_cast<int>(params.shape.columns); }
   // The column of a thread's first chunk in a unit.
   __device__ int column(int unit, int thread) const {
     return begin + unit * kUnit + thread * kElements;
@@ -52,7 +54,7 @@ struct TopkPart {
     return i / kElements * kStride + thread * kElements + i % kElements;
   }
   __device__ float logit(int column) const {
-    return logit_at<T, Mask, Bias>(params, place.index, logits.mask, reader.row, column);
+    return logit_at<T, Mask, Bias>(params, index, logits.mask, row, column);
   }
 
   // The sum of this thread's logits, and the largest of each of its groups. Of groups with an even
@@ -127,18 +129,35 @@ struct TopkPart {
   }
 
  private:
+  __device__ int begin_of(ChunkGrid<kElements> grid, const Schedule& schedule, int rank) const {
+    const int64_t first = grid.column(0) + int64_t{rank} * schedule.max_units * kUnit;
+    return static_cast<int>(min(first, params.shape.columns));
+  }
+
   // Adds a thread's chunks of a unit to its sum; returns the largest logit.
   __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
     Pack<T> raw[kUnitChunks];
-    if (reader.is_inside(first, first + kUnit)) {
-      const T* const source = keep_in_register(reader.row + at);
+    if constexpr (kIsPlain) {
+      const T* const source = keep_in_register(row + at);
+      const int end = bounds.end - at;
+      if (first >= bounds.begin && first + kUnit <= bounds.end) {
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i)
-        raw[i] = load_streaming<T, kElements>(source + i * kStride);
-      return sum_chunks<true>(first, at, raw, mine, exponent);
+        for (int i = 0; i < kUnitChunks; ++i)
+          raw[i] = load_streaming<T, kElements>(source + i * kStride);
+        return sum_chunks<true>(first, at, raw, mine, exponent);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; ++i) {
+        if (i * kStride < end) raw[i] = load_streaming<T, kElements>(source + i * kStride);
+      }
+    } else {
+      const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
+                                                 columns(), true);
+      reader.template load<kStride>(at, raw);
+      if (reader.is_inside(first, first + kUnit))
+        return sum_chunks<true>(first, at, raw, mine, exponent);
     }
-    reader.template load<kStride>(at, raw);
     float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
@@ -153,62 +172,85 @@ struct TopkPart {
   template <bool kInside, int kChunks>
   __device__ __forceinline__ float sum_chunks(int first, int at, Pack<T> (&raw)[kChunks],
                                               MaxAndSum& mine, Exponent exponent) const {
-    float z[kChunks][kElements];
-    logits.template of<kStride, kInside>(params, first, at, raw, z);
-    float largest = -INFINITY;
-    if constexpr (kInside && !Mask::kPresent && !Bias::kPresent) {
-      largest = largest_lane(raw);
+    if constexpr (kInside && kIsPlain) {  // packs take half the registers
+      if (params.scale < 0) {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
+      }
+      const float largest = largest_lane(raw), max = raise_maximum(mine, largest, exponent);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        float z[kElements];
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
+        mine.sum += sum_of_exponentials(z, max, exponent);
+      }
+      return largest;
     } else {
+      float z[kChunks][kElements];
+      logits.template of<kStride, kInside>(params, first, at, raw, z);
+      float largest = -INFINITY;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
         largest =
             fmaxf(largest, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
+      const float max = raise_maximum(mine, largest, exponent);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) mine.sum += sum_of_exponentials(z[i], max, exponent);
+      return largest;
     }
+  }
+  __device__ static float raise_maximum(MaxAndSum& mine, float largest, Exponent exponent) {
     const float max = fmaxf(mine.max, largest);
     mine.sum *= exponent(mine.max, max);
-    mine.max = max;
+    return mine.max = max;
+  }
+  __device__ static float sum_of_exponentials(float (&z)[kElements], float max,
+                                              Exponent exponent) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
-      mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
-    }
-    return largest;
+    for (int j = 0; j < kElements; ++j) z[j] = exponent(z[j], max);
+    return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // A warp looks at groups, several at a time.
+  // A warp looks at groups, several at a time: a lane at one chunk of each.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kLanes = kGroupElements, kGroups = 32 / kLanes, kAtATime = 4;
-    static_assert(kLanes <= 32);
+    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 2;
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float least = logit_of(threshold);
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
-      for (int i = 0; i < count; i += kGroups * kAtATime) {
-        float z[kAtATime];
+      for (int first = 0; first < count; first += kGroups * kAtATime) {
         int columns[kAtATime];
+        Pack<T> raw[kAtATime];
 #pragma unroll
-        for (int j = 0; j < kAtATime; ++j) {
-          const int at = i + j * kGroups + lane / kLanes;
-          columns[j] = -1;
+        for (int i = 0; i < kAtATime; ++i) {
+          const int at = first + i * kGroups + lane / kUnitChunks;
+          columns[i] = bounds.end;
           if (at >= count) continue;
           const int group = waiting[at] / kThreads, thread = waiting[at] % kThreads;
-          const int column = this->column(group * units_per_group + unit, 0) +
-                             place_in_unit(thread, lane % kLanes);
-          if (!bounds.contains(column)) continue;
-          columns[j] = column;
-          z[j] = logit(column);
+          columns[i] = column(group * units_per_group + unit, thread) + lane % kUnitChunks * kStride;
+          if (kIsPlain && columns[i] < bounds.end)
+            raw[i] = load_streaming<T, kElements>(row + columns[i]);
         }
 #pragma unroll
-        for (int j = 0; j < kAtATime; ++j) {
-          if (columns[j] < 0) continue;
-          const uint64_t key = key_of(z[j], columns[j]);
-          if (key >= threshold) selection.append(key);
+        for (int i = 0; i < kAtATime; ++i) {
+          if (columns[i] >= bounds.end) continue;
+#pragma unroll(kIsPlain ? kElements : 1)
+          for (int j = 0; j < kElements; ++j) {
+            const int column = columns[i] + j;
+            if (!bounds.contains(column)) continue;
+            const float z = kIsPlain ? raw[i][j] * sign() : logit(column);
+            if (z < least) continue;
+            const uint64_t key = key_of(z, column);
+            if (key >= threshold) selection.append(key);
+          }
         }
       }
     }
   }
+  __device__ float sign() const { return params.scale < 0 ? -1.f : 1.f; }
 };
 
 // What a row's keys, in order, become: probabilities, or z.
@@ -225,7 +267,8 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
     max = logit_of(sorted[0]);
     is_empty = max == -INFINITY;
     sum = 0.f;
-    for (int i = 0; i < params.k; ++i) sum += exponent(logit_of(sorted[i]), max);
+    for (int i = thread % 32; i < params.k; i += 32) sum += exponent(logit_of(sorted[i]), max);
+    sum = warp_sum<32>(sum);
   }
   const bool is_regular = statistics.is_regular() && !is_empty;
   const float factor = reciprocal_approximate(sum);
@@ -258,10 +301,14 @@ struct TopkPartials {
         keys(reinterpret_cast<uint64_t*>(sums + params.rows * blocks)) {}
 };
 
-template <class T, class Mask, class Bias, int kRegime>
-__global__ void __launch_bounds__(
-    kTopkRegimes[kRegime].threads,
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(kTopkRegimes[kRegime].blocks_per_sm))))
+// Rows that are not plain need more registers.
+template <class Bias, int kRegime, bool kIsPlain>
+inline constexpr int kTopkBlocksPerSm =
+    Bias::blocks_per_sm(kTopkRegimes[kRegime].blocks_per_sm / (kIsPlain ? 1 : 2));
+
+template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
+__global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
+                                  (kTopkBlocksPerSm<Bias, kRegime, kIsPlain>))
     topk_forward_kernel(const __grid_constant__ TopkForwardParams params,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
@@ -280,7 +327,7 @@ __global__ void __launch_bounds__(
   int turn = 0;
   for (int64_t row = blockIdx.x / blocks; row < params.rows; row += step, turn ^= 1) {
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads> part(params, schedule, index, rank);
+    const TopkPart<T, Mask, Bias, kThreads, kIsPlain> part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + thread, exponent, has_many_delegates, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);

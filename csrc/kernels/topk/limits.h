@@ -18,14 +18,14 @@ inline constexpr int kMaxCandidates = 512;
 
 // Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
 // networks, see tile.cuh.
-inline constexpr int kTileThreads = 128, kTileChunks = 8, kTileMaxK = 16;
-inline constexpr int kTileMaxChunks = 32 * kTileChunks;
+inline constexpr int kTileThreads = 128, kMaxTileChunks = 8, kTileMaxK = 16;
+inline constexpr int kTileMaxChunks = 32 * kMaxTileChunks;
 
 // Other rows, forward.
 struct TopkRegime {
   char name[16];
   int threads;
-  int blocks_per_sm;   // the compiler's register budget: 65536 / (threads * blocks)
+  int blocks_per_sm;   // the compiler's register budget for plain rows: 65536 / (threads * blocks)
   int blocks_per_row;  // more than 1: a cluster, 0: as many as the GPU runs at a time
   int max_chunks;      // of a row
   int min_rows;        // fewer rows are served better by more blocks for each
@@ -37,15 +37,15 @@ inline constexpr int kTopkWholeGpu = 0;
 // The first that fits serves. clang-format off
 inline constexpr TopkRegime kTopkRegimes[] = {
     // name,      threads, blocks/SM, blocks/row,     max chunks, min rows
-    {"warp",           32,        24,          1,            512,      100},
-    {"block_128",     128,         6,          1,           2048,      200},
-    {"block_256",     256,         3,          1, kTopkUnlimited,      200},
-    {"cluster_2",     256,         3,          2, kTopkUnlimited,      120},
-    {"cluster_4",     256,         3,          4, kTopkUnlimited,       60},
-    {"block_128",     128,         6,          1,           1024,        0},
-    {"cluster_8",     256,         3,          8,          65536,       30},
+    {"warp",           32,        32,          1,            512,      100},
+    {"block_128",     128,         8,          1,           2048,      200},
+    {"block_256",     256,         4,          1, kTopkUnlimited,      200},
+    {"cluster_2",     256,         4,          2, kTopkUnlimited,      120},
+    {"cluster_4",     256,         4,          4, kTopkUnlimited,       60},
+    {"block_128",     128,         9,          1,           1024,        0},
+    {"cluster_8",     256,         4,          8,          65536,       30},
     {"cluster_16",    256,         4,         16,          65536,        0},
-    {"whole_gpu",     256,         3, kTopkWholeGpu, kTopkUnlimited,     0},
+    {"whole_gpu",     256,         4, kTopkWholeGpu, kTopkUnlimited,     0},
 };
 // clang-format on
 

@@ -13,8 +13,9 @@ struct TopkTiles {
   int lanes;          // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
+  int lane_chunks;    // of a lane: 1, 2, 4 or 8
   int chunks, pitch;  // of a row, and from one row to the next
-  bool is_ragged;     // not all lanes have as many chunks, or not a whole number of steps
+  bool is_ragged;     // lanes have room for more chunks
 };
 
 struct TopkPlan {
@@ -32,22 +33,32 @@ inline int64_t topk_chunks(const TopkParams& params) {
 
 inline constexpr int kTopkTile = -1;
 
+// Lists of keys are as long as k or the next longer of 2, 4, 8 and 16.
+constexpr int tile_list_length(int k) {
+  int length = 2;
+  while (length < k) length *= 2;
+  return length;
+}
+
 inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   TopkPlan plan = {};
   plan.regime = kTopkTile;
   TopkTiles& tiles = plan.tiles;
   tiles.lanes = 1;
-  while (tiles.lanes * kTileChunks < chunks) tiles.lanes = 1 << ++tiles.log2_lanes;
+  while (tiles.lanes * kMaxTileChunks < chunks) tiles.lanes = 1 << ++tiles.log2_lanes;
+  // Lanes take steps of so many logits as they sort at a time.
+  const int step = std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1);
+  tiles.lane_chunks = step;
+  while (tiles.lanes * tiles.lane_chunks < chunks) tiles.lane_chunks *= 2;
+  tiles.is_ragged = tiles.lanes * tiles.lane_chunks != chunks;
   tiles.rows_per_tile = kTileThreads / tiles.lanes;
   tiles.chunks = chunks;
   // An odd multiple of the lanes: eight neighbouring threads find eight different banks.
   tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
   const int results = tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  // Lanes take steps of up to kTileMaxK logits, and read behind the last row.
-  const int step = std::max(kTileMaxK * size_of(params.scores.type) / 16, 1);
-  tiles.is_ragged = chunks % (tiles.lanes * step) != 0;
-  plan.shared_bytes =
-      std::max((tiles.rows_per_tile * tiles.pitch + step * tiles.lanes) * 16, results);
+  // The last row's lanes read behind it where chunks are ragged.
+  plan.shared_bytes = std::max(
+      (tiles.rows_per_tile * tiles.pitch + tiles.lanes * tiles.lane_chunks) * 16, results);
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
 }

@@ -3,7 +3,7 @@
 // forward.cuh without mask and bias.
 //
 // A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
-// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kTileChunks chunks each, and keep the
+// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kMaxTileChunks chunks each, and keep the
 // largest keys seen in registers, in order: each further few are sorted and merged with them by
 // networks, about 9 instructions per logit for k = 8. The results leave through shared memory too,
 // so that all of memory is read and written in whole sectors.
@@ -14,11 +14,6 @@
 #include "plan.h"
 
 namespace megasoftmax {
-
-// 0xffff for each half whose sign bit is set.
-__device__ inline uint32_t signs_of_halves(uint32_t halves) {
-  return __byte_perm(halves, 0, 0xbb99);
-}
 
 // Keys of 16-bit logits in 32 bits, of others in 64: the logit as in keys.cuh, then the position
 // among those of the lane, the lower one first.
@@ -68,7 +63,7 @@ struct TileKeys {
   }
 };
 
-template <class T, int kLongest>
+template <class T, int kLongest, int kChunks>
 __global__ void __launch_bounds__(kTileThreads)
     topk_tile_kernel(const __grid_constant__ TopkForwardParams params,
                      const __grid_constant__ TopkTiles tiles) {
@@ -77,6 +72,7 @@ __global__ void __launch_bounds__(kTileThreads)
   constexpr int kElements = kPackElements<T>;
   // Chunks that are sorted together.
   constexpr int kStep = kLongest > kElements ? kLongest / kElements : 1;
+  static_assert(kChunks % kStep == 0);
   extern __shared__ __align__(16) char shared_memory[];
   auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
 
@@ -121,13 +117,12 @@ __global__ void __launch_bounds__(kTileThreads)
 
   Key best[kLongest];
 #pragma unroll
-  for (int i = 0, chunk = 0; i < kTileChunks; i += kStep) {
-    if (chunk >= tiles.chunks) break;
+  for (int i = 0; i < kChunks; i += kStep) {
     constexpr int kKeys = kStep * kElements;
     Key keys[kKeys];
 #pragma unroll
-    for (int j = 0; j < kStep; ++j, chunk += tiles.lanes)
-      Keys::of(read(chunk), sign, (i + j) * kElements, keys + j * kElements);
+    for (int j = 0; j < kStep; ++j)
+      Keys::of(read((i + j) * tiles.lanes), sign, (i + j) * kElements, keys + j * kElements);
 #pragma unroll
     for (int j = 0; j < kKeys; j += kLongest) {
       Key some[kLongest];
@@ -161,9 +156,8 @@ __global__ void __launch_bounds__(kTileThreads)
   const float max = fmaxf(Keys::logit(best[0]), kLowest);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0, chunk = 0; i < kTileChunks; ++i, chunk += tiles.lanes) {
-    if (chunk >= tiles.chunks) break;
-    const Pack<T> pack = read(chunk);
+  for (int i = 0; i < kChunks; ++i) {
+    const Pack<T> pack = read(i * tiles.lanes);
     float e[kElements];
 #pragma unroll
     for (int j = 0; j < kElements; ++j)
