@@ -234,6 +234,41 @@ def test_messages(ranks):
         assert negative.endswith("got -1")
 
 
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_compiled(group_of_one):
+    def function(logits: Tensor) -> Tensor:
+        p, _, lse = megasoftmax.softmax_topk(
+            logits, K, scale=0.7, return_lse=True, group=group_of_one
+        )
+        return p.square().sum() + lse.sum()
+
+    logits = normal(*ROWS, COLUMNS).requires_grad_()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(logits), function(logits)
+    torch.testing.assert_close(actual, expected)
+    found = [torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)]
+    torch.testing.assert_close(*found)
+
+
+def test_reasons_are_those_of_the_shard(group_of_one):
+    def reasons(**arguments: Any) -> list[str]:
+        found = megasoftmax.why_not_fused(
+            megasoftmax.softmax_topk, normal(2, 200), 300, **arguments, group=group_of_one
+        )
+        return [reason.constraint for reason in found if reason.constraint != "compiled part"]
+
+    assert reasons() == ["device"]
+    assert reasons(scale=0.0) == ["device", "scale"]
+
+
 def test_neighbours_have_equal_products():
     """Or else the case of that name would not test what it is for."""
     logits = neighbours()
