@@ -243,8 +243,7 @@ def softmax_topk(
     _check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     halves = reference_topk.HALVES
     against = dispatch.reasons_against_fused_topk
-    k_of_shard = k if group is None else min(k, logits.shape[-1])
-    if _is_fused(fused, against, logits, k_of_shard, scale, mask, bias, dtype):
+    if _is_fused(fused, against, logits, _k_here(logits, k), scale, mask, bias, dtype):
         halves = ops_topk.HALVES
         bias, _ = _as_kernels_take_it(logits, bias, None)
     out = logits.dtype if dtype is None else dtype
@@ -441,10 +440,14 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = bound.arguments
     del given["return_lse"]
     _check_topk(**given)
-    if given["group"] is not None:
-        given["k"] = min(given["k"], given["logits"].shape[-1])
+    given["k"] = _k_here(given["logits"], given["k"])
     del given["renormalize"], given["group"], given["fused"]
     return dispatch.reasons_against_fused_topk(**given)
+
+
+def _k_here(logits: Tensor, k: int) -> int:
+    """What kernels are asked for: an empty shard of the vocabulary has nothing to select."""
+    return k if logits.shape[-1] > 0 else 0
 
 
 def _as_kernels_take_it(

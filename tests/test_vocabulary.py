@@ -258,15 +258,18 @@ def test_compiled(group_of_one):
     torch.testing.assert_close(*found)
 
 
-def test_reasons_are_those_of_the_shard(group_of_one):
-    def reasons(**arguments: Any) -> list[str]:
+def test_reasons(group_of_one):
+    def reasons(k: int, columns: int = 200, **arguments: Any) -> list[str]:
         found = megasoftmax.why_not_fused(
-            megasoftmax.softmax_topk, normal(2, 200), 300, **arguments, group=group_of_one
+            megasoftmax.softmax_topk, normal(2, columns), k, **arguments, group=group_of_one
         )
         return [reason.constraint for reason in found if reason.constraint != "compiled part"]
 
-    assert reasons() == ["device"]
-    assert reasons(scale=0.0) == ["device", "scale"]
+    assert reasons(K) == ["device"]
+    assert reasons(K, columns=K - 1) == ["device"]  # of a shard shorter than K all are candidates
+    assert reasons(K, scale=0.0) == ["device", "scale"]
+    assert reasons(300) == ["device", "k"]  # in the backward pass, no shard has fewer
+    assert reasons(K, columns=0) == ["device", "k"]
 
 
 def test_neighbours_have_equal_products():
