@@ -3,13 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from megasoftmax import dispatch, ops, ops_topk, reference, reference_topk
+from megasoftmax import dispatch, ops, ops_topk, reference, reference_topk, vocabulary
 from megasoftmax.dispatch import Reason as Reason
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = "float16, bfloat16, float32 or float64"
@@ -143,6 +146,7 @@ def softmax_topk(
     renormalize: bool = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
+    group: "ProcessGroup | None" = ...,
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -158,6 +162,7 @@ def softmax_topk(
     renormalize: bool = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
+    group: "ProcessGroup | None" = ...,
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -172,6 +177,7 @@ def softmax_topk(
     renormalize: bool = False,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    group: "ProcessGroup | None" = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, ...]:
     """The K largest probabilities of a softmax, without writing the others.
@@ -197,9 +203,18 @@ def softmax_topk(
     Gradients use the returned probabilities where they are summed over K, and float32 ones
     elsewhere. The same call gives the same bits on the same device, gradients included.
 
+    Vocabulary-parallel, with `group`: every rank gives its shard of the logits, of mask and of bias
+    along the last dimension, in the order of the ranks; shards may have any lengths, also none.
+    Every rank gets the same bits, with indices into the whole vocabulary. One all-gather moves
+    2 + 2K numbers per row. In the backward pass, which does not communicate, the gradients of
+    the results are taken to be the same on every rank, as Megatron-LM does, and each rank gets that
+    of its shard; differentiable once. All ranks must give the same rows and options, and a mask
+    or bias all or none.
+
     Args:
         logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
-        k: from 0 to V; kernels serve 1 to 256.
+        k: from 0 to V; kernels serve 1 to 256. With `group` V is not known on the host: what K
+            exceeds it by gets probability 0 and index V.
         scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
         bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
@@ -208,6 +223,7 @@ def softmax_topk(
             all the same.
         dtype: of the probabilities; by default that of the logits.
         return_lse: also return the log-sum-exp.
+        group: the process group over whose ranks V is sharded.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch, which takes memory for rows of V.
 
@@ -222,28 +238,26 @@ def softmax_topk(
 
     Source:
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+        Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
-    _check_topk(logits, k, scale, mask, bias, renormalize, dtype, fused)
+    _check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     halves = reference_topk.HALVES
     against = dispatch.reasons_against_fused_topk
-    if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
+    if _is_fused(fused, against, logits, _k_here(logits, k), scale, mask, bias, dtype):
         halves = ops_topk.HALVES
         bias, _ = _as_kernels_take_it(logits, bias, None)
-    needs_gradient = torch.is_grad_enabled() and (
-        logits.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    probabilities, indices, statistics = reference_topk.call(
-        halves,
-        needs_gradient,
-        logits,
-        k,
-        scale,
-        mask,
-        bias,
-        renormalize,
-        logits.dtype if dtype is None else dtype,
-        False,
-    )
+    out = logits.dtype if dtype is None else dtype
+    if group is not None:
+        probabilities, indices, statistics = vocabulary.softmax_topk(
+            halves, group, logits, k, scale, mask, bias, renormalize, out
+        )
+    else:
+        needs_gradient = torch.is_grad_enabled() and (
+            logits.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        probabilities, indices, statistics = reference_topk.call(
+            halves, needs_gradient, logits, k, scale, mask, bias, renormalize, out, False
+        )
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
 
 
@@ -426,8 +440,14 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = bound.arguments
     del given["return_lse"]
     _check_topk(**given)
-    del given["renormalize"], given["fused"]
+    given["k"] = _k_here(given["logits"], given["k"])
+    del given["renormalize"], given["group"], given["fused"]
     return dispatch.reasons_against_fused_topk(**given)
+
+
+def _k_here(logits: Tensor, k: int) -> int:
+    """What kernels are asked for: an empty shard of the vocabulary has nothing to select."""
+    return k if logits.shape[-1] > 0 else 0
 
 
 def _as_kernels_take_it(
@@ -479,14 +499,17 @@ def _check_topk(
     bias: Tensor | None,
     renormalize: bool,
     dtype: torch.dtype | None,
+    group: "ProcessGroup | None",
     fused: bool | None,
 ) -> None:
     _check_scores("logits", logits, scale, mask, bias)
     columns = logits.shape[-1]
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"k: expected an integer from 0 to {columns}, got {_kind(k)}")
-    if not 0 <= k <= columns:
+    if k < 0 or (k > columns and group is None):
         raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
+    if group is not None:
+        _check_group(group)
     if not isinstance(renormalize, bool):
         raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
     _check_choices(dtype, fused)
@@ -513,6 +536,12 @@ def _check_scores(
         if not isinstance(bias, Tensor) or bias.dtype not in _DTYPES:
             raise TypeError(f"bias: expected a tensor of {_DTYPE_NAMES}, got {_kind(bias)}")
         _check_companion("bias", bias, name, scores)
+
+
+def _check_group(group: "ProcessGroup") -> None:
+    is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+    if not is_one:
+        raise TypeError(f"group: expected None or a process group, got {_kind(group)}")
 
 
 def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:

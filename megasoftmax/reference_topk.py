@@ -56,14 +56,14 @@ def softmax_topk_forward(
         -inf for all three, and probabilities 0 where mask or bias is given, else NaN.
     """
     compute = reference.accumulation_dtype(logits.dtype)
-    y, factor = _comparable(logits, scale, mask, bias)
+    y, factor = comparable(logits, scale, mask, bias)
     indices = select(y, k)
     selected = y.gather(-1, indices)
     largest = y.amax(-1) if y.shape[-1] > 0 else y.new_full(y.shape[:-1], -torch.inf)
     empty = largest == -torch.inf
 
     total = torch.exp((y - largest.unsqueeze(-1)) * factor).sum(-1)
-    exact = largest.double() * _rounded(factor, compute, logits.device)
+    exact = largest.double() * rounded(factor, compute, logits.device)
     maximum = exact.to(compute)
     log_total = total.double().log()
     statistics = torch.stack([maximum, log_total + (exact - maximum), exact + log_total])
@@ -220,12 +220,12 @@ def select(values: Tensor, k: int) -> Tensor:
     return (high + torch.arange(columns - 1, -1, -1, device=values.device)).topk(k).indices
 
 
-def _rounded(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rounded(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as `dtype` has it, in float64: its product with a float32 is exact there."""
     return torch.full((), number, dtype=dtype, device=device).double()
 
 
-def _comparable(
+def comparable(
     logits: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, float]:
     """y [..., V], ordered as z is, and a factor from 0 on: z = factor * y."""
@@ -233,7 +233,7 @@ def _comparable(
     factor = 1.0
     if bias is not None:
         # One rounding, as in a fused multiply-add: float64 holds the product.
-        y = (logits.double() * _rounded(scale, compute, logits.device) + bias).to(compute)
+        y = (logits.double() * rounded(scale, compute, logits.device) + bias).to(compute)
     elif scale == 0:
         y = logits.to(compute) * scale
     else:
@@ -247,7 +247,7 @@ def _probabilities(
 ) -> Tensor:
     """exp(z - max - log sum), [..., V], in the accumulation type; differentiable."""
     compute = reference.accumulation_dtype(logits.dtype)
-    z = logits.double() * _rounded(scale, compute, logits.device)
+    z = logits.double() * rounded(scale, compute, logits.device)
     if bias is not None:
         z = (z + bias).to(compute).double()
     if mask is not None:

@@ -78,3 +78,62 @@ def test_train_gpt_alone_in_bfloat16(device, tmp_path):
     first, last = re.search(r"megasoftmax: loss (\S+) to (\S+),", output).groups()
     assert math.isfinite(float(first))
     assert math.isfinite(float(last))
+
+
+# Runs an example with a softmax_topk that ignores its scale; the arguments follow.
+RUN_WITH_OTHER_SAMPLES = """
+import pathlib, runpy, sys
+from megasoftmax import reference_topk
+
+call = reference_topk.call
+
+def faulty_call(halves, needs_gradient, logits, k, scale, *others):
+    return call(halves, needs_gradient, logits, k, 1.0, *others)
+
+reference_topk.call = faulty_call
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
+
+
+def test_generate_compares(device, tmp_path):
+    code, output = run_python(
+        EXAMPLES / "generate.py", "--prompt", "class ", "--device", device, *SAMPLE, folder=tmp_path
+    )
+    assert code == 0, output
+    assert output.count("│ class ") == 2
+    assert "the samples are equal" in output
+    assert "softmax_topk runs its" in output
+    assert ("reference path" in output) == (device == "cpu")
+    first, last = re.search(r"loss (\S+) to (\S+)\n", output).groups()
+    assert 5 < float(first) < 6
+    assert math.isfinite(float(last))
+
+
+def test_generate_notices_a_difference(tmp_path):
+    code, output = run_python(
+        "-c",
+        RUN_WITH_OTHER_SAMPLES,
+        EXAMPLES / "generate.py",
+        "--temperature=0.3",
+        "--device=cpu",
+        *SAMPLE,
+        folder=tmp_path,
+    )
+    assert code == 1, output
+    assert "THE SAMPLES DIFFER" in output
+
+
+def test_generate_depends_on_seed_and_k(tmp_path):
+    found = []
+    for change in ("--seed=0", "--seed=1", "--k=2"):
+        code, output = run_python(
+            EXAMPLES / "generate.py", "--device=cpu", *SAMPLE, change, folder=tmp_path
+        )
+        assert code == 0, output
+        found.append(re.findall(r"^│.*│$", output, re.MULTILINE))
+    assert found[0]
+    assert found[0] != found[1]
+    assert found[0] != found[2]

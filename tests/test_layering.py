@@ -31,14 +31,31 @@ MODULES = {
     "reference_topk": {"reference"},
     "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
     "ops_topk": {"ops", "reference", "reference_topk"},
+    "vocabulary": {"reference", "reference_topk"},
     "dispatch": {"_extension"},
-    "functional": {"dispatch", "ops", "ops_topk", "reference", "reference_topk"},
+    "functional": {
+        "dispatch",
+        "ops",
+        "ops_topk",
+        "reference",
+        "reference_topk",
+        "vocabulary",
+    },
     "modules": {"functional"},
     "integrations": {"megasoftmax", "modules"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.
-HOT = ("dispatch", "functional", "modules", "ops", "ops_topk", "reference", "reference_topk")
+HOT = (
+    "dispatch",
+    "functional",
+    "modules",
+    "ops",
+    "ops_topk",
+    "reference",
+    "reference_topk",
+    "vocabulary",
+)
 
 
 def _module(path: Path) -> str:

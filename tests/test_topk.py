@@ -232,6 +232,15 @@ def test_bias_decides_the_order(dtype: torch.dtype, device: str) -> None:
         check(logits, 7, scale=80**-0.5, bias=bias, renormalize=True)
 
 
+def test_bias_is_added_with_one_rounding(device: str) -> None:
+    """As a fused multiply-add does: rounding the product too would change the order."""
+    logits, bias = (1 + 1e-3 * normal(4, 5000, device=device, seed=seed) for seed in (1, 2))
+    _, indices, *_ = check(logits, 200, scale=0.7, bias=bias)
+    twice = logits * 0.7 + bias
+    order = twice.cpu().sort(dim=-1, descending=True, stable=True).indices[:, :200]
+    assert not torch.equal(order, indices.cpu())
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_type_of_bias(dtype: torch.dtype, bias_dtype: torch.dtype, device: str) -> None:

@@ -1,0 +1,136 @@
+"""Train a small Llama on Python source and let it write on, with top-k sampling by softmax_topk.
+
+    python examples/generate.py                                  # about a minute on 2 CPU cores
+    python examples/generate.py --k 5 --temperature 0.5 --samples 1
+
+The default samples twice from the same seed, through `megasoftmax.softmax_topk` and through
+torch.softmax and torch.topk. The swap changes nothing: should the texts differ, the exit code is 1.
+Model, text and training are those of train_gpt.py.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from train_gpt import Settings, Trainer, train
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import megasoftmax
+from megasoftmax.integrations.transformers import register
+
+# Logits [samples, vocabulary], k and temperature -> probabilities and tokens, [samples, k].
+Sampler = Callable[[torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]]
+
+console = Console()
+
+
+def topk_fused(logits: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, ...]:
+    """One call, which reads the logits once and writes no softmax as long as the vocabulary."""
+    return megasoftmax.softmax_topk(logits, k, scale=1 / temperature, renormalize=True)
+
+
+def topk_torch(logits: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, ...]:
+    """What it replaces."""
+    probabilities, tokens = torch.topk(torch.softmax(logits / temperature, -1), k)
+    return probabilities / probabilities.sum(-1, keepdim=True), tokens
+
+
+SAMPLERS: dict[str, Sampler] = {"megasoftmax": topk_fused, "torch": topk_torch}
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompt: bytes,
+    sampler: Sampler,
+    k: int,
+    temperature: float,
+    samples: int,
+    count: int,
+    seed: int,
+) -> list[bytes]:
+    """The prompt and `count` bytes more, so many times. The seed decides which."""
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = torch.tensor(list(prompt), device=device).repeat(samples, 1)
+    for _ in range(count):
+        context = ids[:, -model.config.max_position_embeddings :]
+        logits = model(context, use_cache=False).logits[:, -1]
+        probabilities, tokens = sampler(logits, k, temperature)
+        choice = torch.multinomial(probabilities, 1, generator=generator)
+        ids = torch.cat([ids, tokens.gather(-1, choice)], -1)
+    return [bytes(sample) for sample in ids.tolist()]
+
+
+def printable(text: bytes) -> str:
+    """What a terminal can show; a model that has learnt little writes anything."""
+    characters = text.decode(errors="replace")
+    return "".join(each if each.isprintable() or each == "\n" else "·" for each in characters)
+
+
+def report_path(logits: torch.Tensor, k: int, temperature: float) -> None:
+    """Say whether the sampling of these logits runs fused, and why not."""
+    reasons = megasoftmax.why_not_fused(
+        megasoftmax.softmax_topk, logits, k, scale=1 / temperature, renormalize=True
+    )
+    path = "reference path, because " + "; ".join(map(str, reasons)) if reasons else "fused kernels"
+    console.print(f"softmax_topk runs its {path}", soft_wrap=True)
+
+
+def main(
+    sampler: Annotated[Literal["megasoftmax", "torch", "compare"], typer.Option()] = "compare",
+    prompt: Annotated[str, typer.Option(help="what the samples begin with")] = "def ",
+    k: Annotated[int, typer.Option(min=1, max=256, help="bytes to choose from")] = 10,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 0.8,
+    samples: Annotated[int, typer.Option(min=1)] = 3,
+    count: Annotated[int, typer.Option(min=1, help="bytes per sample")] = 240,
+    steps: Annotated[int, typer.Option(min=2, help="of training")] = 800,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 3,
+    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    seed: int = 0,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 3e-3,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")] = "auto",
+) -> None:
+    """Train a small Llama on Python source and let it write on, with top-k sampling."""
+    register()
+    logging.set_verbosity_error()
+    if not prompt:
+        raise typer.BadParameter("expected at least one character", param_hint="--prompt")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = Settings(
+        "llama", "fp32", steps, batch, length, layers, width, heads, seed, lr, torch.device(device)
+    )
+    trainer = Trainer(settings, "megasoftmax")
+    train(settings, [trainer])
+    console.print(f"loss {trainer.losses[0]:.3f} to {trainer.losses[-1]:.3f}")
+
+    model = trainer.model.eval()
+    report_path(torch.empty(samples, model.config.vocab_size, device=device), k, temperature)
+    texts = {}
+    for name in SAMPLERS if sampler == "compare" else [sampler]:
+        start = time.perf_counter()
+        texts[name] = generate(
+            model, prompt.encode(), SAMPLERS[name], k, temperature, samples, count, seed
+        )
+        speed = samples * count / (time.perf_counter() - start)
+        console.print(f"{name}: {speed:,.0f} bytes/s, the model included")
+    for text in next(iter(texts.values())):
+        console.print(Panel(Text(printable(text))))
+    if sampler == "compare":
+        same = texts["megasoftmax"] == texts["torch"]
+        console.print("the samples are equal" if same else "THE SAMPLES DIFFER")
+        raise typer.Exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

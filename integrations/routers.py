@@ -1,0 +1,139 @@
+"""softmax_topk as the router of mixture-of-experts models of Hugging Face transformers.
+
+    from megasoftmax.integrations.routers import patch_routers
+
+    patched = patch_routers(model)      # until patched.unpatch()
+    with patch_routers(model):          # or until the end of the block
+        model(input_ids)
+
+The routers of Mixtral, Qwen-MoE and their kin take a softmax over all experts in float32, pick the
+K largest and may divide by their sum; that of gpt-oss takes a softmax over the K largest logits.
+Either is one `megasoftmax.softmax_topk`. Logits, scores and experts are the model's own, gradients
+too, but where two experts have the same probability: softmax_topk then decides by the logits, and
+between equal ones by the lower index, where torch.topk leaves it open. Parameters, hooks and what
+records router logits see no difference.
+"""
+
+from types import MethodType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+import megasoftmax
+
+
+class _Rule(NamedTuple):
+    """What a router does after its linear layer."""
+
+    renormalize: bool | None = True
+    """Whether the scores of a token sum to 1; None: as the router's `norm_topk_prob` says."""
+    dtype: torch.dtype | None = None
+    """Of the scores; None: that of the logits."""
+
+
+_BY_CONFIG = _Rule(renormalize=None)
+_RULES = {
+    "FlexOlmoTopKRouter": _BY_CONFIG,
+    "GptOssTopKRouter": _Rule(),
+    "MellumTopKRouter": _BY_CONFIG,
+    "MiniMaxTopKRouter": _Rule(dtype=torch.float32),
+    "MixtralTopKRouter": _Rule(dtype=torch.float32),
+    "OlmoeTopKRouter": _BY_CONFIG,
+    "Qwen2MoeTopKRouter": _BY_CONFIG,
+    "Qwen3MoeTopKRouter": _BY_CONFIG,
+    "Qwen3NextTopKRouter": _BY_CONFIG,
+    "Qwen3OmniMoeTalkerTextTopKRouter": _BY_CONFIG,
+    "Qwen3OmniMoeTextTopKRouter": _Rule(),
+    "Qwen3OmniMoeThinkerTextTopKRouter": _BY_CONFIG,
+    "Qwen3VLMoeTextTopKRouter": _Rule(),
+    "Qwen3_5MoeTopKRouter": _Rule(),
+}
+
+
+class PatchedRouters:
+    """The routers that one call of `patch_routers` has changed; a context manager."""
+
+    def __init__(self, routers: dict[str, torch.nn.Module]) -> None:
+        self._routers = routers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the routers, in the model."""
+        return tuple(self._routers)
+
+    def unpatch(self) -> None:
+        """Give the routers their own forward back; calling it twice is harmless."""
+        for router in self._routers.values():
+            router.__dict__.pop("forward", None)
+            router.__dict__.pop("megasoftmax_rule", None)
+        self._routers = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpatch()
+
+
+def patch_routers(model: torch.nn.Module) -> PatchedRouters:
+    """Let the routers of `model` call `megasoftmax.softmax_topk`, until they are unpatched.
+
+    Routers that are patched already stay as they are and belong to whoever patched them.
+
+    Args:
+        model: has routers of transformers 5 among its submodules.
+
+    Returns:
+        What unpatches those that this call has patched.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: it has no router whose rule is known, or another forward than that of its class
+            was given to one (kernels from the hub and offloading do that); nothing was changed.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    routers = {name: module for name, module in model.named_modules() if _rule_of(module)}
+    if not routers:
+        raise ValueError(
+            f"model: expected a router among {', '.join(_RULES)}, got {type(model).__name__} "
+            "without one"
+        )
+    patched = {}
+    for name, router in routers.items():
+        own = router.__dict__.get("forward")
+        if own is None:
+            patched[name] = router
+        elif getattr(own, "__func__", None) is not _forward:
+            raise ValueError(
+                f"model: expected {name} with the forward of its class, got one that was replaced"
+            )
+    for router in patched.values():
+        router.megasoftmax_rule = _rule_of(router)
+        router.forward = MethodType(_forward, router)
+    return PatchedRouters(patched)
+
+
+def _rule_of(module: torch.nn.Module) -> _Rule | None:
+    """That of the class whose forward the module has: subclasses may bring their own."""
+    forward: Any = type(module).forward
+    if not forward.__module__.startswith("transformers.models."):
+        return None
+    return _RULES.get(forward.__qualname__.removesuffix(".forward"))
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [tokens, experts], scores and experts [tokens, K], of hidden states [..., width]."""
+    rule: _Rule = self.megasoftmax_rule
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    bias = getattr(self, "bias", None)
+    logits = torch.nn.functional.linear(hidden_states, self.weight, bias)
+    scores, experts = megasoftmax.softmax_topk(
+        logits,
+        self.top_k,
+        renormalize=self.norm_topk_prob if rule.renormalize is None else rule.renormalize,
+        dtype=rule.dtype,
+    )
+    return logits, scores, experts

@@ -1,0 +1,209 @@
+"""softmax_topk of logits whose last dimension is sharded over the ranks of a process group.
+
+Each rank selects K candidates of its shard; all of them, with the shard's maximum and log of the
+sum, go to every rank in one all-gather of 2 + 2K numbers per row, of the size of the accumulation
+type; every rank merges them alike. The length of a shard travels with them, so that nothing is
+read on the host. The backward pass needs no communication.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasoftmax import reference, reference_topk
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# For the bits of numbers of an accumulation type
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _all_gather(into: Tensor, mine: Tensor, group: "ProcessGroup") -> None:
+    distributed = torch.distributed
+    if hasattr(distributed, "all_gather_single"):  # since torch 2.13
+        distributed.all_gather_single(into, mine, group=group)
+    else:
+        distributed.all_gather_into_tensor(into, mine, group=group)
+
+
+def softmax_topk(
+    halves: reference_topk.Halves,
+    group: "ProcessGroup",
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities [..., K], indices [..., K] and statistics [3, ...], the same on every rank.
+
+    Differentiable once. All ranks must call it, with the same rows, options and kinds of arguments.
+
+    Args:
+        halves: who computes what is local.
+        group: its ranks hold the shards in the order of their numbers.
+        logits, mask, bias: of this rank's shard.
+        k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
+        scale, renormalize, dtype: as in `reference_topk.softmax_topk_forward`.
+    """
+    return _ShardedTopk.apply(logits, k, scale, mask, bias, renormalize, dtype, halves, group)
+
+
+class _Candidates(NamedTuple):
+    """Of all shards, [rows, shards * K], in the order of their indices."""
+
+    y: Tensor  # what is compared: z = factor * y
+    indices: Tensor  # in the whole vocabulary
+    excluded: Tensor
+
+
+class _ShardedTopk(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        k: int,
+        scale: float,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        renormalize: bool,
+        dtype: torch.dtype,
+        halves: reference_topk.Halves,
+        group: "ProcessGroup",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = logits.shape[:-1]
+        mine, factor, statistics = _select(halves, logits, k, scale, mask, bias)
+        gathered = _gather(mine, statistics, logits.shape[-1], k, group)
+        candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype)
+
+        best = reference_topk.select(candidates.y, k)
+        indices, y, excluded = (
+            part.gather(-1, best)
+            for part in (candidates.indices, candidates.y, candidates.excluded)
+        )
+        maximum, log_sum, _ = statistics.double().unsqueeze(-1)
+        weights = y.double() * reference_topk.rounded(factor, y.dtype, y.device) - maximum
+        if renormalize:
+            weights = weights.exp()
+            p = weights / weights.sum(-1, keepdim=True)
+        else:
+            p = (weights - log_sum).exp()
+        if mask is not None or bias is not None:
+            p = p.masked_fill(maximum == -torch.inf, 0)
+        p = p.masked_fill(excluded, 0).to(dtype).reshape(*rows, k)
+        indices, statistics = indices.reshape(p.shape), statistics.reshape(3, *rows)
+
+        local = indices - offsets[torch.distributed.get_rank(group)]
+        ctx.save_for_backward(p, local, statistics, logits, mask, bias)
+        ctx.given = reference_topk.ForwardSlots(
+            k=k, scale=scale, renormalize=renormalize, dtype=dtype, candidates=False
+        )
+        ctx.halves = halves
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return p, indices, statistics
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, _: None, statistics_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = reference_topk.gradients(
+                ctx, ctx.halves.backward, gradient, statistics_gradient
+            )
+        d_logits, d_bias = found.logits, found.bias
+        if torch.is_grad_enabled():
+            _, _, _, logits, _, bias = ctx.saved_tensors
+            sources = gradient, statistics_gradient, logits, bias
+            d_logits, d_bias = _Final.apply(d_logits, d_bias, *sources)
+        return d_logits, None, None, None, d_bias, None, None, None, None
+
+
+class _Final(torch.autograd.Function):
+    """Gradients that refuse to be differentiated with respect to what they come from.
+
+    `once_differentiable` of torch would let torch.autograd.grad overlook them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> None:
+        raise NotImplementedError("group: expected None for a second derivative, got a group")
+
+
+def _select(
+    halves: reference_topk.Halves,
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[_Candidates, float, Tensor]:
+    """At most K candidates of this shard with local indices, the factor of y, statistics."""
+    compute = reference.accumulation_dtype(logits.dtype)
+    k = min(k, logits.shape[-1])
+    y, indices, statistics = halves.forward(logits, k, scale, mask, bias, False, compute, True)
+    excluded = torch.zeros_like(indices, dtype=torch.bool)
+    if mask is not None:
+        excluded = mask.expand(logits.shape).gather(-1, indices)
+    factor = 1.0
+    if bias is None:  # compared before the scale can round two of them to one
+        y, factor = reference_topk.comparable(logits.gather(-1, indices), scale, excluded, None)
+    rows = statistics[0].numel()
+    candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
+    return _Candidates(*candidates), factor, statistics
+
+
+def _gather(
+    mine: _Candidates, statistics: Tensor, columns: int, k: int, group: "ProcessGroup"
+) -> Tensor:
+    """[shards, 1 + rows * (2 + 2K)] integers; an index is inverted where the entry is excluded."""
+    integer = _INTEGERS[statistics.dtype]
+    missing = (0, k - mine.y.shape[-1])
+    y = torch.nn.functional.pad(mine.y, missing, value=-torch.inf)
+    codes = torch.where(mine.excluded, ~mine.indices, mine.indices).to(integer)
+    numbers = torch.cat(
+        [
+            torch.full((1,), columns, dtype=integer, device=y.device),
+            statistics[:2].reshape(-1).view(integer),
+            y.reshape(-1).view(integer),
+            torch.nn.functional.pad(codes, missing).reshape(-1),
+        ]
+    )
+    shards = torch.distributed.get_world_size(group)
+    gathered = numbers.new_empty(shards * len(numbers))
+    _all_gather(gathered, numbers, group=group)
+    return gathered.view(shards, -1)
+
+
+def _unpack(gathered: Tensor, k: int, compute: torch.dtype) -> tuple[_Candidates, Tensor, Tensor]:
+    """All candidates, the statistics [3, rows] of whole rows, and where each shard begins."""
+    shards = len(gathered)
+    rows = (gathered.shape[1] - 1) // (2 + 2 * k)
+    sizes, numbers, y, codes = gathered.split([1, 2 * rows, rows * k, rows * k], 1)
+    sizes = sizes.long()
+    offsets = sizes.cumsum(0) - sizes
+
+    maxima, log_sums = numbers.contiguous().view(compute).double().view(shards, 2, rows).unbind(1)
+    maximum = maxima.amax(0)
+    log_sum = (maxima - maximum + log_sums).exp().sum(0).log()
+    statistics = torch.stack([maximum, log_sum, maximum + log_sum])
+    statistics = statistics.masked_fill(maximum == -torch.inf, -torch.inf).to(compute)
+
+    codes = codes.long().view(shards, rows, k)
+    # A shard shorter than K has nothing in its last places, which come after all that there is.
+    missing = torch.arange(k, device=sizes.device) >= sizes.unsqueeze(-1)
+    inside = offsets.unsqueeze(-1) + torch.where(codes < 0, ~codes, codes)
+    indices = torch.where(missing, sizes.sum(), inside)
+    parts = (y.contiguous().view(compute).view(codes.shape), indices, (codes < 0) | missing)
+    flat = [part.movedim(0, 1).reshape(rows, shards * k) for part in parts]
+    order = flat[1].argsort(stable=True, dim=-1)
+    candidates = _Candidates(*(part.gather(-1, order) for part in flat))
+    return candidates, statistics, offsets.squeeze(-1)

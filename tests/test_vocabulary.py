@@ -1,0 +1,294 @@
+"""softmax_topk of a vocabulary that is sharded over processes, against the unsharded call."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import dispatch
+
+ROWS, COLUMNS, K = (2, 3), 37, 6
+INF, NAN = torch.inf, torch.nan
+
+# How the ranks share the columns, by number of ranks. One shard is shorter than K; one is empty.
+SIZES = {2: [(23, 14), (3, 34)], 3: [(20, 4, 13), (0, 30, 7)]}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mask(odds: float = 0.4) -> Tensor:
+    """With a row of which little is left, and one of which nothing is."""
+    excluded = torch.rand(*ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) < odds
+    excluded[0, 1, 2:] = True
+    excluded[0, 1, 0] = False
+    excluded[1, 1] = True
+    return excluded
+
+
+def with_poison() -> Tensor:
+    logits = normal(*ROWS, COLUMNS)
+    logits[0, 0, 30], logits[0, 2, [2, 25]], logits[1, 1] = NAN, INF, -INF
+    return logits
+
+
+def neighbours() -> Tensor:
+    """Distinct numbers of which several have the same product with 1.1."""
+    return 2 - torch.arange(1, 6 * COLUMNS + 1).float().view(*ROWS, COLUMNS).flip(-1) * 2.0**-23
+
+
+Case = dict[str, Any]
+CASES: dict[str, Callable[[], Case]] = {
+    "plain": dict,
+    "scaled": lambda: {"scale": 0.7},
+    "negative scale": lambda: {"scale": -0.7, "logits": normal(*ROWS, COLUMNS).round()},
+    "scale of 0": lambda: {"scale": 0.0},
+    "ties": lambda: {"logits": normal(*ROWS, COLUMNS).round()},
+    "constant": lambda: {"logits": torch.ones(*ROWS, COLUMNS)},
+    "neighbours": lambda: {"logits": neighbours(), "scale": 1.1},
+    "offset": lambda: {"logits": normal(*ROWS, COLUMNS) + 1e5, "scale": 0.7},
+    "mask": lambda: {"mask": mask()},
+    "mask of nearly all": lambda: {"mask": mask(0.95), "scale": -1.0},
+    "mask by column": lambda: {"mask": mask()[0, 0], "renormalize": True},
+    "bias": lambda: {"bias": normal(*ROWS, COLUMNS, seed=2), "mask": mask(), "scale": 0.7},
+    "bias by row": lambda: {"bias": normal(ROWS[-1], 1, seed=2)},
+    "bias by column": lambda: {"bias": normal(COLUMNS, seed=2), "renormalize": True},
+    "renormalised": lambda: {"renormalize": True},
+    "poison": lambda: {"logits": with_poison()},
+    "poison, mask": lambda: {"logits": with_poison(), "mask": mask(0.9)},
+    "poison, renormalised": lambda: {"logits": with_poison(), "renormalize": True},
+    "float16": lambda: {"logits": normal(*ROWS, COLUMNS).half()},
+    "bfloat16 to float32": lambda: {
+        "logits": normal(*ROWS, COLUMNS).bfloat16(),
+        "dtype": torch.float32,
+    },
+    "float64": lambda: {"logits": normal(*ROWS, COLUMNS).double(), "scale": -0.7, "mask": mask()},
+    "k 0": lambda: {"k": 0},
+    "k 1": lambda: {"k": 1},
+    "all": lambda: {"k": COLUMNS, "logits": normal(*ROWS, COLUMNS).round()},
+    "one row": lambda: {"logits": normal(COLUMNS)},
+    "no rows": lambda: {"logits": normal(0, COLUMNS)},
+    "strided": lambda: {"logits": normal(COLUMNS, 5).T},
+    "through the ops": lambda: {"fused": True, "mask": mask(), "scale": 0.7},
+    "through the ops, bias": lambda: {"fused": True, "bias": normal(COLUMNS, seed=2).double()},
+}
+
+
+def arguments_of(name: str) -> Case:
+    return {"logits": normal(*ROWS, COLUMNS), "k": K, "return_lse": True} | CASES[name]()
+
+
+def part_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor if tensor.shape[-1] == 1 else tensor[..., begin:end]
+
+
+def run(device: str, begin: int, end: int, group: Any, given: Case) -> dict[str, Tensor | None]:
+    """The call on columns begin to end, and the gradients of what of logits and bias is there."""
+    given = {
+        name: part_of(value, begin, end).to(device) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    inputs = [given["logits"].requires_grad_()]
+    if "bias" in given:
+        inputs.append(given["bias"].requires_grad_())
+    p, indices, lse = megasoftmax.softmax_topk(**given, group=group)
+    g, h = normal(*p.shape, seed=3).to(p), normal(*lse.shape, seed=4).to(lse)
+    gradients = torch.autograd.grad((p, lse), inputs, (g, h))
+    names = ["p", "indices", "lse", "logits", "bias"]
+    tensors = [p, indices, lse, *gradients]
+    return {name: tensor.detach().cpu() for name, tensor in zip(names, tensors, strict=False)}
+
+
+def worker(rank: int, world: int, backend: str, folder: Path) -> None:
+    """Runs every case as one rank; leaves what it found in a file."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    group = torch.distributed.group.WORLD
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        dispatch._device = dispatch._compiled_part = lambda scores: None
+    found: dict[Any, Any] = {}
+    for sizes in SIZES[world]:
+        begin = sum(sizes[:rank])
+        for name in CASES:
+            given = arguments_of(name)
+            if backend == "nccl" or sizes[rank] == 0:  # kernels take no shard without columns
+                given.pop("fused", None)
+            found[sizes, name] = run(device, begin, begin + sizes[rank], group, given)
+    found["messages"] = messages(device, group)
+    found["too much"] = beyond_the_vocabulary(device, group)
+    torch.save(found, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def messages(device: str, group: Any) -> list[str]:
+    """What is said where a call with a group is refused."""
+    logits = normal(2, 5).to(device).requires_grad_()
+    said = []
+    p, _ = megasoftmax.softmax_topk(logits, 3, group=group)
+    (first,) = torch.autograd.grad(p.square().sum(), logits, create_graph=True)
+    for refused in (
+        lambda: torch.autograd.grad(first.sum() + logits.sum(), logits),
+        lambda: megasoftmax.softmax_topk(logits, -1, group=group),
+    ):
+        with pytest.raises((NotImplementedError, ValueError)) as error:
+            refused()
+        said.append(str(error.value))
+    return said
+
+
+def beyond_the_vocabulary(device: str, group: Any) -> list[Tensor]:
+    p, indices = megasoftmax.softmax_topk(torch.ones(2, 2, device=device), 9, group=group)
+    return [p.cpu(), indices.cpu()]
+
+
+def spawn(world: int, backend: str, folder: Path) -> list[dict[Any, Any]]:
+    torch.multiprocessing.spawn(worker, args=(world, backend, folder), nprocs=world)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def check(ranks: list[dict[Any, Any]], sizes: tuple[int, ...], name: str) -> None:
+    found = [rank[sizes, name] for rank in ranks]
+    for output in ("p", "indices", "lse"):
+        for other in found[1:]:  # NaN has bits, too
+            assert other[output].dtype == found[0][output].dtype
+            assert other[output].numpy().tobytes() == found[0][output].numpy().tobytes()
+    given = arguments_of(name) | {"fused": False}
+    wanted = run("cpu", 0, COLUMNS, None, given)
+    assert torch.equal(found[0]["indices"], wanted["indices"])
+    computed = wanted["lse"].dtype
+    tolerance = oracle.coarser(computed, given["logits"].dtype)
+    for output in ("p", "lse"):
+        oracle.assert_matches(found[0][output], wanted[output].double(), tolerance, what=output)
+    gradients = [rank["logits"] for rank in found]
+    assert [gradient.shape[-1] for gradient in gradients] == list(sizes)
+    oracle.assert_matches(
+        torch.cat(gradients, -1),
+        wanted["logits"].double(),
+        tolerance,
+        magnitude=wanted["logits"].double().abs() + 0.1,
+        what="gradient of the logits",
+    )
+    if "bias" in wanted:
+        parts = [rank["bias"] for rank in found]
+        shared = wanted["bias"].shape[-1] == 1
+        oracle.assert_matches(
+            sum(parts) if shared else torch.cat(parts, -1),
+            wanted["bias"].double(),
+            tolerance,
+            magnitude=wanted["bias"].double().abs() + 1,
+            what="gradient of the bias",
+        )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Any, Any]]]:
+    """What each of so many processes found; they run once."""
+    found: dict[int, list[dict[Any, Any]]] = {}
+
+    def get(world: int) -> list[dict[Any, Any]]:
+        if world not in found:
+            found[world] = []  # should they fail
+            found[world] = spawn(world, "gloo", tmp_path_factory.mktemp(f"gloo{world}"))
+        assert found[world], "the processes failed, see the first failure"
+        return found[world]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(world, sizes) for world, each in SIZES.items() for sizes in each]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_shards_agree_with_the_whole(ranks, world, sizes, name):
+    check(ranks(world), sizes, name)
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_what_k_exceeds_the_vocabulary_by(ranks, world):
+    for rank in ranks(world):
+        p, indices = rank["too much"]
+        columns = 2 * world
+        assert indices.tolist() == [[*range(columns), *[columns] * (9 - columns)]] * 2
+        torch.testing.assert_close(p[:, :columns], torch.full((2, columns), 1 / columns))
+        assert (p[:, columns:] == 0).all()
+
+
+def test_messages(ranks):
+    for rank in ranks(2):
+        twice, negative = rank["messages"]
+        assert twice == "group: expected None for a second derivative, got a group"
+        assert negative.startswith("k: expected an integer from 0")
+        assert negative.endswith("got -1")
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_compiled(group_of_one):
+    def function(logits: Tensor) -> Tensor:
+        p, _, lse = megasoftmax.softmax_topk(
+            logits, K, scale=0.7, return_lse=True, group=group_of_one
+        )
+        return p.square().sum() + lse.sum()
+
+    logits = normal(*ROWS, COLUMNS).requires_grad_()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(logits), function(logits)
+    torch.testing.assert_close(actual, expected)
+    found = [torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)]
+    torch.testing.assert_close(*found)
+
+
+def test_reasons(group_of_one):
+    def reasons(k: int, columns: int = 200, **arguments: Any) -> list[str]:
+        found = megasoftmax.why_not_fused(
+            megasoftmax.softmax_topk, normal(2, columns), k, **arguments, group=group_of_one
+        )
+        return [reason.constraint for reason in found if reason.constraint != "compiled part"]
+
+    assert reasons(K) == ["device"]
+    assert reasons(K, columns=K - 1) == ["device"]  # of a shard shorter than K all are candidates
+    assert reasons(K, scale=0.0) == ["device", "scale"]
+    assert reasons(300) == ["device", "k"]  # in the backward pass, no shard has fewer
+    assert reasons(K, columns=0) == ["device", "k"]
+
+
+def test_neighbours_have_equal_products():
+    """Or else the case of that name would not test what it is for."""
+    logits = neighbours()
+    assert all(row.unique().numel() == COLUMNS for row in logits.flatten(0, 1))
+    assert (logits * 1.1)[0, 0].unique().numel() < COLUMNS
+
+
+def test_group_is_a_group():
+    with pytest.raises(TypeError, match=r"^group: expected None or a process group, got str"):
+        megasoftmax.softmax_topk(normal(2, 5), 3, group="tensor parallel")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
+def test_shards_on_two_gpus(tmp_path):
+    found = spawn(2, "nccl", tmp_path)
+    for sizes in SIZES[2]:
+        for name in CASES:
+            check(found, sizes, name)
