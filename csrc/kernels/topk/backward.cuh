@@ -12,39 +12,47 @@
 namespace megasoftmax {
 
 // exp(z - max - log sum) of a row.
-template <class T, class Mask, class Bias>
+template <class Mask>
 struct TopkProbability {
-  const TopkBackwardParams& params;
   const Mask& mask;
+  float scale;  // makes z of what is given
   float max, offset;
   bool is_nan;
 
-  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row)
-      : params(params), mask(mask), max(params.statistics[row]) {
-    // Of a row without anything left nothing is visible, and every probability is 0.
-    if (max == -INFINITY && params.can_exclude) max = 0.f;
-    offset = params.statistics[params.rows + row] * -kLog2E;
-    if (offset == INFINITY) offset = params.can_exclude ? 0.f : NAN;
+  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row,
+                             float scale)
+      : mask(mask), scale(scale), max(params.statistics[row]) {
     is_nan = max != max;
+    offset = params.statistics[params.rows + row] * -kLog2E;
+    if (max != -INFINITY) return;
+    // Of a row without anything left nothing is visible: -inf, and every probability is 0.
+    max = 0.f;
+    offset = params.can_exclude ? 0.f : NAN;
   }
-  // `z`: as Logits has it.
-  __device__ float operator()(float z, int column) const {
-    float difference = z - max;
-    if constexpr (!Bias::kPresent) difference = fmaf(z, fabsf(params.scale), -max);
-    const float p = exp2_approximate(fmaf(difference, kLog2E, offset));
+  __device__ float operator()(float x, int column) const {
+    const float p = exp2_approximate(fmaf(fmaf(x, scale, -max), kLog2E, offset));
     return Mask::kPresent && is_nan && mask.excluded(column) ? 0.f : p;
   }
 };
 
-template <class T, class Mask, class Bias, int kRegime>
+// One of the k: where it is, if in reach, and what it adds there.
+struct TopkEntry {
+  int column = -1;
+  float p = 0.f, selected = 0.f, gradient = 0.f;  // of all, of the k, of the latter
+};
+
+// Plain rows have neither mask nor bias, and are dense: their chunks are loaded whole, at the ends
+// with what lies beside the row in the same 16 bytes.
+template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
 __global__ void __launch_bounds__(
     kTopkBackwardRegimes[kRegime].threads(),
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm))))
+    (Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm / (kIsPlain ? 1 : 2))))
     topk_backward_kernel(const __grid_constant__ TopkBackwardParams params,
                          const __grid_constant__ Schedule schedule) {
   constexpr TopkBackwardRegime kShape = kTopkBackwardRegimes[kRegime];
   constexpr int kThreads = kShape.threads_per_row, kElements = kPackElements<T>;
-  constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
+  constexpr int kChunks = kShape.chunks_per_thread;
+  constexpr int kStride = kThreads * kElements, kUnit = kChunks * kStride;
   using Owner = std::conditional_t<(kThreads > 32), BlockRow<kThreads>, WarpRow<kThreads>>;
   Owner owner;
   const int64_t block = blockIdx.x / schedule.blocks_per_row;
@@ -59,32 +67,60 @@ __global__ void __launch_bounds__(
   const Bounds bounds{max(begin, 0),
                       static_cast<int>(min(int64_t{begin} + kShape.units * kUnit,
                                            static_cast<int64_t>(columns)))};
+  const T* const logits_row =
+      static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
-  const RowReader<T, kElements, true> reader(params.scores, params.is_dense, place.first_element,
-                                             index, place.grid, bounds, columns,
-                                             row + kElements >= params.rows);
-  const TopkProbability<T, Mask, Bias> probability(params, logits.mask, row);
+  const TopkProbability<Mask> probability(
+      params, logits.mask, row,
+      Bias::kPresent ? 1.f : kIsPlain ? params.scale : fabsf(params.scale));
 
-  const auto with_selected = [&](auto&& body) {  // body(index, P, g)
+  const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
+  Pack<T> raw[kChunks];
+  const auto load = [&](int at) {
+    if constexpr (kIsPlain) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (has_first_term && at + i * kStride < bounds.end)
+          raw[i] = load_streaming<T, kElements>(logits_row + at + i * kStride);
+      }
+    } else {
+      const RowReader<T, kElements, true> reader(params.scores, params.is_dense,
+                                                 place.first_element, index, place.grid, bounds,
+                                                 columns, row + kElements >= params.rows);
+      reader.template load<kStride>(at, raw);
+    }
+  };
+  load(begin + owner.thread() * kElements);  // in flight during what follows
+
+  const auto entry = [&](int i) {
+    TopkEntry entry;
+    const int64_t at = row * params.k + i, column = params.indices[at];
     with_dtype(params.probabilities_type, [&](auto tag) {
       using P = decltype(tag);
-      const int64_t first = row * params.k;
-      for (int i = owner.thread(); i < params.k; i += kThreads) {
-        const float p = to_float(static_cast<const P*>(params.probabilities)[first + i]);
-        const float g = to_float(static_cast<const P*>(params.gradient)[first + i]);
-        body(params.indices[first + i], p, p == 0.f ? 0.f : g);
-      }
+      entry.selected = to_float(static_cast<const P*>(params.probabilities)[at]);
+      entry.gradient = to_float(static_cast<const P*>(params.gradient)[at]);
     });
+    if (entry.selected == 0.f) entry.gradient = 0.f;
+    if (column < bounds.begin || column >= bounds.end) return entry;
+    entry.column = static_cast<int>(column);
+    const float x = kIsPlain ? to_float(logits_row[column])
+                             : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row,
+                                                       entry.column);
+    entry.p = probability(x, entry.column);
+    return entry;
   };
-  float sum = 0.f;
-  with_selected([&](int64_t, float p, float g) { sum = fmaf(p, g, sum); });
+  TopkEntry first_entry;
+  if (owner.thread() < params.k) first_entry = entry(owner.thread());
+  float sum = first_entry.selected * first_entry.gradient;
+  for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) {
+    const TopkEntry other = entry(i);
+    sum = fmaf(other.selected, other.gradient, sum);
+  }
   sum = owner.sum(sum);
   const float h = params.log_sum_exp_gradient == nullptr ? 0.f : params.log_sum_exp_gradient[row];
-  const float of_all = params.renormalize ? h : h - sum;
-  const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
-
-  const float weight = of_all * params.factor;
+  const float of_all = params.renormalize ? h : h - sum, weight = of_all * params.factor;
   const bool is_finite = fabsf(weight) < INFINITY;
+
   with_dtype(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
     const RowWriter<Out, kElements> writer(params.logits_gradient, place.first_element, columns);
@@ -104,22 +140,26 @@ __global__ void __launch_bounds__(
     for (int first = begin; first < bounds.end; first += kUnit) {
       const int at = first + owner.thread() * kElements;
       if (!has_first_term) {
-        if (is_row) writer.template fill_behind<kStride, kUnitChunks>(at, begin);
+        if (is_row) writer.template fill_behind<kStride, kChunks>(at, begin);
         continue;
       }
-      float z[kUnitChunks][kElements];
-      Pack<T> raw[kUnitChunks];
-      reader.template load<kStride>(at, raw);
-      if (kThreads > 32 && reader.is_inside(first, first + kUnit)) {
-        logits.template of<kStride, true>(params, first, at, raw, z);
+      if (first != begin) load(at);
+      if constexpr (kIsPlain) {
 #pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i) write(at + i * kStride, z[i]);
-        continue;
-      }
-      logits.template of<kStride, false>(params, first, at, raw, z);
+        for (int i = 0; i < kChunks; ++i) {
+          if (at + i * kStride >= bounds.end || !is_row) continue;
+          float z[kElements];
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {
-        if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, z[i]);
+          for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
+          write(at + i * kStride, z);
+        }
+      } else {
+        float z[kChunks][kElements];
+        logits.template of<kStride, false>(params, first, at, raw, z);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, z[i]);
+        }
       }
     }
     if constexpr (kThreads > 32) {
@@ -127,17 +167,18 @@ __global__ void __launch_bounds__(
     } else {
       __syncwarp();
     }
-    if (!is_row) return;
-    with_selected([&](int64_t selected, float p_selected, float g) {
-      if (selected < bounds.begin || selected >= bounds.end) return;
-      const int column = static_cast<int>(selected);
-      const float p = probability(
-          logit_at<T, Mask, Bias>(params, index, logits.mask, reader.row, column), column);
-      float dz = p == 0.f ? 0.f : p * (of_all + (params.renormalize ? 0.f : g));
-      if (params.renormalize && p_selected != 0.f) dz += p_selected * (g - sum);
-      static_cast<Out*>(params.logits_gradient)[place.first_element + column] =
+    const auto add = [&](const TopkEntry& entry) {
+      if (entry.column < 0) return;
+      const float of_selected = params.renormalize ? 0.f : entry.gradient;
+      float dz = entry.p == 0.f ? 0.f : entry.p * (of_all + of_selected);
+      if (params.renormalize && entry.selected != 0.f)
+        dz += entry.selected * (entry.gradient - sum);
+      static_cast<Out*>(params.logits_gradient)[place.first_element + entry.column] =
           from_float<Out>(dz * params.factor);
-    });
+    };
+    if (!is_row) return;
+    add(first_entry);
+    for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) add(entry(i));
   });
 }
 

@@ -53,7 +53,14 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
                                 : kRegime.blocks_per_row == kTopkWholeGpu ? Together::kAll
                                                                           : Together::kNot;
       const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
+        int64_t blocks = plan.blocks;
+        if (kRegime.blocks_per_row == 1) {  // as many as run at a time, of one row after the other
+          int64_t resident = 0;
+          MEGASOFTMAX_RETURN_IF_ERROR(
+              resident_clusters(kernel, kRegime.threads, plan.shared_bytes, 1, resident));
+          blocks = std::min(blocks, std::max<int64_t>(resident, 1));
+        }
+        return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kRegime.threads),
                       plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
                       schedule);
       };
@@ -72,10 +79,16 @@ cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkP
                                    cudaStream_t stream) {
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkBackwardRegimes, plan.regime, [&]<int kIndex>() {
-      return launch(topk_backward_kernel<T, Mask, Bias, kIndex>,
-                    dim3(static_cast<unsigned>(plan.blocks)),
-                    dim3(kTopkBackwardRegimes[kIndex].threads()), 0, Together::kNot, 1, stream,
-                    params, plan.schedule);
+      const auto launch_kernel = [&](auto kernel) {
+        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)),
+                      dim3(kTopkBackwardRegimes[kIndex].threads()), 0, Together::kNot, 1, stream,
+                      params, plan.schedule);
+      };
+      if constexpr (!Mask::kPresent && !Bias::kPresent) {
+        if (params.is_dense)
+          return launch_kernel(topk_backward_kernel<T, Mask, Bias, kIndex, true>);
+      }
+      return launch_kernel(topk_backward_kernel<T, Mask, Bias, kIndex, false>);
     });
   });
 }

@@ -21,6 +21,7 @@ struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
   static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
+  static constexpr int kPrefetches = 2;  // of 128 bytes, for each thread
 
   const TopkForwardParams& params;
   RowIndex index;
@@ -82,6 +83,20 @@ struct TopkPart {
       left = units_per_group;
     }
     return mine;
+  }
+
+  // Memory is idle while the block selects: the beginning of the row that it takes next comes to the
+  // L2 cache meanwhile.
+  __device__ void prefetch(const RowIndex& next) const {
+    constexpr int kBytes = 128, kElementsFurther = kBytes / sizeof(T);
+    if constexpr (!kIsPlain) return;
+    const T* const other =
+        static_cast<const T*>(params.scores.data) + next.offset_in(params.scores);
+#pragma unroll
+    for (int i = 0; i < kPrefetches; ++i) {
+      const int column = (i * kThreads + static_cast<int>(threadIdx.x)) * kElementsFurther;
+      if (column < columns()) prefetch_to_cache(other + column);
+    }
   }
 
   // For rows with NaN, which is not among those largest: it is the largest of its group.
@@ -236,16 +251,15 @@ struct TopkPart {
         }
 #pragma unroll
         for (int i = 0; i < kAtATime; ++i) {
-          if (columns[i] >= bounds.end) continue;
-#pragma unroll(kIsPlain ? kElements : 1)
+          const auto z = [&](int j) { return kIsPlain ? raw[i][j] * sign() : logit(columns[i] + j); };
+          const auto key = [&](int j) { return key_of(z(j), columns[i] + j); };
+          unsigned wanted = 0;
+#pragma unroll
           for (int j = 0; j < kElements; ++j) {
-            const int column = columns[i] + j;
-            if (!bounds.contains(column)) continue;
-            const float z = kIsPlain ? raw[i][j] * sign() : logit(column);
-            if (z < least) continue;
-            const uint64_t key = key_of(z, column);
-            if (key >= threshold) selection.append(key);
+            if (bounds.contains(columns[i] + j) && !(z(j) < least) && key(j) >= threshold)
+              wanted |= 1u << j;
           }
+          selection.template append<kElements>(wanted, key);
         }
       }
     }
@@ -330,6 +344,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
     const TopkPart<T, Mask, Bias, kThreads, kIsPlain> part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + thread, exponent, has_many_delegates, delegates);
+    if (!kSpreads && row + step < params.rows) part.prefetch(row_at(schedule, row + step));
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[turn][thread / 32] = of_warp;
@@ -364,9 +379,9 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
         selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
       __syncthreads();
       selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
-        for (int i = thread; i < blocks * params.k; i += kThreads) {
-          const uint64_t key = keys[i];
-          if (key >= threshold && key != kNoKey) selection.append(key);
+        for (int i = thread; i - lane < blocks * params.k; i += kThreads) {
+          const uint64_t key = i < blocks * params.k ? keys[i] : kNoKey;
+          selection.template append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
         }
       });
     }

@@ -42,7 +42,7 @@ inline constexpr TopkRegime kTopkRegimes[] = {
     {"block_256",     256,         4,          1, kTopkUnlimited,      200},
     {"cluster_2",     256,         4,          2, kTopkUnlimited,      120},
     {"cluster_4",     256,         4,          4, kTopkUnlimited,       60},
-    {"block_128",     128,         9,          1,           1024,        0},
+    {"block_128",     128,         8,          1,           1024,        0},
     {"cluster_8",     256,         4,          8,          65536,       30},
     {"cluster_16",    256,         4,         16,          65536,        0},
     {"whole_gpu",     256,         4, kTopkWholeGpu, kTopkUnlimited,     0},
@@ -68,16 +68,21 @@ struct TopkBackwardRegime {
   char name[16];
   int threads_per_row;
   int rows_per_block;
-  int blocks_per_sm;
-  int units;  // of a block; the blocks of a row follow each other
+  int blocks_per_sm;      // as above
+  int chunks_per_thread;  // of a unit: loads in flight per thread
+  int units;              // of a block; the blocks of a row follow each other
   int max_chunks;
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
 };
+// clang-format off
 inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
-    {"lanes_8",     8, 16, 5, 1, 8 * kUnitChunks},
-    {"warp",       32,  4, 5, 8, 8 * 32 * kUnitChunks},
-    {"block_256", 256,  1, 3, 8, kTopkUnlimited},
+    // name,      threads/row, rows/block, blocks/SM, chunks, units,     max chunks
+    {"lanes_8",             8,         16,         8,      1,     1,              8},
+    {"lanes_8x4",           8,         16,         8,      4,     1,             32},
+    {"warp",               32,          4,         7,      4,     8,           1024},
+    {"block_256",         256,          1,         4,      4,     8, kTopkUnlimited},
 };
+// clang-format on
 
 }  // namespace megasoftmax

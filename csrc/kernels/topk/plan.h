@@ -105,7 +105,7 @@ inline TopkPlan plan_topk_backward(const TopkBackwardParams& params) {
   while (chunks > kTopkBackwardRegimes[plan.regime].max_chunks) ++plan.regime;
   const TopkBackwardRegime& regime = kTopkBackwardRegimes[plan.regime];
   const int64_t chunks_per_block =
-      int64_t{regime.units} * regime.threads_per_row * kUnitChunks;
+      int64_t{regime.units} * regime.threads_per_row * regime.chunks_per_thread;
   Schedule& schedule = plan.schedule;
   schedule.blocks_per_row = static_cast<int>(divide_up(chunks, chunks_per_block));
   schedule.queries = Divider(params.shape.queries);

@@ -15,6 +15,7 @@ struct Selection {
   static_assert(kMaxDelegates <= kMaxCandidates);
   // Groups of threads that may hold candidates, for each warp. Once kFlush wait it looks at them.
   static constexpr int kWarps = kThreads / 32, kFlush = 32;
+  static constexpr int kFewCandidates = 64;  // to be ranked as they are
 
   uint64_t candidates[kMaxCandidates];
   uint64_t delegates[kMaxDelegates];
@@ -23,9 +24,26 @@ struct Selection {
   uint64_t threshold;
   int count;  // of candidates, those that found no place too
 
-  __device__ void append(uint64_t key) {
-    const int at = atomicAdd(&count, 1);
-    if (at < kMaxCandidates) candidates[at] = key;
+  // By a whole warp: of each lane the keys key(i) whose bits are set in `wanted`.
+  template <int kKeys, class Key>
+  __device__ void append(unsigned wanted, Key&& key) {
+    if (__any_sync(~0u, wanted != 0) == 0) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32, mine = __popc(wanted);
+    int through = mine;  // of this lane and those before it
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(~0u, through, distance);
+      if (lane >= distance) through += before;
+    }
+    int at = 0;
+    if (lane == 31) at = atomicAdd(&count, through);
+    at = __shfl_sync(~0u, at, 31) + through - mine;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if ((wanted >> i & 1) == 0) continue;
+      if (at < kMaxCandidates) candidates[at] = key(i);
+      ++at;
+    }
   }
   // By a whole warp: the same answer for all lanes.
   __device__ bool is_full() const {
@@ -43,6 +61,7 @@ struct Selection {
       if (count <= kMaxCandidates) break;
       find_threshold(candidates, kMaxCandidates, k);
     }
+    if (count > 2 * k + kFewCandidates) drop_hopeless(k);
   }
 
   // Calls body(rank, key) for the k best, in several threads.
@@ -58,6 +77,19 @@ struct Selection {
   }
 
  private:
+  // Ranking takes the square of the number of candidates.
+  __device__ void drop_hopeless(int k) {
+    const int candidate_count = count;
+    find_threshold(candidates, candidate_count, k);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kMaxCandidates; i += kThreads) {
+      const uint64_t key = i < candidate_count ? candidates[i] : kNoKey;
+      __syncthreads();  // what is appended takes the place of what has been read
+      append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
+    }
+    __syncthreads();
+  }
+
   __device__ void find_threshold(const uint64_t* keys, int key_count, int k) {
     if (threadIdx.x < 32) {
       // A few candidates too many cost less than a threshold that leaves just k.
