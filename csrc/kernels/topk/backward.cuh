@@ -143,17 +143,21 @@ __global__ void __launch_bounds__(
         if (is_row) writer.template fill_behind<kStride, kChunks>(at, begin);
         continue;
       }
-      if (first != begin) load(at);
       if constexpr (kIsPlain) {
+        Pack<T> current[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) current[i] = raw[i];
+        if (first + kUnit < bounds.end) load(at + kUnit);  // in flight during what follows
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           if (at + i * kStride >= bounds.end || !is_row) continue;
           float z[kElements];
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
+          for (int j = 0; j < kElements; ++j) z[j] = current[i][j];
           write(at + i * kStride, z);
         }
       } else {
+        if (first != begin) load(at);
         float z[kChunks][kElements];
         logits.template of<kStride, false>(params, first, at, raw, z);
 #pragma unroll

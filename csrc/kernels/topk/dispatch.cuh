@@ -54,7 +54,7 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
                                                                           : Together::kNot;
       const auto launch_kernel = [&](auto kernel) {
         int64_t blocks = plan.blocks;
-        if (kRegime.blocks_per_row == 1) {  // as many as run at a time, of one row after the other
+        if (kRegime.takes_turns) {  // as many as run at a time
           int64_t resident = 0;
           MEGASOFTMAX_RETURN_IF_ERROR(
               resident_clusters(kernel, kRegime.threads, plan.shared_bytes, 1, resident));

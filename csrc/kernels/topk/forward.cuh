@@ -66,10 +66,9 @@ struct TopkPart {
     float largest = -INFINITY;
     int left = units_per_group;
     delegates[0] = delegates[1] = 0;
-#pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
-      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
-      if (--left > 0 && unit + 1 < units) continue;
+    const auto add = [&](int unit, Pack<T>(&raw)[kUnitChunks]) {
+      largest = fmaxf(largest, sum_unit(unit, raw, mine, exponent));
+      if (--left > 0 && unit + 1 < units) return;
       const uint32_t value = ordered(largest);
       *groups = value;
       groups += kThreads;
@@ -81,6 +80,17 @@ struct TopkPart {
       }
       largest = -INFINITY;
       left = units_per_group;
+    };
+    // A unit is in flight while the one before it is summed.
+    Pack<T> even[kUnitChunks], odd[kUnitChunks];
+    if (units > 0) load(0, even);
+#pragma unroll 1
+    for (int unit = 0; unit < units; unit += 2) {
+      if (unit + 1 < units) load(unit + 1, odd);
+      add(unit, even);
+      if (unit + 1 >= units) break;
+      if (unit + 2 < units) load(unit + 2, even);
+      add(unit + 1, odd);
     }
     return mine;
   }
@@ -149,30 +159,37 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
-  // Adds a thread's chunks of a unit to its sum; returns the largest logit.
-  __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
+  __device__ bool is_inside(int first) const {
+    return first >= bounds.begin && first + kUnit <= bounds.end;
+  }
+  // This thread's chunks of a unit; what is behind the bounds is unspecified.
+  __device__ __forceinline__ void load(int unit, Pack<T> (&raw)[kUnitChunks]) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
-    Pack<T> raw[kUnitChunks];
     if constexpr (kIsPlain) {
       const T* const source = keep_in_register(row + at);
-      const int end = bounds.end - at;
-      if (first >= bounds.begin && first + kUnit <= bounds.end) {
+      if (is_inside(first)) {
 #pragma unroll
         for (int i = 0; i < kUnitChunks; ++i)
           raw[i] = load_streaming<T, kElements>(source + i * kStride);
-        return sum_chunks<true>(first, at, raw, mine, exponent);
-      }
+      } else {
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {
-        if (i * kStride < end) raw[i] = load_streaming<T, kElements>(source + i * kStride);
+        for (int i = 0; i < kUnitChunks; ++i) {
+          if (at + i * kStride < bounds.end)
+            raw[i] = load_streaming<T, kElements>(source + i * kStride);
+        }
       }
     } else {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
                                                  columns(), true);
       reader.template load<kStride>(at, raw);
-      if (reader.is_inside(first, first + kUnit))
-        return sum_chunks<true>(first, at, raw, mine, exponent);
     }
+  }
+
+  // Adds them to its sum; returns the largest logit.
+  __device__ __forceinline__ float sum_unit(int unit, Pack<T> (&raw)[kUnitChunks],
+                                            MaxAndSum& mine, Exponent exponent) const {
+    const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
+    if (is_inside(first)) return sum_chunks<true>(first, at, raw, mine, exponent);
     float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
@@ -327,6 +344,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
+  constexpr bool kTakesTurns = kTopkRegimes[kRegime].takes_turns;
   extern __shared__ __align__(16) uint32_t groups[];
   __shared__ Selection<kThreads> selection;
   // They alternate, so that no barrier is needed between rows.
@@ -344,7 +362,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
     const TopkPart<T, Mask, Bias, kThreads, kIsPlain> part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + thread, exponent, has_many_delegates, delegates);
-    if (!kSpreads && row + step < params.rows) part.prefetch(row_at(schedule, row + step));
+    if (kTakesTurns && row + step < params.rows) part.prefetch(row_at(schedule, row + step));
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[turn][thread / 32] = of_warp;
@@ -379,8 +397,8 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
         selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
       __syncthreads();
       selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
-        for (int i = thread; i - lane < blocks * params.k; i += kThreads) {
-          const uint64_t key = i < blocks * params.k ? keys[i] : kNoKey;
+        for (int i = thread; i < blocks * params.k; i += kThreads) {
+          const uint64_t key = keys[i];
           selection.template append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
         }
       });

@@ -26,6 +26,7 @@ struct TopkRegime {
   char name[16];
   int threads;
   int blocks_per_sm;   // the compiler's register budget for plain rows: 65536 / (threads * blocks)
+  bool takes_turns;    // a block takes one row after the other
   int blocks_per_row;  // more than 1: a cluster, 0: as many as the GPU runs at a time
   int max_chunks;      // of a row
   int min_rows;        // fewer rows are served better by more blocks for each
@@ -36,16 +37,19 @@ inline constexpr int kTopkWholeGpu = 0;
 
 // The first that fits serves. clang-format off
 inline constexpr TopkRegime kTopkRegimes[] = {
-    // name,      threads, blocks/SM, blocks/row,     max chunks, min rows
-    {"warp",           32,        32,          1,            512,      100},
-    {"block_128",     128,         8,          1,           2048,      200},
-    {"block_256",     256,         4,          1, kTopkUnlimited,      200},
-    {"cluster_2",     256,         4,          2, kTopkUnlimited,      120},
-    {"cluster_4",     256,         4,          4, kTopkUnlimited,       60},
-    {"block_128",     128,         8,          1,           1024,        0},
-    {"cluster_8",     256,         4,          8,          65536,       30},
-    {"cluster_16",    256,         4,         16,          65536,        0},
-    {"whole_gpu",     256,         4, kTopkWholeGpu, kTopkUnlimited,     0},
+    // name,      threads, blocks/SM, turns, blocks/row,     max chunks, min rows
+    {"warp",           32,        24, false,          1,            512,      100},
+    {"block_128",     128,         6, false,          1,           8192,      200},
+    {"block_256",     256,         3, false,          1, kTopkUnlimited,      200},
+    {"cluster_2",     256,         2, false,          2, kTopkUnlimited,      120},
+    {"cluster_4",     256,         2, false,          4, kTopkUnlimited,       60},
+    {"block_128",     128,         6, false,          1,           1024,        0},
+    {"cluster_8",     256,         2, false,          8,          65536,       30},
+    {"cluster_16",    256,         2, false,         16,          65536,        0},
+    {"whole_gpu",     256,         2, false, kTopkWholeGpu, kTopkUnlimited,     0},
+    {"block_128t",    128,         6,  true,          1,           8192,      200},
+    {"block_256t",    256,         3,  true,          1, kTopkUnlimited,      200},
+    {"warpt",          32,        24,  true,          1,            512,      100},
 };
 // clang-format on
 
@@ -56,6 +60,7 @@ inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
 constexpr int topk_kernel_of(int index) {
   const auto is_same = [](const TopkRegime& a, const TopkRegime& b) {
     return a.threads == b.threads && a.blocks_per_sm == b.blocks_per_sm &&
+           a.takes_turns == b.takes_turns &&
            (a.blocks_per_row == 1) == (b.blocks_per_row == 1);
   };
   int first = 0;

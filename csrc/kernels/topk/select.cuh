@@ -24,20 +24,11 @@ struct Selection {
   uint64_t threshold;
   int count;  // of candidates, those that found no place too
 
-  // By a whole warp: of each lane the keys key(i) whose bits are set in `wanted`.
+  // The keys key(i) whose bits are set in `wanted`.
   template <int kKeys, class Key>
   __device__ void append(unsigned wanted, Key&& key) {
-    if (__any_sync(~0u, wanted != 0) == 0) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32, mine = __popc(wanted);
-    int through = mine;  // of this lane and those before it
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(~0u, through, distance);
-      if (lane >= distance) through += before;
-    }
-    int at = 0;
-    if (lane == 31) at = atomicAdd(&count, through);
-    at = __shfl_sync(~0u, at, 31) + through - mine;
+    if (wanted == 0) return;
+    int at = atomicAdd(&count, __popc(wanted));
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       if ((wanted >> i & 1) == 0) continue;
