@@ -239,7 +239,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
                                                   const Schedule& schedule) {
   constexpr KernelShape kShape = kBackwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = 32 * kElements;  // in columns
+  constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Owner = RowOwner<kShape>;
@@ -255,45 +255,37 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     return Reader(tensor, !Biases::kPresent && params.is_dense, row.first_element, row.index,
                   row.grid, part.bounds, columns, row.row + kElements >= params.rows);
   };
-  // Of each chunk the gradient, then the probabilities.
-  const auto kept = [&](int place) {
-    return owner.template kept<Pack<T>, 2>(shared_memory, place);
+  // Of each batch the gradient, then the probabilities.
+  Pack<T>* const shared_packs =
+      keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
+  const auto kept = [&](int place) { return shared_packs + place * (2 * kChunksPerBatch); };
+  // The columns of the warp's first chunk and of this lane's.
+  const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+    return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
   };
-  const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
-    return row.first_column + owner.chunk(part, unit, batch) * kElements;
+  const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
+  const auto are_inside = [&](const Reader& gradients, const Reader& probabilities, int first) {
+    return gradients.inside.contains(first, kBatch) && probabilities.inside.contains(first, kBatch);
   };
-  const auto is_inside = [&](const Reader& gradients, const Reader& probabilities, int column) {
-    const int first = column - owner.lane() * kElements, end = first + kChunks * kStride;
-    return gradients.is_inside(first, end) && probabilities.is_inside(first, end);
-  };
-  Pack<T> g[kChunks], p[kChunks];
-  const auto load = [&](int place) {
-    const Pack<T>* const packs = kept(place);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      g[i] = packs[2 * i * 32];
-      p[i] = packs[(2 * i + 1) * 32];
-    }
-  };
-  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int column,
+  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int first,
                                 int place) {
-    const bool inside = is_inside(gradients, probabilities, column);
-    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 2 * 32);
-    probabilities.template start_copies<kStride, kChunks>(inside, column, kept(place) + 32, 2 * 32);
+    const bool inside = are_inside(gradients, probabilities, first);
+    const int column = column_of(first);
+    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 32);
+    probabilities.template start_copies<kStride, kChunks>(inside, column,
+                                                          kept(place) + kChunksPerBatch, 32);
   };
   const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
+#pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-#pragma unroll
-      for (int batch = 0; batch < kUnitBatches; ++batch) {
-        start_copies(gradients, probabilities, column_of(row, part, unit, batch),
-                     owner.place(unit, batch));
-      }
+      start_copies(gradients, probabilities, first_of(row, part, unit, 0), unit);
+      end_copies();
     }
   };
 
-  int64_t number = owner.owner_of_block();
+  int number = owner.owner_of_block();
   const RowIndex owner_index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
   Biases biases(params, owner_index.row(params.bias_shape));
@@ -308,35 +300,36 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   UnitPart part = owner.part_of(row.visible, row.grid);
   if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
 
-  for (int64_t turn = 0;; ++turn) {
+  for (int turn = 0;; ++turn) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
     fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
-    const auto sum_batch = [&](int column, int place) {
-      load(place);
-      if (!is_inside(gradients, probabilities, column)) {
-#pragma unroll
+    const auto sum_batch = [&](int first, int place) {
+      Pack<T>* const packs = kept(place);
+      if (!are_inside(gradients, probabilities, first)) {
+#pragma unroll 1
         for (int i = 0; i < kChunks; ++i) {
-          clear_outside(p[i], column + i * kStride, part.bounds);
-          if (!Owner::kRereads) kept(place)[(2 * i + 1) * 32] = p[i];
+          Pack<T> p = packs[kChunksPerBatch + i * 32];
+          clear_outside(p, column_of(first) + i * kStride, part.bounds);
+          packs[kChunksPerBatch + i * 32] = p;
         }
       }
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
+      for (int i = 0; i < kChunks; ++i) sum += dot(packs[i * 32], packs[kChunksPerBatch + i * 32]);
       return sum;
     };
     const auto start = [&](int unit, int batch, int place) {
-      start_copies(gradients, probabilities, column_of(row, part, unit, batch), place);
+      start_copies(gradients, probabilities, first_of(row, part, unit, batch), place);
     };
     float mine = 0.f;
     owner.template sum_pass<kSlots>(
         part, start,
         [&](int unit, int batch, int place) {
           if (batch == 0) mine = 0.f;
-          mine += sum_batch(column_of(row, part, unit, batch), place);
+          mine += sum_batch(first_of(row, part, unit, batch), place);
         },
         [&](int unit) { owner.put(part, unit, {0.f, warp_sum<32>(mine)}); });
     const float d =
@@ -355,20 +348,35 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
-      const auto write_batch = [&](int unit, int batch, int place) {
-        const int column = column_of(row, part, unit, batch);
-        load(place);
+      const auto scores_gradient = [&](const Pack<T>* packs, float(&dz)[kElements],
+                                       float(&dx)[kElements]) {
+        logits_gradient(packs[0], packs[kChunksPerBatch], d, dz);
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          const int at = column + i * kStride;
-          if (at >= part.bounds.end) continue;
-          if (Owner::kRereads) clear_outside(p[i], at, part.bounds);
-          float dz[kElements], dx[kElements];
-          logits_gradient(g[i], p[i], d, dz);
+        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+      };
+      const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
+        const int first = first_of(row, part, unit, batch), column = column_of(first);
+        Pack<T>* const packs = kept(place);
+        float dz[kElements], dx[kElements];
+        if (writer.whole_chunks && are_inside(gradients, probabilities, first)) {
+          auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
-          writer.store(at, dx);
-          biases.add(i, at, dz);
+          for (int i = 0; i < kChunks; ++i) {
+            scores_gradient(packs + i * 32, dz, dx);
+            writer.store_whole(target + i * kStride, dx);
+            biases.add(i, column + i * kStride, dz);
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kChunks; ++i) {
+            const int at = column + i * kStride;
+            if (at >= part.bounds.end) break;
+            Pack<T>& p = packs[kChunksPerBatch + i * 32];
+            if (is_new) clear_outside(p, at, part.bounds);
+            scores_gradient(packs + i * 32, dz, dx);
+            writer.store(at, dx);
+            biases.add(i, at, dz);
+          }
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {

@@ -4,7 +4,14 @@
 // cluster store them in each other's shared memory; where the blocks of a row are spread over the
 // whole GPU, in global memory.
 //
-// A unit is two batches, more in very long rows; a batch is two chunks for each lane of a warp.
+// A unit is one batch, several in very long rows; a batch is four chunks for each lane of a warp.
+//
+// Rows that a block takes in turn alternate between two arrays of results. In a block one barrier
+// for each row is enough then. In a cluster a barrier of all threads would wait for the
+// probabilities of the row before, which are still on their way to memory, so results are counted
+// where they arrive. Each warp of each block sends something for every row, if only to be counted:
+// who has all results of a row knows that every warp has read those of the row before, and may
+// send those of the next row to where they stood.
 
 #include <cooperative_groups.h>
 
@@ -18,6 +25,7 @@ namespace megasoftmax {
 struct UnitPart {
   Bounds bounds;
   int units;         // of the row
+  int share;         // of a block, if there are enough
   int first, count;  // those of the block
 };
 
@@ -29,12 +37,22 @@ class UnitRow {
   static_assert((kWarps & (kWarps - 1)) == 0);
 
   __device__ explicit UnitRow(const Schedule& schedule) : schedule_(schedule) {
+    __shared__ uint64_t barriers[2], unread;
+    barriers_ = barriers;
+    unread_ = &unread;
     if (schedule.blocks_per_row > 1) rank_ = static_cast<int>(blockIdx.x) % schedule.blocks_per_row;
-    if (schedule.is_cluster) arrive_at_cluster();
+    if (schedule.is_cluster) {
+      if (threadIdx.x == 0) {
+        init_byte_barrier(&barriers[0]);
+        init_byte_barrier(&barriers[1]);
+      }
+      arrive_at_cluster();
+    }
   }
 
-  __device__ int64_t owner_of_block() const {
-    return schedule_.blocks_per_row > 1 ? blockIdx.x / schedule_.blocks_per_row : blockIdx.x;
+  __device__ int owner_of_block() const {
+    return static_cast<int>(schedule_.blocks_per_row > 1 ? blockIdx.x / schedule_.blocks_per_row
+                                                         : blockIdx.x);
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ bool is_first_thread() const { return thread() == 0; }
@@ -47,12 +65,13 @@ class UnitRow {
     const int columns_per_unit = unit_batches() * kChunksPerBatch * kElements;
     const int begin = grid.begin(visible);
     const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
-    if (schedule_.blocks_per_row == 1) return {visible, units, 0, units};
-    const int share = divide_up(units, schedule_.blocks_per_row);
+    if (schedule_.blocks_per_row == 1) return {visible, units, units, 0, units};
+    int share, rest;
+    schedule_.units.split(units + schedule_.blocks_per_row - 1, share, rest);
     const int first = min(rank_ * share, units), count = min(share, units - first);
     const int part_begin = begin + first * columns_per_unit;
     const int part_end = part_begin + count * columns_per_unit;
-    return {{max(visible.begin, part_begin), min(visible.end, part_end)}, units, first, count};
+    return {{max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
   }
 
   // This warp's units, counted from the block's first one, are first_unit(), then kWarps further
@@ -62,21 +81,15 @@ class UnitRow {
     return first_unit() + ((part.count - 1 - first_unit()) & ~(kWarps - 1));
   }
   __device__ int unit_batches() const { return kRereads ? schedule_.unit_batches : kUnitBatches; }
-  // Of this lane, counted from the row's first visible chunk.
-  __device__ int chunk(const UnitPart& part, int unit, int batch) const {
-    return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch + lane();
+  // The first chunk of a batch, counted from the row's first visible one.
+  __device__ int first_chunk(const UnitPart& part, int unit, int batch) const {
+    return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch;
   }
-
-  template <class Body>
-  __device__ void for_units(const UnitPart& part, int from, Body&& body) const {
-    for (int unit = from; unit <= last_unit(part); unit += kWarps) body(unit);
-  }
-  // The place of a batch in shared memory.
-  __device__ int place(int unit, int batch) const { return unit * kUnitBatches + batch; }
 
   // The pass that sums: sum(unit, batch, place) for each of the warp's batches, finish(unit) behind
-  // a unit. Batches of rows that are read twice come through a ring of kSlots places, where
-  // start(unit, batch, place) begins to copy them; the others have been started before.
+  // a unit. Places are those of batches in shared memory. Batches of rows that are read twice come
+  // through a ring of kSlots places, where start(unit, batch, place) begins to copy them; the
+  // others have been started before, and are waited for one by one.
   template <int kSlots, class Start, class Sum, class Finish>
   __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Finish&& finish) const {
     if constexpr (kRereads) {
@@ -90,46 +103,44 @@ class UnitRow {
         if (batch + 1 == unit_batches()) finish(unit);
       }
     } else {
-      wait_for_copies();
-      for_units(part, first_unit(), [&](int unit) {
+      const int last = last_unit(part);
 #pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch) sum(unit, batch, place(unit, batch));
+      for (int unit = first_unit(); unit <= last; unit += kWarps) {
+        wait_for_all_copies_but((last - unit) / kWarps);
+        sum(unit, 0, unit);
         finish(unit);
-      });
+      }
     }
   }
-  // The pass that writes, likewise; rows that are read twice from their end, which is still in the
-  // ring.
+  // The pass that writes: write(unit, batch, place, is_new). Rows that are read twice from their
+  // end, which is still in the ring as the sum left it; what is new comes as it was copied.
   template <int kSlots, class Start, class Write, class Finish>
   __device__ void write_pass(const UnitPart& part, Start&& start, Write&& write,
                              Finish&& finish) const {
     if constexpr (kRereads) {
-      for (int position = positions(part) - 1; position >= 0; --position) {
+      const int last = positions(part) - 1;
+      for (int position = last; position >= 0; --position) {
         wait_for_older_copies<kSlots - 1>();
-        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
+        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position),
+              position + kSlots <= last);
         start_position<kSlots>(part, position - kSlots, start);
       }
     } else {
-      for_units(part, first_unit(), [&](int unit) {
+      const int last = last_unit(part);
 #pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch) write(unit, batch, place(unit, batch));
+      for (int unit = first_unit(); unit <= last; unit += kWarps) {
+        write(unit, 0, unit, false);
         finish(unit);
-      });
+      }
     }
   }
 
-  // The packs of that place, kPacks for each chunk: this lane's first one, the next is 32 further.
+  // Where the results go: behind the kept packs.
   template <class Pack, int kPacks = 1>
-  __device__ Pack* kept(char* shared_memory, int place) const {
-    return reinterpret_cast<Pack*>(shared_memory) + place * (kChunksPerBatch * kPacks) + lane();
-  }
-
-  // Where the results go: behind the kept packs. Rows that a block takes in turn alternate between
-  // two arrays, so that one barrier for each row is enough.
-  template <class Pack, int kPacks = 1>
-  __device__ void start(char* shared_memory, int64_t row, int64_t turn) {
+  __device__ void start(char* shared_memory, int64_t row, int turn) {
     // Until its other blocks have started.
     if (schedule_.is_cluster && turn == 0) wait_for_cluster();
+    turn_ = turn;
     if (schedule_.blocks_per_row > 1 && !schedule_.is_cluster) {
       results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
     } else {
@@ -139,33 +150,41 @@ class UnitRow {
     }
   }
   // By a whole warp, for each of its units.
-  __device__ void put(const UnitPart& part, int unit, MaxAndSum result) {
+  __device__ void put(const UnitPart& part, int unit, MaxAndSum result) const {
     MaxAndSum* const at = results_ + part.first + unit;
     if (schedule_.is_cluster) {
-      if (lane() < schedule_.blocks_per_row) {
-        store_to_cluster(at, lane(), reinterpret_cast<const uint64_t&>(result));
-      }
+      send(at, result);
     } else if (lane() == 0) {
       *at = result;
     }
   }
-  __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) {
-    share_results();
-    MaxAndSum total{kLowest, 0.f};
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32) total.max = fmaxf(total.max, results_[i].max);
-    total.max = warp_max<32>(total.max);
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32)
-      total.sum += results_[i].sum * exponent(results_[i].max, total.max);
-    total.sum = warp_sum<32>(total.sum);
-    return total;
+  __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) const {
+    share_results(part);
+    MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
+      MaxAndSum results[kAtOnce];
+      load_results(part, first, results);
+      float max = mine.max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, results[i].max);
+      mine.sum *= exponent(mine.max, max);
+      mine.max = max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) mine.sum += results[i].sum * exponent(results[i].max, max);
+    }
+    return warp_merge<32>(mine, exponent);
   }
-  __device__ float sum(const UnitPart& part) {
-    share_results();
+  __device__ float sum(const UnitPart& part) const {
+    share_results(part);
     float total = 0.f;
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32) total += results_[i].sum;
+#pragma unroll 1
+    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
+      MaxAndSum results[kAtOnce];
+      load_results(part, first, results);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) total += results[i].sum;
+    }
     return warp_sum<32>(total);
   }
 
@@ -189,10 +208,33 @@ class UnitRow {
     end_copies();
   }
 
-  __device__ void share_results() {
+  static constexpr int kAtOnce = 4;  // results that a lane loads together
+
+  __device__ void load_results(const UnitPart& part, int first,
+                               MaxAndSum (&results)[kAtOnce]) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      results[i] = first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
+  }
+
+  // To every block of the cluster.
+  __device__ void send(void* at, const MaxAndSum& result) const {
+    if (lane() < schedule_.blocks_per_row) {
+      store_to_cluster(at, &barriers_[turn_ % 2], lane(),
+                       reinterpret_cast<const uint64_t&>(result));
+    }
+  }
+
+  __device__ void share_results(const UnitPart& part) const {
     if (schedule_.is_cluster) {
-      arrive_at_cluster();
-      wait_for_cluster();
+      if (last_unit(part) < 0) send(unread_, {});
+      if (threadIdx.x < 32) {
+        const int units = min(part.share, max(part.units - lane() * part.share, 0));
+        const int sent = lane() < schedule_.blocks_per_row ? max(units, kWarps) : 0;
+        const int all_sent = __reduce_add_sync(0xffffffffu, sent);
+        if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
+      }
+      wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
     } else if (schedule_.blocks_per_row > 1) {
       cooperative_groups::this_grid().sync();
     } else {
@@ -202,7 +244,8 @@ class UnitRow {
 
   const Schedule& schedule_;
   MaxAndSum* results_ = nullptr;
-  int rank_ = 0;
+  uint64_t *barriers_, *unread_;
+  int rank_ = 0, turn_ = 0;
 };
 
 }  // namespace megasoftmax
