@@ -61,8 +61,9 @@ __device__ inline uint32_t spread_signs(uint32_t x) {
   return y;
 }
 
-// Blocks of a cluster: a barrier in two halves. Only where code for compute capability 9.0 or later
-// runs, like all that follows.
+// Blocks of a cluster: a barrier in two halves, and stores to another block's shared memory, which
+// it may read after the barrier. Only where code for compute capability 9.0 or later runs, like all
+// that follows.
 __device__ inline void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -73,8 +74,18 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
+__device__ inline void store_to_cluster(void* shared, int block, uint64_t value) {
+#if __CUDA_ARCH__ >= 900
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      "st.shared::cluster.b64 [there], %2;}" ::"r"(address),
+      "r"(block), "l"(value)
+      : "memory");
+#endif
+}
 
-// What blocks of a cluster store in each other's shared memory is counted in bytes by a barrier
+// What blocks of a cluster send to each other's shared memory is counted in bytes by a barrier
 // there: its phase ends when one thread has said how many there will be and all have arrived. The
 // barrier must be visible to the cluster, by a barrier of the cluster, before anyone uses it.
 __device__ inline void init_byte_barrier(uint64_t* barrier) {
@@ -105,8 +116,8 @@ __device__ inline void wait_for_bytes(uint64_t* barrier, int phase) {
       : "memory");
 #endif
 }
-__device__ inline void store_to_cluster(void* shared, uint64_t* barrier, int block,
-                                        uint64_t value) {
+__device__ inline void send_to_cluster(void* shared, uint64_t* barrier, int block,
+                                       uint64_t value) {
 #if __CUDA_ARCH__ >= 900
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const auto counter = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));

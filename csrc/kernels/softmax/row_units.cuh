@@ -220,8 +220,8 @@ class UnitRow {
   // To every block of the cluster.
   __device__ void send(void* at, const MaxAndSum& result) const {
     if (lane() < schedule_.blocks_per_row) {
-      store_to_cluster(at, &barriers_[turn_ % 2], lane(),
-                       reinterpret_cast<const uint64_t&>(result));
+      send_to_cluster(at, &barriers_[turn_ % 2], lane(),
+                      reinterpret_cast<const uint64_t&>(result));
     }
   }
 
