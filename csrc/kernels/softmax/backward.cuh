@@ -316,9 +316,13 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
           packs[kChunksPerBatch + i * 32] = p;
         }
       }
+      // Whole packs: dot alone would load elements, and only where it needs them.
+      Pack<T> g[kChunks], p[kChunks];
+      load_kept(packs, g);
+      load_kept(packs + kChunksPerBatch, p);
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) sum += dot(packs[i * 32], packs[kChunksPerBatch + i * 32]);
+      for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
       return sum;
     };
     const auto start = [&](int unit, int batch, int place) {
@@ -348,9 +352,9 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
-      const auto scores_gradient = [&](const Pack<T>* packs, float(&dz)[kElements],
+      const auto scores_gradient = [&](const Pack<T>& g, const Pack<T>& p, float(&dz)[kElements],
                                        float(&dx)[kElements]) {
-        logits_gradient(packs[0], packs[kChunksPerBatch], d, dz);
+        logits_gradient(g, p, d, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
       };
@@ -360,9 +364,12 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         float dz[kElements], dx[kElements];
         if (writer.whole_chunks && are_inside(gradients, probabilities, first)) {
           auto* const target = keep_in_register(writer.row + column);
+          Pack<T> g[kChunks], p[kChunks];
+          load_kept(packs, g);
+          load_kept(packs + kChunksPerBatch, p);
 #pragma unroll
           for (int i = 0; i < kChunks; ++i) {
-            scores_gradient(packs + i * 32, dz, dx);
+            scores_gradient(g[i], p[i], dz, dx);
             writer.store_whole(target + i * kStride, dx);
             biases.add(i, column + i * kStride, dz);
           }
@@ -371,9 +378,10 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
           for (int i = 0; i < kChunks; ++i) {
             const int at = column + i * kStride;
             if (at >= part.bounds.end) break;
-            Pack<T>& p = packs[kChunksPerBatch + i * 32];
+            const Pack<T> g = packs[i * 32];
+            Pack<T> p = packs[kChunksPerBatch + i * 32];
             if (is_new) clear_outside(p, at, part.bounds);
-            scores_gradient(packs + i * 32, dz, dx);
+            scores_gradient(g, p, dz, dx);
             writer.store(at, dx);
             biases.add(i, at, dz);
           }
