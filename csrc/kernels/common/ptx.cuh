@@ -31,18 +31,6 @@ template <int kPending>
 __device__ inline void wait_for_older_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// Those of the last `pending` groups at most are still under way afterwards.
-__device__ inline void wait_for_all_copies_but(int pending) {
-  if (pending >= 3) {
-    wait_for_older_copies<3>();
-  } else if (pending == 2) {
-    wait_for_older_copies<2>();
-  } else if (pending == 1) {
-    wait_for_older_copies<1>();
-  } else {
-    wait_for_older_copies<0>();
-  }
-}
 
 // Stops the compiler from computing an address in shared memory anew wherever it is used.
 template <class T>

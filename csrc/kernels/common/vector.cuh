@@ -80,6 +80,19 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
   }
   __device__ void clear(int lane) { words[lane * sizeof(T) / 4] &= ~lane_bits(lane); }
 
+  // Lanes that are 0 in `other`, two lanes to an operation where they are halves. Bits that mean
+  // 0 do so as float16 and as bfloat16.
+  __device__ void clear_where_zero(const Pack& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = other[i] != 0.f ? words[i] : 0;
+      } else {
+        words[i] &= __hneu2_mask(reinterpret_cast<const __half2&>(other.words[i]), __half2{});
+      }
+    }
+  }
+
   __device__ void flip_signs() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] ^= sizeof(T) == 4 ? 0x80000000u : 0x80008000u;

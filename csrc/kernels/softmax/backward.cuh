@@ -102,21 +102,24 @@ __device__ inline float finish_dot(const BackwardParams& params, int64_t row, in
   return d;
 }
 
-// sum(g * p) of a chunk.
+// sum(g * p) of a chunk; clears g where p is 0.
 template <class T, int kElements>
-__device__ inline float dot(const Pack<T, kElements>& g, const Pack<T, kElements>& p) {
-  float products[kElements];
+__device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) {
+  g.clear_where_zero(p);
+  float products[kElements / 2];
 #pragma unroll
-  for (int j = 0; j < kElements; ++j) products[j] = p[j] != 0.f ? p[j] * g[j] : 0.f;
+  for (int j = 0; j < kElements / 2; ++j)
+    products[j] = fmaf(p[2 * j], g[2 * j], p[2 * j + 1] * g[2 * j + 1]);
   return reduce_pairwise(products, [](float a, float b) { return a + b; });
 }
 
-// dz of a chunk.
+// dz of a chunk, of which g is 0 where p is. D that is not finite must not meet those.
 template <class T, int kElements>
 __device__ inline void logits_gradient(const Pack<T, kElements>& g, const Pack<T, kElements>& p,
-                                       float d, float (&dz)[kElements]) {
+                                       float d, bool is_finite, float (&dz)[kElements]) {
 #pragma unroll
-  for (int j = 0; j < kElements; ++j) dz[j] = p[j] != 0.f ? p[j] * (g[j] - d) : 0.f;
+  for (int j = 0; j < kElements; ++j)
+    dz[j] = is_finite || p[j] != 0.f ? fmaf(p[j], g[j] - d, 0.f) : 0.f;  // never -0
 }
 
 // The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
@@ -223,7 +226,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
         float dz[kElements], dx[kElements];
-        logits_gradient(g[i], p[i], d, dz);
+        logits_gradient(g[i], p[i], d, false, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
         writer.store(at, dx);
@@ -306,7 +309,8 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
-    const auto sum_batch = [&](int first, int place) {
+    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
+      const int first = first_of(row, part, unit, batch);
       Pack<T>* const packs = kept(place);
       if (!are_inside(gradients, probabilities, first)) {
 #pragma unroll 1
@@ -320,24 +324,18 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       Pack<T> g[kChunks], p[kChunks];
       load_kept(packs, g);
       load_kept(packs + kChunksPerBatch, p);
-      float sum = 0.f;
+      before = warp_sum<32>(before);
+      MaxAndSum result{0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
-      return sum;
+      for (int i = 0; i < kChunks; ++i) result.sum += dot(g[i], p[i]);
+      return result;
     };
     const auto start = [&](int unit, int batch, int place) {
       start_copies(gradients, probabilities, first_of(row, part, unit, batch), place);
     };
-    float mine = 0.f;
     owner.template sum_pass<kSlots>(
-        part, start,
-        [&](int unit, int batch, int place) {
-          if (batch == 0) mine = 0.f;
-          mine += sum_batch(first_of(row, part, unit, batch), place);
-        },
-        [&](int unit) { owner.put(part, unit, {0.f, warp_sum<32>(mine)}); });
-    const float d =
-        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+        part, start, sum_batch,
+        [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; });
 
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
@@ -348,13 +346,19 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+
+    const float d =
+        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+
     with_dtype(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
-      const auto scores_gradient = [&](const Pack<T>& g, const Pack<T>& p, float(&dz)[kElements],
-                                       float(&dx)[kElements]) {
-        logits_gradient(g, p, d, dz);
+      const bool is_plain = writer.whole_chunks && isfinite(d);
+      const auto scores_gradient = [&](Pack<T> g, const Pack<T>& p, bool is_finite,
+                                       float(&dz)[kElements], float(&dx)[kElements]) {
+        g.clear_where_zero(p);
+        logits_gradient(g, p, d, is_finite, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
       };
@@ -362,14 +366,14 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         const int first = first_of(row, part, unit, batch), column = column_of(first);
         Pack<T>* const packs = kept(place);
         float dz[kElements], dx[kElements];
-        if (writer.whole_chunks && are_inside(gradients, probabilities, first)) {
+        if (is_plain && are_inside(gradients, probabilities, first)) {
           auto* const target = keep_in_register(writer.row + column);
           Pack<T> g[kChunks], p[kChunks];
           load_kept(packs, g);
           load_kept(packs + kChunksPerBatch, p);
 #pragma unroll
           for (int i = 0; i < kChunks; ++i) {
-            scores_gradient(g[i], p[i], dz, dx);
+            scores_gradient(g[i], p[i], true, dz, dx);
             writer.store_whole(target + i * kStride, dx);
             biases.add(i, column + i * kStride, dz);
           }
@@ -381,7 +385,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
             const Pack<T> g = packs[i * 32];
             Pack<T> p = packs[kChunksPerBatch + i * 32];
             if (is_new) clear_outside(p, at, part.bounds);
-            scores_gradient(g, p, dz, dx);
+            scores_gradient(g, p, false, dz, dx);
             writer.store(at, dx);
             biases.add(i, at, dz);
           }

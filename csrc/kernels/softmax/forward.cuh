@@ -127,10 +127,13 @@ __device__ inline float largest(const float (&z)[kChunks][kElements], int first,
   return max;
 }
 
-// The sum of a lane's part of a batch, relative to the maximum of the whole warp's.
+// The sum of a lane's part of a batch, relative to the maximum of the whole warp's. Beside it
+// another sum is added up over the warp.
 template <class T, int kElements, int kChunks>
-__device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kChunks], Exponent exponent) {
+__device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kChunks], Exponent exponent,
+                                   float& other) {
   MaxAndSum result{warp_max<32>(fmaxf(largest_lane(raw), kLowest)), 0.f};
+  other = warp_sum<32>(other);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     float e[kElements];
@@ -306,8 +309,10 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         logits.template of<kStride, false>(params, first, column_of(first), raw, z);
       }
     };
-    const auto sum_batch = [&](int first, int place) {
+    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
+      const int first = first_of(row, part, unit, batch);
       if constexpr (Bias::kPresent) {
+        before = warp_sum<32>(before);
         MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
         for (int from = 0; from < kChunks; from += kBiasChunks) {
@@ -323,7 +328,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         Pack<T> raw[kChunks];
         load_kept(kept(place), raw);
         prepare(first, raw, kept(place));
-        return sum_of(raw, exponent);
+        return sum_of(raw, exponent, before);
       }
     };
     const auto start = [&](int unit, int batch, int place) {
@@ -332,24 +337,9 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
-    MaxAndSum mine;
     owner.template sum_pass<kSlots>(
-        part, start,
-        [&](int unit, int batch, int place) {
-          const MaxAndSum of_batch = sum_batch(first_of(row, part, unit, batch), place);
-          if (batch == 0) {
-            mine = of_batch;
-          } else {
-            mine.merge(of_batch, exponent);
-          }
-        },
-        [&](int unit) { owner.put(part, unit, {mine.max, warp_sum<32>(mine.sum)}); });
-    const MaxAndSum total = owner.merge(part, exponent);
-    const Denominator denominator(total, exponent, params.sink, row.index.head);
-    if (params.log_sum_exp != nullptr && owner.is_first_thread())
-      params.log_sum_exp[row.row] = denominator.log_sum_exp();
-    const float log2_factor = log2f(denominator.factor);
-    const bool is_regular = denominator.is_regular();
+        part, start, sum_batch,
+        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
 
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
@@ -358,6 +348,14 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     const Reader next_scores = scores_of(next, next_part);
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+
+    const MaxAndSum total = owner.merge(part, exponent);
+    const Denominator denominator(total, exponent, params.sink, row.index.head);
+    if (params.log_sum_exp != nullptr && owner.is_first_thread())
+      params.log_sum_exp[row.row] = denominator.log_sum_exp();
+    const float log2_factor = log2f(denominator.factor);
+    const bool is_regular = denominator.is_regular();
+
     with_dtype(params.probabilities_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
                                                        columns);

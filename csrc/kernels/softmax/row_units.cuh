@@ -76,7 +76,7 @@ class UnitRow {
 
   // This warp's units, counted from the block's first one, are first_unit(), then kWarps further
   // each time, up to last_unit(), which is negative where there is none.
-  __device__ int first_unit() const { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ int first_unit() const { return warp_; }
   __device__ int last_unit(const UnitPart& part) const {
     return first_unit() + ((part.count - 1 - first_unit()) & ~(kWarps - 1));
   }
@@ -86,31 +86,47 @@ class UnitRow {
     return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch;
   }
 
-  // The pass that sums: sum(unit, batch, place) for each of the warp's batches, finish(unit) behind
-  // a unit. Places are those of batches in shared memory. Batches of rows that are read twice come
-  // through a ring of kSlots places, where start(unit, batch, place) begins to copy them; the
-  // others have been started before, and are waited for one by one.
-  template <int kSlots, class Start, class Sum, class Finish>
-  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Finish&& finish) const {
+  // The pass that sums: sum(unit, batch, place, before) for each of the warp's batches is the
+  // lanes' sums of a batch, add(sums, of_batch) joins those of a unit. Beside its own work
+  // sum() adds up `before` over the warp, the sums of the unit before: a chain of shuffles is
+  // nothing to wait for. Places are those of batches in shared memory. Batches of rows that are
+  // read twice come through a ring of kSlots places, where start(unit, batch, place) begins to copy
+  // them; the others have been started before, and are waited for one by one.
+  template <int kSlots, class Start, class Sum, class Add>
+  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Add&& add) const {
+    MaxAndSum sums{kLowest, 0.f};
+    const auto sum_batch = [&](int unit, int batch, int place) {
+      float before = sums.sum;
+      const MaxAndSum of_batch = sum(unit, batch, place, before);
+      if (batch > 0) {
+        add(sums, of_batch);
+      } else {
+        if (unit != first_unit()) put(part, unit - kWarps, {sums.max, before});
+        sums = of_batch;
+      }
+    };
+    const int last = last_unit(part);
     if constexpr (kRereads) {
       for (int position = 0; position < kSlots; ++position)
         start_position<kSlots>(part, position, start);
       for (int position = 0; position < positions(part); ++position) {
-        const int unit = unit_of(position), batch = batch_of(position);
         wait_for_older_copies<kSlots - 1>();
-        sum(unit, batch, place_in_ring<kSlots>(position));
+        sum_batch(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
         start_position<kSlots>(part, position + kSlots, start);
-        if (batch + 1 == unit_batches()) finish(unit);
       }
     } else {
-      const int last = last_unit(part);
+      // Groups of copies without any make up for units that there are not, or no more.
+#pragma unroll 1
+      for (int unit = last + kWarps; unit < first_unit() + kPending * kWarps; unit += kWarps)
+        end_copies();
 #pragma unroll 1
       for (int unit = first_unit(); unit <= last; unit += kWarps) {
-        wait_for_all_copies_but((last - unit) / kWarps);
-        sum(unit, 0, unit);
-        finish(unit);
+        wait_for_older_copies<kPending - 1>();
+        sum_batch(unit, 0, unit);
+        end_copies();
       }
     }
+    if (last >= 0) put(part, last, {sums.max, warp_sum<32>(sums.sum)});
   }
   // The pass that writes: write(unit, batch, place, is_new). Rows that are read twice from their
   // end, which is still in the ring as the sum left it; what is new comes as it was copied.
@@ -141,7 +157,7 @@ class UnitRow {
     // Until its other blocks have started.
     if (schedule_.is_cluster && turn == 0) wait_for_cluster();
     turn_ = turn;
-    if (schedule_.blocks_per_row > 1 && !schedule_.is_cluster) {
+    if (is_spread()) {
       results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
     } else {
       auto* const end = reinterpret_cast<Pack*>(shared_memory) +
@@ -208,7 +224,13 @@ class UnitRow {
     end_copies();
   }
 
-  static constexpr int kAtOnce = 4;  // results that a lane loads together
+  static constexpr int kAtOnce = 4;   // results that a lane loads together
+  static constexpr int kPending = 4;  // units whose copies are waited for apart
+
+  // Over the whole GPU.
+  __device__ bool is_spread() const {
+    return kRereads && schedule_.blocks_per_row > 1 && !schedule_.is_cluster;
+  }
 
   __device__ void load_results(const UnitPart& part, int first,
                                MaxAndSum (&results)[kAtOnce]) const {
@@ -233,9 +255,10 @@ class UnitRow {
         const int sent = lane() < schedule_.blocks_per_row ? max(units, kWarps) : 0;
         const int all_sent = __reduce_add_sync(0xffffffffu, sent);
         if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
+        wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
       }
-      wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
-    } else if (schedule_.blocks_per_row > 1) {
+    }
+    if (is_spread()) {
       cooperative_groups::this_grid().sync();
     } else {
       __syncthreads();
@@ -246,6 +269,8 @@ class UnitRow {
   MaxAndSum* results_ = nullptr;
   uint64_t *barriers_, *unread_;
   int rank_ = 0, turn_ = 0;
+  // From a shuffle: so the compiler knows that it is the same for the whole warp.
+  const int warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 };
 
 }  // namespace megasoftmax
