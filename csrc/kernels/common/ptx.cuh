@@ -40,6 +40,10 @@ __device__ inline T* keep_shared_address(T* pointer) {
   return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
+// Loads from shared memory before this stay before it, for the latency of one instead of several:
+// the compiler would rather save registers. By whole warps.
+__device__ inline void keep_loads_together() { __syncwarp(); }
+
 // Byte i of the result is 0xff where the byte of `x` that the i-th digit of kBytes names is
 // negative, 0 elsewhere.
 template <uint32_t kBytes>

@@ -366,11 +366,12 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         const int first = first_of(row, part, unit, batch), column = column_of(first);
         Pack<T>* const packs = kept(place);
         float dz[kElements], dx[kElements];
+        Pack<T> g[kChunks], p[kChunks];
+        load_kept(packs, g);
+        load_kept(packs + kChunksPerBatch, p);
+        keep_loads_together();
         if (is_plain && are_inside(gradients, probabilities, first)) {
           auto* const target = keep_in_register(writer.row + column);
-          Pack<T> g[kChunks], p[kChunks];
-          load_kept(packs, g);
-          load_kept(packs + kChunksPerBatch, p);
 #pragma unroll
           for (int i = 0; i < kChunks; ++i) {
             scores_gradient(g[i], p[i], true, dz, dx);
@@ -382,10 +383,9 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
           for (int i = 0; i < kChunks; ++i) {
             const int at = column + i * kStride;
             if (at >= part.bounds.end) break;
-            const Pack<T> g = packs[i * 32];
-            Pack<T> p = packs[kChunksPerBatch + i * 32];
-            if (is_new) clear_outside(p, at, part.bounds);
-            scores_gradient(g, p, false, dz, dx);
+            Pack<T> visible = packs[kChunksPerBatch + i * 32];
+            if (is_new) clear_outside(visible, at, part.bounds);
+            scores_gradient(packs[i * 32], visible, false, dz, dx);
             writer.store(at, dx);
             biases.add(i, at, dz);
           }

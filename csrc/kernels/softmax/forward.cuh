@@ -387,6 +387,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           Pack<T>* const packs = kept(place);
           Pack<T> raw[kChunks];
           load_kept(packs, raw);
+          keep_loads_together();
           if (is_new) prepare(first, raw, packs);
           if (is_regular && scores.inside.contains(first, kBatch)) {
             auto* const target = keep_in_register(writer.row + column);

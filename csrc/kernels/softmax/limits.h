@@ -29,6 +29,8 @@ struct KernelShape {
   bool takes_turns;       // a block takes one row after the other, and prefetches
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
+  // May several blocks own a row?
+  constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
   bool operator==(const KernelShape&) const = default;
 };
 
@@ -212,7 +214,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
-    if (regime.blocks_per_row > kMaxCluster) return false;
+    if (regime.blocks_per_row > kMaxCluster ||
+        (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))
+      return false;
     // So what units take of such rows before they must take whatever the number of rows.
     for (unsigned kind = 1; is_register && kind <= regime.serves; kind *= 2) {
       int longest = 0, certain = 0;

@@ -29,7 +29,8 @@ struct UnitPart {
   int first, count;  // those of the block
 };
 
-template <int kThreads, bool kMayReread>
+// kMayShare: several blocks may own a row.
+template <int kThreads, bool kMayReread, bool kMayShare>
 class UnitRow {
  public:
   static constexpr int kWarps = kThreads / 32;
@@ -40,8 +41,8 @@ class UnitRow {
     __shared__ uint64_t barriers[2], unread;
     barriers_ = barriers;
     unread_ = &unread;
-    if (schedule.blocks_per_row > 1) rank_ = static_cast<int>(blockIdx.x) % schedule.blocks_per_row;
-    if (schedule.is_cluster) {
+    if (blocks() > 1) rank_ = static_cast<int>(blockIdx.x) % blocks();
+    if (is_cluster()) {
       if (threadIdx.x == 0) {
         init_byte_barrier(&barriers[0]);
         init_byte_barrier(&barriers[1]);
@@ -51,23 +52,22 @@ class UnitRow {
   }
 
   __device__ int owner_of_block() const {
-    return static_cast<int>(schedule_.blocks_per_row > 1 ? blockIdx.x / schedule_.blocks_per_row
-                                                         : blockIdx.x);
+    return static_cast<int>(blocks() > 1 ? blockIdx.x / blocks() : blockIdx.x);
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ bool is_first_thread() const { return thread() == 0; }
   // Among all threads of the row.
   __device__ int thread() const { return rank_ * kThreads + static_cast<int>(threadIdx.x); }
-  __device__ int threads() const { return schedule_.blocks_per_row * kThreads; }
+  __device__ int threads() const { return blocks() * kThreads; }
 
   template <int kElements>
   __device__ UnitPart part_of(const Bounds& visible, ChunkGrid<kElements> grid) const {
     const int columns_per_unit = unit_batches() * kChunksPerBatch * kElements;
     const int begin = grid.begin(visible);
     const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
-    if (schedule_.blocks_per_row == 1) return {visible, units, units, 0, units};
+    if (blocks() == 1) return {visible, units, units, 0, units};
     int share, rest;
-    schedule_.units.split(units + schedule_.blocks_per_row - 1, share, rest);
+    schedule_.units.split(units + blocks() - 1, share, rest);
     const int first = min(rank_ * share, units), count = min(share, units - first);
     const int part_begin = begin + first * columns_per_unit;
     const int part_end = part_begin + count * columns_per_unit;
@@ -155,7 +155,7 @@ class UnitRow {
   template <class Pack, int kPacks = 1>
   __device__ void start(char* shared_memory, int64_t row, int turn) {
     // Until its other blocks have started.
-    if (schedule_.is_cluster && turn == 0) wait_for_cluster();
+    if (is_cluster() && turn == 0) wait_for_cluster();
     turn_ = turn;
     if (is_spread()) {
       results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
@@ -168,7 +168,7 @@ class UnitRow {
   // By a whole warp, for each of its units.
   __device__ void put(const UnitPart& part, int unit, MaxAndSum result) const {
     MaxAndSum* const at = results_ + part.first + unit;
-    if (schedule_.is_cluster) {
+    if (is_cluster()) {
       send(at, result);
     } else if (lane() == 0) {
       *at = result;
@@ -227,10 +227,11 @@ class UnitRow {
   static constexpr int kAtOnce = 4;   // results that a lane loads together
   static constexpr int kPending = 4;  // units whose copies are waited for apart
 
+  // Of the row.
+  __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
+  __device__ bool is_cluster() const { return kMayShare && schedule_.is_cluster; }
   // Over the whole GPU.
-  __device__ bool is_spread() const {
-    return kRereads && schedule_.blocks_per_row > 1 && !schedule_.is_cluster;
-  }
+  __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
 
   __device__ void load_results(const UnitPart& part, int first,
                                MaxAndSum (&results)[kAtOnce]) const {
@@ -241,18 +242,18 @@ class UnitRow {
 
   // To every block of the cluster.
   __device__ void send(void* at, const MaxAndSum& result) const {
-    if (lane() < schedule_.blocks_per_row) {
+    if (lane() < blocks()) {
       send_to_cluster(at, &barriers_[turn_ % 2], lane(),
                       reinterpret_cast<const uint64_t&>(result));
     }
   }
 
   __device__ void share_results(const UnitPart& part) const {
-    if (schedule_.is_cluster) {
+    if (is_cluster()) {
       if (last_unit(part) < 0) send(unread_, {});
       if (threadIdx.x < 32) {
         const int units = min(part.share, max(part.units - lane() * part.share, 0));
-        const int sent = lane() < schedule_.blocks_per_row ? max(units, kWarps) : 0;
+        const int sent = lane() < blocks() ? max(units, kWarps) : 0;
         const int all_sent = __reduce_add_sync(0xffffffffu, sent);
         if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
         wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
@@ -269,8 +270,10 @@ class UnitRow {
   MaxAndSum* results_ = nullptr;
   uint64_t *barriers_, *unread_;
   int rank_ = 0, turn_ = 0;
-  // From a shuffle: so the compiler knows that it is the same for the whole warp.
-  const int warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  // Of a shuffle the compiler knows that it is the same for the whole warp: loops over units and
+  // tests of them then need no care of lanes that part (64 registers of a thread instead of 78).
+  const int warp_ =
+      kWarps == 1 ? 0 : __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 };
 
 }  // namespace megasoftmax
