@@ -108,8 +108,7 @@ __device__ inline void wait_for_bytes(uint64_t* barrier, int phase) {
       : "memory");
 #endif
 }
-__device__ inline void send_to_cluster(void* shared, uint64_t* barrier, int block,
-                                       uint64_t value) {
+__device__ inline void send_to_cluster(void* shared, uint64_t* barrier, int block, uint64_t value) {
 #if __CUDA_ARCH__ >= 900
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const auto counter = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));

@@ -21,6 +21,14 @@
 
 namespace megasoftmax {
 
+// This lane's packs of a batch, from shared memory.
+template <class T, int kElements, int kChunks>
+__device__ inline void load_kept(const Pack<T, kElements>* kept,
+                                 Pack<T, kElements> (&packs)[kChunks]) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) packs[i] = kept[i * 32];
+}
+
 // What a block does of a row.
 struct UnitPart {
   Bounds bounds;
@@ -38,9 +46,9 @@ class UnitRow {
   static_assert((kWarps & (kWarps - 1)) == 0);
 
   __device__ explicit UnitRow(const Schedule& schedule) : schedule_(schedule) {
-    __shared__ uint64_t barriers[2], unread;
-    barriers_ = barriers;
-    unread_ = &unread;
+    __shared__ uint64_t barriers[2 + 1];
+    barriers_ = keep_shared_address(barriers);
+    unread_ = barriers_ + 2;
     if (blocks() > 1) rank_ = static_cast<int>(blockIdx.x) % blocks();
     if (is_cluster()) {
       if (threadIdx.x == 0) {
@@ -71,7 +79,8 @@ class UnitRow {
     const int first = min(rank_ * share, units), count = min(share, units - first);
     const int part_begin = begin + first * columns_per_unit;
     const int part_end = part_begin + count * columns_per_unit;
-    return {{max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
+    return {
+        {max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
   }
 
   // This warp's units, counted from the block's first one, are first_unit(), then kWarps further
@@ -243,8 +252,7 @@ class UnitRow {
   // To every block of the cluster.
   __device__ void send(void* at, const MaxAndSum& result) const {
     if (lane() < blocks()) {
-      send_to_cluster(at, &barriers_[turn_ % 2], lane(),
-                      reinterpret_cast<const uint64_t&>(result));
+      send_to_cluster(at, &barriers_[turn_ % 2], lane(), reinterpret_cast<const uint64_t&>(result));
     }
   }
 
