@@ -24,12 +24,13 @@ __device__ inline float warp_max(float x) {
   if constexpr (kThreads == 32) {
     const auto mirror = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(mirror(__reduce_max_sync(0xffffffffu, mirror(__float_as_int(x)))));
-  }
+  } else {
 #pragma unroll
-  for (int distance = kThreads / 2; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    }
+    return x;
   }
-  return x;
 }
 
 template <int kThreads>

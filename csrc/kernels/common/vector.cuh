@@ -55,14 +55,18 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
   }
 
   // -inf in every lane.
+  static constexpr uint32_t kLowestWord = std::is_same_v<T, float>    ? 0xff800000u
+                                          : std::is_same_v<T, __half> ? 0xfc00fc00u
+                                                                      : 0xff80ff80u;
   __device__ static Pack lowest() {
-    constexpr uint32_t kBits = std::is_same_v<T, float>    ? 0xff800000u
-                               : std::is_same_v<T, __half> ? 0xfc00fc00u
-                                                           : 0xff80ff80u;
     Pack pack;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) pack.words[i] = kBits;
+    for (int i = 0; i < kWords; ++i) pack.words[i] = kLowestWord;
     return pack;
+  }
+  // The bits of -inf where `bits`, which covers whole lanes of that word, are set.
+  __device__ void lower(int word, uint32_t bits) {
+    words[word] = (words[word] & ~bits) | (kLowestWord & bits);
   }
 
   __device__ Bits bits(int lane) const {
@@ -70,8 +74,23 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     return static_cast<Bits>(kLaneBits == 32 || lane % 2 == 0 ? word : word >> 16);
   }
 
-  __device__ void clear(int lane) {
-    words[lane * sizeof(T) / 4] &= sizeof(T) == 4 ? 0u : lane % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+  // The bits of a lane in its word.
+  __device__ static constexpr uint32_t lane_bits(int lane) {
+    return sizeof(T) == 4 ? 0xffffffffu : lane % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
+  }
+  __device__ void clear(int lane) { words[lane * sizeof(T) / 4] &= ~lane_bits(lane); }
+
+  // Lanes that are 0 in `other`, two lanes to an operation where they are halves. Bits that mean
+  // 0 do so as float16 and as bfloat16.
+  __device__ void clear_where_zero(const Pack& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = other[i] != 0.f ? words[i] : 0;
+      } else {
+        words[i] &= __hneu2_mask(reinterpret_cast<const __half2&>(other.words[i]), __half2{});
+      }
+    }
   }
 
   __device__ void flip_signs() {
@@ -166,7 +185,7 @@ __device__ inline bool is_aligned(const T* pointer, int bytes) {
 
 // Stops the compiler from computing an address anew for every access with a constant offset.
 template <class T>
-__device__ inline const T* keep_in_register(const T* pointer) {
+__device__ inline T* keep_in_register(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
 }

@@ -8,72 +8,11 @@
 // is none) and takes them in turn. Both inputs are read once, the gradient is written once (bf16: 6
 // bytes per element, 4 when causal).
 
-#include "forward.cuh"
+#include "bias_gradient.cuh"
+#include "row_owner.cuh"
+#include "sink.cuh"
 
 namespace megasoftmax {
-
-// Sums dz over an owner's rows: in registers where a row fits them, else in the owner's part of the
-// output, which stays in the L2 cache.
-template <KernelShape kShape, int kElements>
-struct BiasGradient {
-  static constexpr bool kPresent = true;
-  static constexpr bool kInRegisters = kShape.storage == Storage::kRegisters;
-  static constexpr int kChunks = kInRegisters ? kShape.chunks_per_thread : 1;
-  static constexpr int kThreads = kShape.threads_per_row;
-
-  // Its sums need registers.
-  static constexpr int blocks_per_sm() { return (kShape.blocks_per_sm + 1) / 2; }
-
-  float sums[kChunks][kElements] = {};
-  const BackwardParams& params;
-  int64_t owner;
-
-  __device__ BiasGradient(const BackwardParams& params, int64_t owner)
-      : params(params), owner(owner) {}
-
-  __device__ int columns() const { return static_cast<int>(params.shape.columns); }
-
-  __device__ void begin(int thread) {
-    if constexpr (!kInRegisters) {
-      fill_outside(params.bias_gradient, DType::kFloat32, owner, columns(), 0, 0, thread, kThreads);
-    }
-  }
-  __device__ void add(int i, int column, const float (&dz)[kElements]) {
-    if constexpr (kInRegisters) {
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) sums[i][j] += dz[j];
-    } else {
-      float* row = static_cast<float*>(params.bias_gradient) + owner * columns();
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        if (column + j < columns()) row[column + j] += dz[j];
-      }
-    }
-  }
-  __device__ void finish(int thread) {
-    if constexpr (kInRegisters) {
-      with_dtype(params.bias_gradient_type, [&](auto tag) {
-        const RowWriter<decltype(tag), kElements> writer(params.bias_gradient, owner * columns(),
-                                                         columns(), columns() % kElements == 0);
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          const int column = (i * kThreads + thread) * kElements;
-          if (column < columns()) writer.store(column, sums[i]);
-        }
-      });
-    }
-  }
-};
-
-template <KernelShape kShape, int kElements>
-struct NoBiasGradient {
-  static constexpr bool kPresent = false;
-  static constexpr int blocks_per_sm() { return kShape.blocks_per_sm; }
-  __device__ NoBiasGradient(const BackwardParams&, int64_t) {}
-  __device__ void begin(int) {}
-  __device__ void add(int, int, const float (&)[kElements]) {}
-  __device__ void finish(int) {}
-};
 
 // Probability 0 takes a lane out of all that follows.
 template <class T>
@@ -102,54 +41,25 @@ __device__ inline float finish_dot(const BackwardParams& params, int64_t row, in
   return d;
 }
 
-// sum(g * p) of a chunk.
+// sum(g * p) of a chunk; clears g where p is 0.
 template <class T, int kElements>
-__device__ inline float dot(const Pack<T, kElements>& g, const Pack<T, kElements>& p) {
-  float products[kElements];
+__device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) {
+  g.clear_where_zero(p);
+  float products[kElements / 2];
 #pragma unroll
-  for (int j = 0; j < kElements; ++j) products[j] = p[j] != 0.f ? p[j] * g[j] : 0.f;
+  for (int j = 0; j < kElements / 2; ++j)
+    products[j] = fmaf(p[2 * j], g[2 * j], p[2 * j + 1] * g[2 * j + 1]);
   return reduce_pairwise(products, [](float a, float b) { return a + b; });
 }
 
-// dz of a chunk.
+// dz of a chunk, of which g is 0 where p is. D that is not finite must not meet those.
 template <class T, int kElements>
 __device__ inline void logits_gradient(const Pack<T, kElements>& g, const Pack<T, kElements>& p,
-                                       float d, float (&dz)[kElements]) {
+                                       float d, bool is_finite, float (&dz)[kElements]) {
 #pragma unroll
-  for (int j = 0; j < kElements; ++j) dz[j] = p[j] != 0.f ? p[j] * (g[j] - d) : 0.f;
+  for (int j = 0; j < kElements; ++j)
+    dz[j] = is_finite || p[j] != 0.f ? fmaf(p[j], g[j] - d, 0.f) : 0.f;  // never -0
 }
-
-// The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
-// a single row.
-template <bool kSumsBias>
-struct RowsOfOwner {
-  RowIndex base;
-  int split = 0;
-
-  __device__ RowsOfOwner(const BackwardParams& params, const RowIndex& owner) : base(owner) {
-    if constexpr (kSumsBias) {
-      split = base.batch / static_cast<int>(params.bias_shape.batches);
-      base.batch -= split * static_cast<int>(params.bias_shape.batches);
-    }
-  }
-  __device__ static int64_t turns(const BackwardParams& params) {
-    return kSumsBias ? params.rows_per_split : 1;
-  }
-  // Is there a row at that turn? Splits need not be equally large.
-  __device__ bool has(const BackwardParams& params, int64_t turn) const {
-    return kSumsBias ? turn < params.rows_per_split &&
-                           split * params.rows_per_split + turn < params.rows_per_owner
-                     : turn == 0;
-  }
-  __device__ RowIndex at(const BackwardParams& params, int64_t turn) const {
-    if constexpr (!kSumsBias) return base;
-    int64_t plane, batch, head, query;
-    params.shared_by_queries.split(split * params.rows_per_split + turn, plane, query);
-    params.shared_by_heads.split(plane, batch, head);
-    return {base.batch + static_cast<int>(batch), base.head + static_cast<int>(head),
-            base.query + static_cast<int>(query)};
-  }
-};
 
 template <int kKernel>
 inline constexpr KernelShape kBackwardShape = kBackwardRegimes[kKernel].shape();
@@ -223,7 +133,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
         float dz[kElements], dx[kElements];
-        logits_gradient(g[i], p[i], d, dz);
+        logits_gradient(g[i], p[i], d, false, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
         writer.store(at, dx);
@@ -239,7 +149,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
                                                   const Schedule& schedule) {
   constexpr KernelShape kShape = kBackwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = 32 * kElements;  // in columns
+  constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Owner = RowOwner<kShape>;
@@ -255,45 +165,37 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     return Reader(tensor, !Biases::kPresent && params.is_dense, row.first_element, row.index,
                   row.grid, part.bounds, columns, row.row + kElements >= params.rows);
   };
-  // Of each chunk the gradient, then the probabilities.
-  const auto kept = [&](int place) {
-    return owner.template kept<Pack<T>, 2>(shared_memory, place);
+  // Of each batch the gradient, then the probabilities.
+  Pack<T>* const shared_packs =
+      keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
+  const auto kept = [&](int place) { return shared_packs + place * (2 * kChunksPerBatch); };
+  // The columns of the warp's first chunk and of this lane's.
+  const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+    return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
   };
-  const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
-    return row.first_column + owner.chunk(part, unit, batch) * kElements;
+  const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
+  const auto are_inside = [&](const Reader& gradients, const Reader& probabilities, int first) {
+    return gradients.inside.contains(first, kBatch) && probabilities.inside.contains(first, kBatch);
   };
-  const auto is_inside = [&](const Reader& gradients, const Reader& probabilities, int column) {
-    const int first = column - owner.lane() * kElements, end = first + kChunks * kStride;
-    return gradients.is_inside(first, end) && probabilities.is_inside(first, end);
-  };
-  Pack<T> g[kChunks], p[kChunks];
-  const auto load = [&](int place) {
-    const Pack<T>* const packs = kept(place);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      g[i] = packs[2 * i * 32];
-      p[i] = packs[(2 * i + 1) * 32];
-    }
-  };
-  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int column,
+  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int first,
                                 int place) {
-    const bool inside = is_inside(gradients, probabilities, column);
-    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 2 * 32);
-    probabilities.template start_copies<kStride, kChunks>(inside, column, kept(place) + 32, 2 * 32);
+    const bool inside = are_inside(gradients, probabilities, first);
+    const int column = column_of(first);
+    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 32);
+    probabilities.template start_copies<kStride, kChunks>(inside, column,
+                                                          kept(place) + kChunksPerBatch, 32);
   };
   const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
+#pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-#pragma unroll
-      for (int batch = 0; batch < kUnitBatches; ++batch) {
-        start_copies(gradients, probabilities, column_of(row, part, unit, batch),
-                     owner.place(unit, batch));
-      }
+      start_copies(gradients, probabilities, first_of(row, part, unit, 0), unit);
+      end_copies();
     }
   };
 
-  int64_t number = owner.owner_of_block();
+  int number = owner.owner_of_block();
   const RowIndex owner_index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
   Biases biases(params, owner_index.row(params.bias_shape));
@@ -308,39 +210,39 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   UnitPart part = owner.part_of(row.visible, row.grid);
   if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
 
-  for (int64_t turn = 0;; ++turn) {
+  for (int turn = 0;; ++turn) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
     fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
-    const auto sum_batch = [&](int column, int place) {
-      load(place);
-      if (!is_inside(gradients, probabilities, column)) {
-#pragma unroll
+    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
+      const int first = first_of(row, part, unit, batch);
+      Pack<T>* const packs = kept(place);
+      if (!are_inside(gradients, probabilities, first)) {
+#pragma unroll 1
         for (int i = 0; i < kChunks; ++i) {
-          clear_outside(p[i], column + i * kStride, part.bounds);
-          if (!Owner::kRereads) kept(place)[(2 * i + 1) * 32] = p[i];
+          Pack<T> p = packs[kChunksPerBatch + i * 32];
+          clear_outside(p, column_of(first) + i * kStride, part.bounds);
+          packs[kChunksPerBatch + i * 32] = p;
         }
       }
-      float sum = 0.f;
+      // Whole packs: dot alone would load elements, and only where it needs them.
+      Pack<T> g[kChunks], p[kChunks];
+      load_kept(packs, g);
+      load_kept(packs + kChunksPerBatch, p);
+      before = warp_sum<32>(before);
+      MaxAndSum result{0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) sum += dot(g[i], p[i]);
-      return sum;
+      for (int i = 0; i < kChunks; ++i) result.sum += dot(g[i], p[i]);
+      return result;
     };
     const auto start = [&](int unit, int batch, int place) {
-      start_copies(gradients, probabilities, column_of(row, part, unit, batch), place);
+      start_copies(gradients, probabilities, first_of(row, part, unit, batch), place);
     };
-    float mine = 0.f;
     owner.template sum_pass<kSlots>(
-        part, start,
-        [&](int unit, int batch, int place) {
-          if (batch == 0) mine = 0.f;
-          mine += sum_batch(column_of(row, part, unit, batch), place);
-        },
-        [&](int unit) { owner.put(part, unit, {0.f, warp_sum<32>(mine)}); });
-    const float d =
-        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+        part, start, sum_batch,
+        [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; });
 
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
@@ -351,24 +253,49 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+
+    const float d =
+        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+
     with_dtype(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
-      const auto write_batch = [&](int unit, int batch, int place) {
-        const int column = column_of(row, part, unit, batch);
-        load(place);
+      const bool is_plain = writer.whole_chunks && isfinite(d);
+      const auto scores_gradient = [&](Pack<T> g, const Pack<T>& p, bool is_finite,
+                                       float (&dz)[kElements], float (&dx)[kElements]) {
+        g.clear_where_zero(p);
+        logits_gradient(g, p, d, is_finite, dz);
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          const int at = column + i * kStride;
-          if (at >= part.bounds.end) continue;
-          if (Owner::kRereads) clear_outside(p[i], at, part.bounds);
-          float dz[kElements], dx[kElements];
-          logits_gradient(g[i], p[i], d, dz);
+        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+      };
+      const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
+        const int first = first_of(row, part, unit, batch), column = column_of(first);
+        Pack<T>* const packs = kept(place);
+        float dz[kElements], dx[kElements];
+        Pack<T> g[kChunks], p[kChunks];
+        load_kept(packs, g);
+        load_kept(packs + kChunksPerBatch, p);
+        keep_loads_together();
+        if (is_plain && are_inside(gradients, probabilities, first)) {
+          auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
-          writer.store(at, dx);
-          biases.add(i, at, dz);
+          for (int i = 0; i < kChunks; ++i) {
+            scores_gradient(g[i], p[i], true, dz, dx);
+            writer.store_whole(target + i * kStride, dx);
+            biases.add(i, column + i * kStride, dz);
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kChunks; ++i) {
+            const int at = column + i * kStride;
+            if (at >= part.bounds.end) break;
+            Pack<T> visible = packs[kChunksPerBatch + i * 32];
+            if (is_new) clear_outside(visible, at, part.bounds);
+            scores_gradient(packs[i * 32], visible, false, dz, dx);
+            writer.store(at, dx);
+            biases.add(i, at, dz);
+          }
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {

@@ -37,6 +37,7 @@ struct RowReader {
   int64_t column_stride;
   Bounds bounds;
   int last_whole;  // where the last whole chunk may begin
+  Bounds inside;   // in which all chunks are whole
 
   // Of a dense tensor the row begins at `first_element`.
   __device__ RowReader(const Strided& tensor, bool is_dense, int64_t first_element,
@@ -51,6 +52,7 @@ struct RowReader {
                                        is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
     const int room = kMayOverhang && !is_near_end ? columns - 1 : columns - kElements;
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
+    inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }
 
   __device__ bool is_whole(int column) const {
@@ -58,11 +60,6 @@ struct RowReader {
   }
   __device__ bool needs_partial() const {
     return last_whole < bounds.end - 1 || (!kMayOverhang && bounds.begin < kElements);
-  }
-
-  // Columns [begin, end) are within the bounds and in whole chunks.
-  __device__ bool is_inside(int begin, int end) const {
-    return begin >= bounds.begin && end <= bounds.end && end - kElements <= last_whole;
   }
 
   // Lanes outside the bounds are 0.
@@ -100,7 +97,7 @@ struct RowReader {
         start_copy(shared + i * shared_stride, source + i * kStride);
       return;
     }
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
       if (is_whole(at)) {
@@ -124,6 +121,9 @@ struct RowWriter {
         columns{0, columns},
         whole_chunks(whole_chunks) {}
 
+  __device__ static void store_whole(T* at, const float (&values)[kElements]) {
+    store_streaming(at, Pack<T, kElements>::round(values));
+  }
   __device__ void store(int column, const float (&values)[kElements]) const {
     const auto pack = Pack<T, kElements>::round(values);
     if (whole_chunks && columns.contains(column, kElements)) {

@@ -43,10 +43,11 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
                                                   schedule.is_cluster ? schedule.blocks_per_row : 1,
                                                   resident));
     if (kernel_shape.takes_turns) {
-      schedule.rows = shape.rows();
+      schedule.rows = static_cast<int>(shape.rows());
       schedule.queries = Divider(shape.queries);
       schedule.heads = Divider(shape.heads);
-      schedule.owners = std::min(std::max<int64_t>(resident, 1), schedule.rows);
+      schedule.owners = static_cast<int>(std::clamp<int64_t>(resident, 1, schedule.rows));
+      schedule.units = Divider(schedule.blocks_per_row);
       const dim3 grid(static_cast<unsigned>(schedule.owners * schedule.blocks_per_row));
       return launch(kernel, grid, dim3(kernel_shape.threads()), plan.shared_bytes,
                     schedule.is_cluster ? Together::kInClusters : Together::kNot,
@@ -55,6 +56,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
     schedule.blocks_per_row =
         static_cast<int>(std::clamp<int64_t>(resident / shape.rows(), 1, schedule.blocks_per_row));
   }
+  schedule.units = Divider(schedule.blocks_per_row);
   const bool is_spread = schedule.blocks_per_row > 1 && !schedule.is_cluster;
   const int64_t wanted = is_spread ? blocks : divide_up<int64_t>(queries_per_tile, rows_per_block);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));

@@ -7,115 +7,10 @@
 // written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
 // can keep is read twice.
 
+#include "logits.cuh"
 #include "row_owner.cuh"
-#include "sink.cuh"
 
 namespace megasoftmax {
-
-// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
-// exponent makes good.
-template <class T, class Mask, class Bias>
-struct Logits {
-  static constexpr int kElements = kPackElements<T>;
-
-  RowIndex index;
-  Bounds bounds;
-  ChunkGrid<kElements> grid;
-  Mask mask;
-
-  __device__ Logits(const ForwardParams& params, const RowIndex& index, const Bounds& bounds,
-                    ChunkGrid<kElements> grid)
-      : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
-
-  // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
-  // groups of chunks are skipped, and unspecified, where the first of them begins behind the
-  // bounds. kInside: all are within the bounds.
-  template <int kStride, bool kInside, int kChunks>
-  __device__ void of(const ForwardParams& params, int first, int column, Pack<T> (&raw)[kChunks],
-                     float (&z)[kChunks][kElements]) const {
-    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
-    if constexpr (Mask::kPresent)
-      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
-    [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
-    if constexpr (Bias::kPresent) {
-      const RowReader<typename Bias::Element, kElements, false> bias(
-          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns), true);
-      bias.template load<kStride>(column, added);
-    }
-    if (!Bias::kPresent && params.scale < 0) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
-    }
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (!kInside && first + i * kStride >= bounds.end) continue;
-      const int at = column + i * kStride;
-      if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
-        if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
-      }
-      if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
-    }
-  }
-
-  // Is a chunk partly inside the bounds?
-  __device__ bool straddles(int column) const {
-    return column < bounds.end && !bounds.contains(column, kElements);
-  }
-};
-
-// exp(z - max z) of such logits.
-template <class Bias>
-__device__ inline Exponent exponent_of(const ForwardParams& params) {
-  return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
-}
-
-// Adds a batch of chunks with maximum `max`, and leaves its exponentials relative to the maximum so
-// far. Groups of chunks are skipped where the first begins at `end` or behind it.
-template <int kStride, int kChunks, int kElements>
-__device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float max,
-                                  float (&z)[kChunks][kElements], int first, int end,
-                                  Exponent exponent) {
-  max = fmaxf(mine.max, max);
-  if (!is_first_batch) mine.sum *= exponent(mine.max, max);
-  mine.max = max;
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    if (first + i * kStride >= end) continue;
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
-    mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
-  }
-}
-
-// The largest of such a batch; not NaN unless all are.
-template <int kStride, int kChunks, int kElements>
-__device__ inline float largest(const float (&z)[kChunks][kElements], int first, int end) {
-  float max = kLowest;
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    if (first + i * kStride >= end) continue;
-    max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
-  }
-  return max;
-}
-
-// A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
-// NaN elsewhere.
-template <class Mask, int kElements>
-__device__ inline void replace_special(const ForwardParams& params, const Denominator& denominator,
-                                       const Bounds& bounds, const Mask& mask, int column,
-                                       float (&p)[kElements]) {
-  if (denominator.is_regular()) return;
-  const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
-#pragma unroll
-  for (int j = 0; j < kElements; ++j)
-    p[j] = bounds.contains(column + j) && !mask.excluded(column + j) ? special : 0.f;
-}
 
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
@@ -187,138 +82,188 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
                                                  const Schedule& schedule) {
   constexpr KernelShape kShape = kForwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = 32 * kElements;  // in columns
+  constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Owner = RowOwner<kShape>;
   using Row = RowPlace<kElements>;
   using Reader = RowReader<T, kElements, true>;
-  // What shared memory keeps is logits, if they have the type of the scores: mask and bounds are
-  // applied once.
-  constexpr bool kKeepsLogits = !Bias::kPresent && !Owner::kRereads;
+  // With a bias, logits are made anew of scores and bias in the pass that writes, and a few chunks
+  // at a time: they need registers. Without one shared memory keeps them, in the type of the
+  // scores: mask and bounds are applied once.
+  constexpr int kBiasChunks = 2;
   constexpr int kSlots = kRingBytes / static_cast<int>(sizeof(Pack<T>)) / kChunksPerBatch;
   extern __shared__ __align__(16) char shared_memory[];
 
   Owner owner(schedule);
   const Exponent exponent = exponent_of<Bias>(params);
-  const auto kept = [&](int place) { return owner.template kept<Pack<T>>(shared_memory, place); };
+  Pack<T>* const shared_packs =
+      keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
+  const auto kept = [&](int place) { return shared_packs + place * kChunksPerBatch; };
   const int columns = static_cast<int>(params.shape.columns);
   const auto scores_of = [&](const Row& row, const UnitPart& part) {
     return Reader(params.scores, params.is_dense, row.first_element, row.index, row.grid,
                   part.bounds, columns, row.row + kElements >= params.rows);
   };
-  // The column of this lane's first chunk, and whether all of the warp's are inside.
-  const auto column_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
-    return row.first_column + owner.chunk(part, unit, batch) * kElements;
+  // The columns of the warp's first chunk and of this lane's.
+  const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+    return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
   };
-  const auto is_inside = [&](const Reader& scores, int column) {
-    const int first = column - owner.lane() * kElements;
-    return scores.is_inside(first, first + kChunks * kStride);
+  const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
+  const auto start_copies = [&](const Reader& scores, int first, int place) {
+    scores.template start_copies<kStride, kChunks>(scores.inside.contains(first, kBatch),
+                                                   column_of(first), kept(place), 32);
   };
-  const auto start_copies = [&](const Reader& scores, int column, int place) {
-    scores.template start_copies<kStride, kChunks>(is_inside(scores, column), column, kept(place),
-                                                   32);
-  };
-  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
-    const Reader scores = scores_of(row, part);
+  const auto start_units = [&](const Reader& scores, const Row& row, const UnitPart& part, int from,
+                               int to) {
+#pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-#pragma unroll
-      for (int batch = 0; batch < kUnitBatches; ++batch)
-        start_copies(scores, column_of(row, part, unit, batch), owner.place(unit, batch));
+      start_copies(scores, first_of(row, part, unit, 0), unit);
+      end_copies();
     }
   };
 
-  int64_t number = owner.owner_of_block();
+  int number = owner.owner_of_block();
   const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (index.query >= static_cast<int>(params.shape.queries)) return;
   Row row(params.shape, params.window, index);
   UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
+  if constexpr (!Owner::kRereads)
+    start_units(scores_of(row, part), row, part, owner.first_unit(), owner.last_unit(part));
 
   for (int turn = 0;; ++turn) {
     const Reader scores = scores_of(row, part);
     const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
-    float z[kChunks][kElements];
-    const auto load = [&](int place, Pack<T>(&raw)[kChunks]) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) raw[i] = kept(place)[i * 32];
-    };
-    const auto sum_batch = [&](int column, int place, bool is_first_batch, MaxAndSum& mine) {
-      const int first = column - owner.lane() * kElements;
-      Pack<T> raw[kChunks];
-      load(place, raw);
-      float max;
-      if (is_inside(scores, column)) {
-        logits.template of<kStride, true>(params, first, column, raw, z);
-        max = Mask::kPresent || Bias::kPresent ? largest<kStride>(z, first, part.bounds.end)
-                                               : largest_lane(raw);
+    // Logits of scores as they were copied, also to where they are kept.
+    const auto prepare = [&](int first, Pack<T>(&raw)[kChunks], Pack<T>* packs) {
+      if (scores.inside.contains(first, kBatch)) {
+        if (!Mask::kPresent && params.scale >= 0) return;
+        logits.template prepare<kStride, true>(params, column_of(first), raw);
       } else {
-        logits.template of<kStride, false>(params, first, column, raw, z);
-        max = largest<kStride>(z, first, part.bounds.end);
+        logits.template prepare<kStride, false>(params, column_of(first), raw);
       }
-      const bool has_changed = Mask::kPresent || params.scale < 0 || !is_inside(scores, column);
-      if (kKeepsLogits && has_changed) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) kept(place)[i * 32] = Pack<T>::round(z[i]);
+      for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
+    };
+    // Logits of part of a batch, with a bias.
+    const auto logits_with_bias = [&](int first, int place, int from,
+                                      float (&z)[kBiasChunks][kElements]) {
+      Pack<T> raw[kBiasChunks];
+      load_kept(kept(place) + from * 32, raw);
+      first += from * kStride;
+      if (scores.inside.contains(first, kBiasChunks * kStride)) {
+        logits.template of<kStride, true>(params, first, column_of(first), raw, z);
+      } else {
+        logits.template of<kStride, false>(params, first, column_of(first), raw, z);
       }
-      accumulate<kStride>(mine, is_first_batch, max, z, first, part.bounds.end, exponent);
+    };
+    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
+      const int first = first_of(row, part, unit, batch);
+      if constexpr (Bias::kPresent) {
+        before = warp_sum<32>(before);
+        MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+        for (int from = 0; from < kChunks; from += kBiasChunks) {
+          float z[kBiasChunks][kElements];
+          logits_with_bias(first, place, from, z);
+          const int begin = first + from * kStride, end = part.bounds.end;
+          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, begin, end,
+                              exponent);
+        }
+        const float max = warp_max<32>(mine.max);
+        return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
+      } else {
+        Pack<T> raw[kChunks];
+        load_kept(kept(place), raw);
+        prepare(first, raw, kept(place));
+        return sum_of(raw, exponent, before);
+      }
     };
     const auto start = [&](int unit, int batch, int place) {
-      start_copies(scores, column_of(row, part, unit, batch), place);
+      start_copies(scores, first_of(row, part, unit, batch), place);
     };
     fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
-    MaxAndSum mine;
     owner.template sum_pass<kSlots>(
-        part, start,
-        [&](int unit, int batch, int place) {
-          if (batch == 0) mine = {kLowest, 0.f};
-          sum_batch(column_of(row, part, unit, batch), place, batch == 0, mine);
-        },
-        [&](int unit) { owner.put(part, unit, warp_merge<32>(mine, exponent)); });
-    const MaxAndSum total = owner.merge(part, exponent);
-    const Denominator denominator(total, exponent, params.sink, row.index.head);
-    if (params.log_sum_exp != nullptr && owner.is_first_thread())
-      params.log_sum_exp[row.row] = denominator.log_sum_exp();
-    const float log2_factor = log2f(denominator.factor);
+        part, start, sum_batch,
+        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
 
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
     const bool has_next = kTakesTurns && number < schedule.rows;
     const Row next(params.shape, params.window, has_next ? row_at(schedule, number) : row.index);
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
+    const Reader next_scores = scores_of(next, next_part);
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+
+    const MaxAndSum total = owner.merge(part, exponent);
+    const Denominator denominator(total, exponent, params.sink, row.index.head);
+    if (params.log_sum_exp != nullptr && owner.is_first_thread())
+      params.log_sum_exp[row.row] = denominator.log_sum_exp();
+    const float log2_factor = log2f(denominator.factor);
+    const bool is_regular = denominator.is_regular();
+
     with_dtype(params.probabilities_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
                                                        columns);
-      const auto write_batch = [&](int unit, int batch, int place) {
-        const int column = column_of(row, part, unit, batch);
-        Pack<T> raw[kChunks];
-        load(place, raw);
-        if constexpr (kKeepsLogits) {
-          unpack(raw, z);
-        } else {
-          logits.template of<kStride, false>(params, column - owner.lane() * kElements, column, raw,
-                                             z);
-        }
+      const auto probability = [&](float z) {
+        return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
+      };
+      const auto store = [&](int at, float (&p)[kElements]) {
+        replace_special(params, denominator, part.bounds, logits.mask, at, p);
+        writer.store(at, p);
+      };
+      const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
+        const int first = first_of(row, part, unit, batch), column = column_of(first);
+        float p[kElements];
+        if constexpr (Bias::kPresent) {
+#pragma unroll 1
+          for (int from = 0; from < kChunks; from += kBiasChunks) {
+            float z[kBiasChunks][kElements];
+            logits_with_bias(first, place, from, z);
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          const int at = column + i * kStride;
-          if (at >= part.bounds.end) continue;
+            for (int i = 0; i < kBiasChunks; ++i) {
+              const int at = column + (from + i) * kStride;
+              if (at >= part.bounds.end) continue;
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) {
-            z[i][j] = exp2_approximate(fmaf(z[i][j] - total.max, exponent.c, log2_factor));
+              for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
+              store(at, p);
+            }
           }
-          replace_special(params, denominator, part.bounds, logits.mask, at, z[i]);
-          writer.store(at, z[i]);
+        } else {
+          Pack<T>* const packs = kept(place);
+          Pack<T> raw[kChunks];
+          load_kept(packs, raw);
+          keep_loads_together();
+          if (is_new) prepare(first, raw, packs);
+          if (is_regular && scores.inside.contains(first, kBatch)) {
+            auto* const target = keep_in_register(writer.row + column);
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+              for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
+              writer.store_whole(target + i * kStride, p);
+            }
+          } else {
+#pragma unroll 1
+            for (int i = 0; i < kChunks; ++i) {
+              const int at = column + i * kStride;
+              if (at >= part.bounds.end) break;
+              const Pack<T> pack = packs[i * 32];
+#pragma unroll
+              for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
+              store(at, p);
+            }
+          }
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        if (kTakesTurns && unit <= next_last) start_units(next, next_part, unit, unit);
+        if (kTakesTurns && unit <= next_last) start_units(next_scores, next, next_part, unit, unit);
       });
     });
     if (!has_next) break;
-    start_units(next, next_part, max(last + Owner::kWarps, owner.first_unit()), next_last);
+    start_units(next_scores, next, next_part, max(last + Owner::kWarps, owner.first_unit()),
+                next_last);
     row = next;
     part = next_part;
   }

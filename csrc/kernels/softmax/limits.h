@@ -29,6 +29,8 @@ struct KernelShape {
   bool takes_turns;       // a block takes one row after the other, and prefetches
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
+  // May several blocks own a row?
+  constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
   bool operator==(const KernelShape&) const = default;
 };
 
@@ -65,8 +67,8 @@ struct RowRegime {
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
-inline constexpr int kChunksPerBatch = 2 * 32;  // that a warp sums at a time, of long rows
-inline constexpr int kUnitBatches = 2, kMaxUnits = 512;
+inline constexpr int kChunksPerBatch = 4 * 32;  // that a warp sums at a time, of long rows
+inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
 inline constexpr int kResultBytes = 8;       // of a unit
 inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
@@ -97,24 +99,24 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
-    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        400,    2000, kPlain},
-    {"shared_64",    Storage::kShared,       64,   1,     2,       16,  false,         1,        800,    1000, kSpread},
-    {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1540,     500, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,      60, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       4480,     400, kSpread},
-    {"shared_512",   Storage::kShared,      512,   1,     2,        2,  false,         1,       4480,      40, kSpread},
-    {"shared_512",   Storage::kShared,      512,   1,     2,        2,  false,         1,       6656,      60, kSpread},
-    {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       8960,      60, kSpread},
-    {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,      17408,      30, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,       0, kSpread},
-    {"shared_512",   Storage::kShared,      512,   1,     2,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      10000,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      25000,      30, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      33792,     100, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      32768,       0, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      65536,     100, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,     150, kSpread},
-    {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},
+    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread},
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     400, kSpread},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,     100, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,     100, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
@@ -127,24 +129,24 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        5,  false,         1,        256,       0, kNarrow},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
-    {"shared_32",    Storage::kShared,       32,   1,     2,       32,  false,         1,        322,       0, kPlain | kLimited},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     2,       14,  false,         1,        640,    1000, kAnyRows},
-    {"shared_128",   Storage::kShared,      128,   1,     2,        6,  false,         1,       1026,     500, kAnyRows},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       2176,      60, kAnyRows},
-    {"cluster_2",    Storage::kShared,      256,   1,     2,        3,   true,         2,       4352,      60, kSpread},
-    {"cluster_4",    Storage::kShared,      256,   1,     2,        3,   true,         4,       8704,      30, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     2,        3,  false,         1,       1100,       0, kAnyRows},
-    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,       9000,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     2,        3,   true,         8,      17408,     100, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      32768,     100, kSpread},
-    {"reread_16",    Storage::kReread,      256,   1,     2,        3,  false,        16, kUnlimited,     100, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,     150, kAnyRows},
-    {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,      12, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     2,        3,   true,        16,      24000,       0, kSpread},
-    {"whole_gpu",    Storage::kReread,      256,   1,     2,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     2,        3,  false,         1, kUnlimited,       0, kAnyRows},
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kAnyRows},
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,     100, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,     100, kSpread},
+    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,     100, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,      12, kSpread},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      24000,       0, kSpread},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows},
 };
 // clang-format on
 
@@ -212,7 +214,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
-    if (regime.blocks_per_row > kMaxCluster) return false;
+    if (regime.blocks_per_row > kMaxCluster ||
+        (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))
+      return false;
     // So what units take of such rows before they must take whatever the number of rows.
     for (unsigned kind = 1; is_register && kind <= regime.serves; kind *= 2) {
       int longest = 0, certain = 0;

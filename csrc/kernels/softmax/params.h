@@ -64,6 +64,7 @@ struct Schedule {
   Divider tiles;  // of a batch
 
   int blocks_per_row = 1;
+  Divider units;  // among the blocks of a row
   bool is_cluster = false;  // the blocks of a row, if there are several
   int max_units = 0;        // of a row
   int unit_batches = 1;
@@ -71,7 +72,7 @@ struct Schedule {
   void* results = nullptr;  // [rows, max_units], 8 bytes each, of rows spread over the whole GPU
 
   // Of blocks that take one row after the other: how many owners there are, 0 where each takes one.
-  int64_t owners = 0, rows = 0;
+  int owners = 0, rows = 0;
   Divider queries, heads;
 };
 

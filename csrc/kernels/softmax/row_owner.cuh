@@ -12,7 +12,7 @@ namespace megasoftmax {
 template <KernelShape kShape>
 using RowOwner = std::conditional_t<
     kShape.storage != Storage::kRegisters,
-    UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread>,
+    UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread, kShape.may_share_rows()>,
     std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
                        WarpRow<kShape.threads_per_row>>>;
 
@@ -29,11 +29,12 @@ __device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_b
 }
 
 // Of blocks that take several rows: the one with number `row` of all.
-__device__ inline RowIndex row_at(const Schedule& schedule, int64_t row) {
-  int64_t plane, batch, head, query;
-  schedule.queries.split(row, plane, query);
-  schedule.heads.split(plane, batch, head);
-  return {static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
+__device__ inline RowIndex row_at(const Schedule& schedule, int row) {
+  RowIndex index;
+  int plane;
+  schedule.queries.split(row, plane, index.query);
+  schedule.heads.split(plane, index.batch, index.head);
+  return index;
 }
 
 // One row: where it lies, and what of it is visible.

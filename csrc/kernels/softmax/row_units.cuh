@@ -4,7 +4,14 @@
 // cluster store them in each other's shared memory; where the blocks of a row are spread over the
 // whole GPU, in global memory.
 //
-// A unit is two batches, more in very long rows; a batch is two chunks for each lane of a warp.
+// A unit is one batch, several in very long rows; a batch is four chunks for each lane of a warp.
+//
+// Rows that a block takes in turn alternate between two arrays of results. In a block one barrier
+// for each row is enough then. In a cluster a barrier of all threads would wait for the
+// probabilities of the row before, which are still on their way to memory, so results are counted
+// where they arrive. Each warp of each block sends something for every row, if only to be counted:
+// who has all results of a row knows that every warp has read those of the row before, and may
+// send those of the next row to where they stood.
 
 #include <cooperative_groups.h>
 
@@ -14,14 +21,24 @@
 
 namespace megasoftmax {
 
+// This lane's packs of a batch, from shared memory.
+template <class T, int kElements, int kChunks>
+__device__ inline void load_kept(const Pack<T, kElements>* kept,
+                                 Pack<T, kElements> (&packs)[kChunks]) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) packs[i] = kept[i * 32];
+}
+
 // What a block does of a row.
 struct UnitPart {
   Bounds bounds;
   int units;         // of the row
+  int share;         // of a block, if there are enough
   int first, count;  // those of the block
 };
 
-template <int kThreads, bool kMayReread>
+// kMayShare: several blocks may own a row.
+template <int kThreads, bool kMayReread, bool kMayShare>
 class UnitRow {
  public:
   static constexpr int kWarps = kThreads / 32;
@@ -29,108 +46,127 @@ class UnitRow {
   static_assert((kWarps & (kWarps - 1)) == 0);
 
   __device__ explicit UnitRow(const Schedule& schedule) : schedule_(schedule) {
-    if (schedule.blocks_per_row > 1) rank_ = static_cast<int>(blockIdx.x) % schedule.blocks_per_row;
-    if (schedule.is_cluster) arrive_at_cluster();
+    __shared__ uint64_t barriers[2 + 1];
+    barriers_ = keep_shared_address(barriers);
+    unread_ = barriers_ + 2;
+    if (blocks() > 1) rank_ = static_cast<int>(blockIdx.x) % blocks();
+    if (is_cluster()) {
+      if (threadIdx.x == 0) {
+        init_byte_barrier(&barriers[0]);
+        init_byte_barrier(&barriers[1]);
+      }
+      arrive_at_cluster();
+    }
   }
 
-  __device__ int64_t owner_of_block() const {
-    return schedule_.blocks_per_row > 1 ? blockIdx.x / schedule_.blocks_per_row : blockIdx.x;
+  __device__ int owner_of_block() const {
+    return static_cast<int>(blocks() > 1 ? blockIdx.x / blocks() : blockIdx.x);
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ bool is_first_thread() const { return thread() == 0; }
   // Among all threads of the row.
   __device__ int thread() const { return rank_ * kThreads + static_cast<int>(threadIdx.x); }
-  __device__ int threads() const { return schedule_.blocks_per_row * kThreads; }
+  __device__ int threads() const { return blocks() * kThreads; }
 
   template <int kElements>
   __device__ UnitPart part_of(const Bounds& visible, ChunkGrid<kElements> grid) const {
     const int columns_per_unit = unit_batches() * kChunksPerBatch * kElements;
     const int begin = grid.begin(visible);
     const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
-    if (schedule_.blocks_per_row == 1) return {visible, units, 0, units};
-    const int share = divide_up(units, schedule_.blocks_per_row);
+    if (blocks() == 1) return {visible, units, units, 0, units};
+    int share, rest;
+    schedule_.units.split(units + blocks() - 1, share, rest);
     const int first = min(rank_ * share, units), count = min(share, units - first);
     const int part_begin = begin + first * columns_per_unit;
     const int part_end = part_begin + count * columns_per_unit;
-    return {{max(visible.begin, part_begin), min(visible.end, part_end)}, units, first, count};
+    return {
+        {max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
   }
 
   // This warp's units, counted from the block's first one, are first_unit(), then kWarps further
   // each time, up to last_unit(), which is negative where there is none.
-  __device__ int first_unit() const { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ int first_unit() const { return warp_; }
   __device__ int last_unit(const UnitPart& part) const {
     return first_unit() + ((part.count - 1 - first_unit()) & ~(kWarps - 1));
   }
   __device__ int unit_batches() const { return kRereads ? schedule_.unit_batches : kUnitBatches; }
-  // Of this lane, counted from the row's first visible chunk.
-  __device__ int chunk(const UnitPart& part, int unit, int batch) const {
-    return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch + lane();
+  // The first chunk of a batch, counted from the row's first visible one.
+  __device__ int first_chunk(const UnitPart& part, int unit, int batch) const {
+    return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch;
   }
 
-  template <class Body>
-  __device__ void for_units(const UnitPart& part, int from, Body&& body) const {
-    for (int unit = from; unit <= last_unit(part); unit += kWarps) body(unit);
-  }
-  // The place of a batch in shared memory.
-  __device__ int place(int unit, int batch) const { return unit * kUnitBatches + batch; }
-
-  // The pass that sums: sum(unit, batch, place) for each of the warp's batches, finish(unit) behind
-  // a unit. Batches of rows that are read twice come through a ring of kSlots places, where
-  // start(unit, batch, place) begins to copy them; the others have been started before.
-  template <int kSlots, class Start, class Sum, class Finish>
-  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Finish&& finish) const {
+  // The pass that sums: sum(unit, batch, place, before) for each of the warp's batches is the
+  // lanes' sums of a batch, add(sums, of_batch) joins those of a unit. Beside its own work
+  // sum() adds up `before` over the warp, the sums of the unit before: a chain of shuffles is
+  // nothing to wait for. Places are those of batches in shared memory. Batches of rows that are
+  // read twice come through a ring of kSlots places, where start(unit, batch, place) begins to copy
+  // them; the others have been started before, and are waited for one by one.
+  template <int kSlots, class Start, class Sum, class Add>
+  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Add&& add) const {
+    MaxAndSum sums{kLowest, 0.f};
+    const auto sum_batch = [&](int unit, int batch, int place) {
+      float before = sums.sum;
+      const MaxAndSum of_batch = sum(unit, batch, place, before);
+      if (batch > 0) {
+        add(sums, of_batch);
+      } else {
+        if (unit != first_unit()) put(part, unit - kWarps, {sums.max, before});
+        sums = of_batch;
+      }
+    };
+    const int last = last_unit(part);
     if constexpr (kRereads) {
       for (int position = 0; position < kSlots; ++position)
         start_position<kSlots>(part, position, start);
       for (int position = 0; position < positions(part); ++position) {
-        const int unit = unit_of(position), batch = batch_of(position);
         wait_for_older_copies<kSlots - 1>();
-        sum(unit, batch, place_in_ring<kSlots>(position));
+        sum_batch(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
         start_position<kSlots>(part, position + kSlots, start);
-        if (batch + 1 == unit_batches()) finish(unit);
       }
     } else {
-      wait_for_copies();
-      for_units(part, first_unit(), [&](int unit) {
+      // Groups of copies without any make up for units that there are not, or no more.
 #pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch) sum(unit, batch, place(unit, batch));
-        finish(unit);
-      });
+      for (int unit = last + kWarps; unit < first_unit() + kPending * kWarps; unit += kWarps)
+        end_copies();
+#pragma unroll 1
+      for (int unit = first_unit(); unit <= last; unit += kWarps) {
+        wait_for_older_copies<kPending - 1>();
+        sum_batch(unit, 0, unit);
+        end_copies();
+      }
     }
+    if (last >= 0) put(part, last, {sums.max, warp_sum<32>(sums.sum)});
   }
-  // The pass that writes, likewise; rows that are read twice from their end, which is still in the
-  // ring.
+  // The pass that writes: write(unit, batch, place, is_new). Rows that are read twice from their
+  // end, which is still in the ring as the sum left it; what is new comes as it was copied.
   template <int kSlots, class Start, class Write, class Finish>
   __device__ void write_pass(const UnitPart& part, Start&& start, Write&& write,
                              Finish&& finish) const {
     if constexpr (kRereads) {
-      for (int position = positions(part) - 1; position >= 0; --position) {
+      const int last = positions(part) - 1;
+      for (int position = last; position >= 0; --position) {
         wait_for_older_copies<kSlots - 1>();
-        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
+        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position),
+              position + kSlots <= last);
         start_position<kSlots>(part, position - kSlots, start);
       }
     } else {
-      for_units(part, first_unit(), [&](int unit) {
+      const int last = last_unit(part);
 #pragma unroll 1
-        for (int batch = 0; batch < kUnitBatches; ++batch) write(unit, batch, place(unit, batch));
+      for (int unit = first_unit(); unit <= last; unit += kWarps) {
+        write(unit, 0, unit, false);
         finish(unit);
-      });
+      }
     }
   }
 
-  // The packs of that place, kPacks for each chunk: this lane's first one, the next is 32 further.
+  // Where the results go: behind the kept packs.
   template <class Pack, int kPacks = 1>
-  __device__ Pack* kept(char* shared_memory, int place) const {
-    return reinterpret_cast<Pack*>(shared_memory) + place * (kChunksPerBatch * kPacks) + lane();
-  }
-
-  // Where the results go: behind the kept packs. Rows that a block takes in turn alternate between
-  // two arrays, so that one barrier for each row is enough.
-  template <class Pack, int kPacks = 1>
-  __device__ void start(char* shared_memory, int64_t row, int64_t turn) {
+  __device__ void start(char* shared_memory, int64_t row, int turn) {
     // Until its other blocks have started.
-    if (schedule_.is_cluster && turn == 0) wait_for_cluster();
-    if (schedule_.blocks_per_row > 1 && !schedule_.is_cluster) {
+    if (is_cluster() && turn == 0) wait_for_cluster();
+    turn_ = turn;
+    if (is_spread()) {
       results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
     } else {
       auto* const end = reinterpret_cast<Pack*>(shared_memory) +
@@ -139,33 +175,41 @@ class UnitRow {
     }
   }
   // By a whole warp, for each of its units.
-  __device__ void put(const UnitPart& part, int unit, MaxAndSum result) {
+  __device__ void put(const UnitPart& part, int unit, MaxAndSum result) const {
     MaxAndSum* const at = results_ + part.first + unit;
-    if (schedule_.is_cluster) {
-      if (lane() < schedule_.blocks_per_row) {
-        store_to_cluster(at, lane(), reinterpret_cast<const uint64_t&>(result));
-      }
+    if (is_cluster()) {
+      send(at, result);
     } else if (lane() == 0) {
       *at = result;
     }
   }
-  __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) {
-    share_results();
-    MaxAndSum total{kLowest, 0.f};
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32) total.max = fmaxf(total.max, results_[i].max);
-    total.max = warp_max<32>(total.max);
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32)
-      total.sum += results_[i].sum * exponent(results_[i].max, total.max);
-    total.sum = warp_sum<32>(total.sum);
-    return total;
+  __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) const {
+    share_results(part);
+    MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
+      MaxAndSum results[kAtOnce];
+      load_results(part, first, results);
+      float max = mine.max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, results[i].max);
+      mine.sum *= exponent(mine.max, max);
+      mine.max = max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) mine.sum += results[i].sum * exponent(results[i].max, max);
+    }
+    return warp_merge<32>(mine, exponent);
   }
-  __device__ float sum(const UnitPart& part) {
-    share_results();
+  __device__ float sum(const UnitPart& part) const {
+    share_results(part);
     float total = 0.f;
-#pragma unroll 4
-    for (int i = lane(); i < part.units; i += 32) total += results_[i].sum;
+#pragma unroll 1
+    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
+      MaxAndSum results[kAtOnce];
+      load_results(part, first, results);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) total += results[i].sum;
+    }
     return warp_sum<32>(total);
   }
 
@@ -189,11 +233,41 @@ class UnitRow {
     end_copies();
   }
 
-  __device__ void share_results() {
-    if (schedule_.is_cluster) {
-      arrive_at_cluster();
-      wait_for_cluster();
-    } else if (schedule_.blocks_per_row > 1) {
+  static constexpr int kAtOnce = 4;   // results that a lane loads together
+  static constexpr int kPending = 4;  // units whose copies are waited for apart
+
+  // Of the row.
+  __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
+  __device__ bool is_cluster() const { return kMayShare && schedule_.is_cluster; }
+  // Over the whole GPU.
+  __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
+
+  __device__ void load_results(const UnitPart& part, int first,
+                               MaxAndSum (&results)[kAtOnce]) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      results[i] = first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
+  }
+
+  // To every block of the cluster.
+  __device__ void send(void* at, const MaxAndSum& result) const {
+    if (lane() < blocks()) {
+      send_to_cluster(at, &barriers_[turn_ % 2], lane(), reinterpret_cast<const uint64_t&>(result));
+    }
+  }
+
+  __device__ void share_results(const UnitPart& part) const {
+    if (is_cluster()) {
+      if (last_unit(part) < 0) send(unread_, {});
+      if (threadIdx.x < 32) {
+        const int units = min(part.share, max(part.units - lane() * part.share, 0));
+        const int sent = lane() < blocks() ? max(units, kWarps) : 0;
+        const int all_sent = __reduce_add_sync(0xffffffffu, sent);
+        if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
+        wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
+      }
+    }
+    if (is_spread()) {
       cooperative_groups::this_grid().sync();
     } else {
       __syncthreads();
@@ -202,7 +276,12 @@ class UnitRow {
 
   const Schedule& schedule_;
   MaxAndSum* results_ = nullptr;
-  int rank_ = 0;
+  uint64_t *barriers_, *unread_;
+  int rank_ = 0, turn_ = 0;
+  // Of a shuffle the compiler knows that it is the same for the whole warp: loops over units and
+  // tests of them then need no care of lanes that part (64 registers of a thread instead of 78).
+  const int warp_ =
+      kWarps == 1 ? 0 : __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 };
 
 }  // namespace megasoftmax

@@ -41,6 +41,24 @@ struct alignas(kElements) MaskBytes {
   uint32_t words[kWords];
 
   __device__ bool is_set(int j) const { return (words[j / 4] >> j % 4 * 8 & 0xff) != 0; }
+  // -inf to the lanes that are set.
+  template <class T>
+  __device__ void lower(Pack<T, kElements>& pack) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      // A byte's sign where it is not 0.
+      const uint32_t signs = ((words[i] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | words[i];
+      if constexpr (sizeof(T) == 4) {
+        pack.lower(4 * i, spread_signs<0x0000>(signs));
+        pack.lower(4 * i + 1, spread_signs<0x1111>(signs));
+        pack.lower(4 * i + 2, spread_signs<0x2222>(signs));
+        pack.lower(4 * i + 3, spread_signs<0x3333>(signs));
+      } else {
+        pack.lower(2 * i, spread_signs<0x1100>(signs));
+        pack.lower(2 * i + 1, spread_signs<0x3322>(signs));
+      }
+    }
+  }
   __device__ void shift_out(int count, uint32_t next_word) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {

@@ -1,0 +1,104 @@
+#pragma once
+// The gradient of a bias that was broadcast: its owner takes the rows that share a row of it in
+// turn, and sums their dz.
+
+#include "chunks.cuh"
+
+namespace megasoftmax {
+
+// Sums dz over an owner's rows: in registers where a row fits them, else in the owner's part of the
+// output, which stays in the L2 cache.
+template <KernelShape kShape, int kElements>
+struct BiasGradient {
+  static constexpr bool kPresent = true;
+  static constexpr bool kInRegisters = kShape.storage == Storage::kRegisters;
+  static constexpr int kChunks = kInRegisters ? kShape.chunks_per_thread : 1;
+  static constexpr int kThreads = kShape.threads_per_row;
+
+  // Its sums need registers.
+  static constexpr int blocks_per_sm() { return (kShape.blocks_per_sm + 1) / 2; }
+
+  float sums[kChunks][kElements] = {};
+  const BackwardParams& params;
+  int64_t owner;
+
+  __device__ BiasGradient(const BackwardParams& params, int64_t owner)
+      : params(params), owner(owner) {}
+
+  __device__ int columns() const { return static_cast<int>(params.shape.columns); }
+
+  __device__ void begin(int thread) {
+    if constexpr (!kInRegisters) {
+      fill_outside(params.bias_gradient, DType::kFloat32, owner, columns(), 0, 0, thread, kThreads);
+    }
+  }
+  __device__ void add(int i, int column, const float (&dz)[kElements]) {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) sums[i][j] += dz[j];
+    } else {
+      float* row = static_cast<float*>(params.bias_gradient) + owner * columns();
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        if (column + j < columns()) row[column + j] += dz[j];
+      }
+    }
+  }
+  __device__ void finish(int thread) {
+    if constexpr (kInRegisters) {
+      with_dtype(params.bias_gradient_type, [&](auto tag) {
+        const RowWriter<decltype(tag), kElements> writer(params.bias_gradient, owner * columns(),
+                                                         columns(), columns() % kElements == 0);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          const int column = (i * kThreads + thread) * kElements;
+          if (column < columns()) writer.store(column, sums[i]);
+        }
+      });
+    }
+  }
+};
+
+template <KernelShape kShape, int kElements>
+struct NoBiasGradient {
+  static constexpr bool kPresent = false;
+  static constexpr int blocks_per_sm() { return kShape.blocks_per_sm; }
+  __device__ NoBiasGradient(const BackwardParams&, int64_t) {}
+  __device__ void begin(int) {}
+  __device__ void add(int, int, const float (&)[kElements]) {}
+  __device__ void finish(int) {}
+};
+
+// The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
+// a single row.
+template <bool kSumsBias>
+struct RowsOfOwner {
+  RowIndex base;
+  int split = 0;
+
+  __device__ RowsOfOwner(const BackwardParams& params, const RowIndex& owner) : base(owner) {
+    if constexpr (kSumsBias) {
+      split = base.batch / static_cast<int>(params.bias_shape.batches);
+      base.batch -= split * static_cast<int>(params.bias_shape.batches);
+    }
+  }
+  __device__ static int64_t turns(const BackwardParams& params) {
+    return kSumsBias ? params.rows_per_split : 1;
+  }
+  // Is there a row at that turn? Splits need not be equally large.
+  __device__ bool has(const BackwardParams& params, int64_t turn) const {
+    return kSumsBias ? turn < params.rows_per_split &&
+                           split * params.rows_per_split + turn < params.rows_per_owner
+                     : turn == 0;
+  }
+  __device__ RowIndex at(const BackwardParams& params, int64_t turn) const {
+    if constexpr (!kSumsBias) return base;
+    int64_t plane, batch, head, query;
+    params.shared_by_queries.split(split * params.rows_per_split + turn, plane, query);
+    params.shared_by_heads.split(plane, batch, head);
+    return {base.batch + static_cast<int>(batch), base.head + static_cast<int>(head),
+            base.query + static_cast<int>(query)};
+  }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,155 @@
+#pragma once
+// Logits of a batch of chunks, and what the softmax makes of them: their maximum and sum, and what
+// replaces the probabilities of a row that has none.
+
+#include "../common/reduce.cuh"
+#include "chunks.cuh"
+#include "sink.cuh"
+
+namespace megasoftmax {
+
+// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
+// exponent makes good.
+template <class T, class Mask, class Bias>
+struct Logits {
+  static constexpr int kElements = kPackElements<T>;
+
+  RowIndex index;
+  Bounds bounds;
+  ChunkGrid<kElements> grid;
+  Mask mask;
+
+  __device__ Logits(const ForwardParams& params, const RowIndex& index, const Bounds& bounds,
+                    ChunkGrid<kElements> grid)
+      : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
+
+  // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
+  // groups of chunks are skipped, and unspecified, where the first of them begins behind the
+  // bounds. kInside: all are within the bounds.
+  template <int kStride, bool kInside, int kChunks>
+  __device__ void of(const ForwardParams& params, int first, int column, Pack<T> (&raw)[kChunks],
+                     float (&z)[kChunks][kElements]) const {
+    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+    if constexpr (Mask::kPresent)
+      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+    [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
+    if constexpr (Bias::kPresent) {
+      const RowReader<typename Bias::Element, kElements, false> bias(
+          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns), true);
+      bias.template load<kStride>(column, added);
+    }
+    if (!Bias::kPresent && params.scale < 0) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (!kInside && first + i * kStride >= bounds.end) continue;
+      const int at = column + i * kStride;
+      if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
+        if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
+      }
+      if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
+    }
+  }
+
+  // The same without a bias, in the type of the scores.
+  template <int kStride, bool kInside, int kChunks>
+  __device__ void prepare(const ForwardParams& params, int column, Pack<T> (&raw)[kChunks]) const {
+    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+    if constexpr (Mask::kPresent)
+      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (params.scale < 0) raw[i].flip_signs();
+      if constexpr (Mask::kPresent) excluded[i].lower(raw[i]);
+      if constexpr (!kInside) {
+        if (at >= bounds.end) raw[i] = Pack<T>::lowest();
+        if (!straddles(at)) continue;
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) {
+          if (!bounds.contains(at + j)) raw[i].lower(j * sizeof(T) / 4, Pack<T>::lane_bits(j));
+        }
+      }
+    }
+  }
+
+  // Is a chunk partly inside the bounds?
+  __device__ bool straddles(int column) const {
+    return column < bounds.end && !bounds.contains(column, kElements);
+  }
+};
+
+// exp(z - max z) of such logits.
+template <class Bias>
+__device__ inline Exponent exponent_of(const ForwardParams& params) {
+  return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
+}
+
+// Adds a batch of chunks with maximum `max`, and leaves its exponentials relative to the maximum so
+// far. Groups of chunks are skipped where the first begins at `end` or behind it.
+template <int kStride, int kChunks, int kElements>
+__device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float max,
+                                  float (&z)[kChunks][kElements], int first, int end,
+                                  Exponent exponent) {
+  max = fmaxf(mine.max, max);
+  if (!is_first_batch) mine.sum *= exponent(mine.max, max);
+  mine.max = max;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (first + i * kStride >= end) continue;
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
+    mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
+  }
+}
+
+// The largest of such a batch; not NaN unless all are.
+template <int kStride, int kChunks, int kElements>
+__device__ inline float largest(const float (&z)[kChunks][kElements], int first, int end) {
+  float max = kLowest;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (first + i * kStride >= end) continue;
+    max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
+  }
+  return max;
+}
+
+// The sum of a lane's part of a batch, relative to the maximum of the whole warp's. Beside it
+// another sum is added up over the warp.
+template <class T, int kElements, int kChunks>
+__device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kChunks], Exponent exponent,
+                                   float& other) {
+  MaxAndSum result{warp_max<32>(fmaxf(largest_lane(raw), kLowest)), 0.f};
+  other = warp_sum<32>(other);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float e[kElements];
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) e[j] = exponent(raw[i][j], result.max);
+    result.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+  }
+  return result;
+}
+
+// A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
+// NaN elsewhere.
+template <class Mask, int kElements>
+__device__ inline void replace_special(const ForwardParams& params, const Denominator& denominator,
+                                       const Bounds& bounds, const Mask& mask, int column,
+                                       float (&p)[kElements]) {
+  if (denominator.is_regular()) return;
+  const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
+#pragma unroll
+  for (int j = 0; j < kElements; ++j)
+    p[j] = bounds.contains(column + j) && !mask.excluded(column + j) ? special : 0.f;
+}
+
+}  // namespace megasoftmax
