@@ -135,15 +135,8 @@ def table(rows: list[Row]) -> str:
     for direction in ("forward", "backward", "forward+backward"):
         for (shape, variant), implementations in by_case(rows, direction).items():
             ours = implementations[OURS]
-            peers = [row for name, row in implementations.items() if name not in (OURS, "copy")]
             cells = [f"[{shape.replace('x', ',')}]", variant, direction]
-            cells += [ours["microseconds"], ours["percent_of_copy"]]
-            if peers:
-                best = min(peers, key=lambda row: float(row["microseconds"]))
-                speedup = float(best["microseconds"]) / float(ours["microseconds"])
-                cells += [best["implementation"], best["microseconds"], f"{speedup:.2f}×"]
-            else:
-                cells += ["", "", ""]
+            cells += [ours["microseconds"], ours["percent_of_copy"], *best_peer(implementations)]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", origin(rows[0], "bench_softmax.py")])
 
@@ -199,6 +192,36 @@ def rows_table(rows: list[Row]) -> str:
     return "\n".join([*lines, "", origin(rows[0], "bench_rows.py")])
 
 
+def topk_table(rows: list[Row]) -> str:
+    """softmax_topk, beside the fastest peer; small cases as in a CUDA graph."""
+    cases: dict[tuple[str, ...], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        key = tuple(row[name] for name in ("rows", "columns", "dtype", "k", "data", "pass"))
+        cases[key][row["timing"]][row["implementation"]] = row
+    lines = [
+        f"| logits | K | data | pass | timing | {OURS} µs | % of copy | best peer | µs | speedup |",
+        "|---|--:|---|---|---|--:|--:|---|--:|--:|",
+    ]
+    for (count, columns, dtype, k, data, direction), timings in cases.items():
+        timing = "graph" if "graph" in timings else "call"
+        found = timings[timing]
+        ours = found[OURS]
+        cells = [f"[{count},{columns}] {dtype}", k, data, direction, timing]
+        cells += [ours["microseconds"], ours["percent_of_copy"]]
+        lines.append("| " + " | ".join(cells + best_peer(found)) + " |")
+    return "\n".join([*lines, "", origin(rows[0], "bench_topk.py")])
+
+
+def best_peer(implementations: dict[str, Row]) -> list[str]:
+    """Its name, its time and how much longer that is than ours; blanks where there is none."""
+    peers = [row for name, row in implementations.items() if name not in (OURS, "copy")]
+    if not peers:
+        return ["", "", ""]
+    best = min(peers, key=lambda row: float(row["microseconds"]))
+    speedup = float(best["microseconds"]) / float(implementations[OURS]["microseconds"])
+    return [best["implementation"], best["microseconds"], f"{speedup:.2f}×"]
+
+
 def origin(row: Row, script: str) -> str:
     """Where, with what and when a table was measured."""
     return (
@@ -223,6 +246,8 @@ def main(check: bool = False) -> None:
     }
     if plain:
         parts[ROOT / "docs" / "numbers.md"]["rows"] = rows_table(plain)
+    if topk := read("topk.csv"):
+        parts[ROOT / "docs" / "numbers.md"]["topk"] = topk_table(topk)
     for path, markers in parts.items():
         old = path.read_text()
         new = old

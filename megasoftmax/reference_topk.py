@@ -79,7 +79,10 @@ def softmax_topk_forward(
             values = values.masked_fill(empty.unsqueeze(-1), 0)
         if mask is not None:
             values = values.masked_fill(mask.expand(logits.shape).gather(-1, indices), 0)
-    return values.to(dtype).contiguous(), indices, statistics.to(compute)
+    values, statistics = values.to(dtype).contiguous(), statistics.to(compute)
+    if torch.compiler.is_compiling():  # as softmax_forward: torch 2.11 loses gradients
+        values, statistics = values.clone(), statistics.clone()
+    return values, indices, statistics
 
 
 def softmax_topk_backward(

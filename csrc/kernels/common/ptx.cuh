@@ -26,10 +26,6 @@ __device__ inline uint32_t signs_of_halves(uint32_t halves) {
   return signs;
 }
 
-__device__ inline void prefetch_to_cache(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 // Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies.
 __device__ inline void start_copy(void* shared, const void* global) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(
   constexpr int kThreads = kShape.threads_per_row, kElements = kPackElements<T>;
   constexpr int kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kThreads * kElements, kUnit = kChunks * kStride;
+  constexpr int kBlock = kThreads * kShape.rows_per_block;
   using Owner = std::conditional_t<(kThreads > 32), BlockRow<kThreads>, WarpRow<kThreads>>;
   Owner owner;
   const int64_t block = blockIdx.x / schedule.blocks_per_row;
@@ -75,22 +76,44 @@ __global__ void __launch_bounds__(
       Bias::kPresent ? 1.f : kIsPlain ? params.scale : fabsf(params.scale));
 
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
+  // Plain rows of several units come through a ring, where each thread reads what it has copied.
+  constexpr bool kHasRing = kIsPlain && kShape.units > 1;
+  extern __shared__ __align__(16) char shared_memory[];
+  Pack<T>* const ring = reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
+  const auto place_in_ring = [&](int unit) {
+    return ring + unit % kTopkBackwardStages * (kChunks * kBlock);
+  };
   Pack<T> raw[kChunks];
-  const auto load = [&](int at) {
-    if constexpr (kIsPlain) {
+  const auto start = [&](int unit) {
+    const int at = begin + unit * kUnit + owner.thread() * kElements;
+    if constexpr (kHasRing) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (has_first_term && at + i * kStride < bounds.end)
+          start_copy(place_in_ring(unit) + i * kBlock, logits_row + at + i * kStride);
+      }
+      end_copies();
+    } else if constexpr (kIsPlain) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         if (has_first_term && at + i * kStride < bounds.end)
           raw[i] = load_streaming<T, kElements>(logits_row + at + i * kStride);
       }
-    } else {
+    }
+  };
+  const auto finish = [&](int unit) {
+    if constexpr (kHasRing) {
+      wait_for_older_copies<kTopkBackwardStages - 1>();
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) raw[i] = place_in_ring(unit)[i * kBlock];
+    } else if constexpr (!kIsPlain) {
       const RowReader<T, kElements, true> reader(params.scores, params.is_dense,
                                                  place.first_element, index, place.grid, bounds,
                                                  columns, row + kElements >= params.rows);
-      reader.template load<kStride>(at, raw);
+      reader.template load<kStride>(begin + unit * kUnit + owner.thread() * kElements, raw);
     }
   };
-  load(begin + owner.thread() * kElements);  // in flight during what follows
+  for (int unit = 0; unit < (kHasRing ? kTopkBackwardStages : 1); ++unit) start(unit);
 
   const auto entry = [&](int i) {
     TopkEntry entry;
@@ -136,28 +159,26 @@ __global__ void __launch_bounds__(
       }
       writer.store(column, z);
     };
+    int first = begin;
 #pragma unroll 1
-    for (int first = begin; first < bounds.end; first += kUnit) {
+    for (int unit = 0; first < bounds.end; ++unit, first += kUnit) {
       const int at = first + owner.thread() * kElements;
       if (!has_first_term) {
         if (is_row) writer.template fill_behind<kStride, kChunks>(at, begin);
         continue;
       }
+      finish(unit);
       if constexpr (kIsPlain) {
-        Pack<T> current[kChunks];
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i) current[i] = raw[i];
-        if (first + kUnit < bounds.end) load(at + kUnit);  // in flight during what follows
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           if (at + i * kStride >= bounds.end || !is_row) continue;
           float z[kElements];
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) z[j] = current[i][j];
+          for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
           write(at + i * kStride, z);
         }
+        if constexpr (kHasRing) start(unit + kTopkBackwardStages);
       } else {
-        if (first != begin) load(at);
         float z[kChunks][kElements];
         logits.template of<kStride, false>(params, first, at, raw, z);
 #pragma unroll

@@ -53,20 +53,13 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
                                 : kRegime.blocks_per_row == kTopkWholeGpu ? Together::kAll
                                                                           : Together::kNot;
       const auto launch_kernel = [&](auto kernel) {
-        int64_t blocks = plan.blocks;
-        if (kRegime.takes_turns) {  // as many as run at a time
-          int64_t resident = 0;
-          MEGASOFTMAX_RETURN_IF_ERROR(
-              resident_clusters(kernel, kRegime.threads, plan.shared_bytes, 1, resident));
-          blocks = std::min(blocks, std::max<int64_t>(resident, 1));
-        }
-        return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kRegime.threads),
+        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
                       plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
                       schedule);
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (params.scores.column_stride == 1)
+        if (plan.is_plain)
           return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
       }
       return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
@@ -81,7 +74,8 @@ cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkP
     return with_regime(kTopkBackwardRegimes, plan.regime, [&]<int kIndex>() {
       const auto launch_kernel = [&](auto kernel) {
         return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)),
-                      dim3(kTopkBackwardRegimes[kIndex].threads()), 0, Together::kNot, 1, stream,
+                      dim3(kTopkBackwardRegimes[kIndex].threads()),
+                      kTopkBackwardRegimes[kIndex].ring_bytes(), Together::kNot, 1, stream,
                       params, plan.schedule);
       };
       if constexpr (!Mask::kPresent && !Bias::kPresent) {

@@ -16,12 +16,11 @@ namespace megasoftmax {
 
 // A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by side:
 // their chunks are loaded whole, at the ends with what lies beside the row in the same 16 bytes.
-template <class T, class Mask, class Bias, int kThreads, bool kIsPlain>
+template <class T, class Mask, class Bias, int kThreads, bool kIsPlain, int kStages>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
   static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
-  static constexpr int kPrefetches = 2;  // of 128 bytes, for each thread
 
   const TopkForwardParams& params;
   RowIndex index;
@@ -60,8 +59,8 @@ struct TopkPart {
 
   // The sum of this thread's logits, and the largest of each of its groups. Of groups with an even
   // number and of the others, or of all together, the largest are delegates.
-  __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, bool has_many_delegates,
-                           uint32_t (&delegates)[2]) const {
+  __device__ MaxAndSum sum(uint32_t* groups, Pack<T>* ring, Exponent exponent,
+                           bool has_many_delegates, uint32_t (&delegates)[2]) const {
     MaxAndSum mine{kLowest, 0.f};
     float largest = -INFINITY;
     int left = units_per_group;
@@ -81,32 +80,26 @@ struct TopkPart {
       largest = -INFINITY;
       left = units_per_group;
     };
-    // A unit is in flight while the one before it is summed.
-    Pack<T> even[kUnitChunks], odd[kUnitChunks];
-    if (units > 0) load(0, even);
+    Pack<T> raw[kUnitChunks];
+    if constexpr (kIsPlain) {  // units are copied while others are summed; a thread reads its own
+      ring += threadIdx.x;
+      for (int unit = 0; unit < kStages; ++unit) start_copies(unit, ring);
 #pragma unroll 1
-    for (int unit = 0; unit < units; unit += 2) {
-      if (unit + 1 < units) load(unit + 1, odd);
-      add(unit, even);
-      if (unit + 1 >= units) break;
-      if (unit + 2 < units) load(unit + 2, even);
-      add(unit + 1, odd);
+      for (int unit = 0; unit < units; ++unit) {
+        wait_for_older_copies<kStages - 1>();
+#pragma unroll
+        for (int i = 0; i < kUnitChunks; ++i) raw[i] = place_in_ring(unit, ring)[i * kThreads];
+        add(unit, raw);
+        start_copies(unit + kStages, ring);
+      }
+    } else {
+#pragma unroll 1
+      for (int unit = 0; unit < units; ++unit) {
+        load(unit, raw);
+        add(unit, raw);
+      }
     }
     return mine;
-  }
-
-  // Memory is idle while the block selects: the beginning of the row that it takes next comes to the
-  // L2 cache meanwhile.
-  __device__ void prefetch(const RowIndex& next) const {
-    constexpr int kBytes = 128, kElementsFurther = kBytes / sizeof(T);
-    if constexpr (!kIsPlain) return;
-    const T* const other =
-        static_cast<const T*>(params.scores.data) + next.offset_in(params.scores);
-#pragma unroll
-    for (int i = 0; i < kPrefetches; ++i) {
-      const int column = (i * kThreads + static_cast<int>(threadIdx.x)) * kElementsFurther;
-      if (column < columns()) prefetch_to_cache(other + column);
-    }
   }
 
   // For rows with NaN, which is not among those largest: it is the largest of its group.
@@ -163,26 +156,29 @@ struct TopkPart {
     return first >= bounds.begin && first + kUnit <= bounds.end;
   }
   // This thread's chunks of a unit; what is behind the bounds is unspecified.
-  __device__ __forceinline__ void load(int unit, Pack<T> (&raw)[kUnitChunks]) const {
+  __device__ void load(int unit, Pack<T> (&raw)[kUnitChunks]) const {
+    const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
+                                               columns(), true);
+    reader.template load<kStride>(column(unit, static_cast<int>(threadIdx.x)), raw);
+  }
+  __device__ static Pack<T>* place_in_ring(int unit, Pack<T>* ring) {
+    return ring + unit % kStages * (kUnitChunks * kThreads);
+  }
+  // The same, of plain rows.
+  __device__ __forceinline__ void start_copies(int unit, Pack<T>* ring) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
-    if constexpr (kIsPlain) {
-      const T* const source = keep_in_register(row + at);
-      if (is_inside(first)) {
+    Pack<T>* const place = place_in_ring(unit, ring);
+    if (unit < units && is_inside(first)) {
 #pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i)
-          raw[i] = load_streaming<T, kElements>(source + i * kStride);
-      } else {
+      for (int i = 0; i < kUnitChunks; ++i) start_copy(place + i * kThreads, row + at + i * kStride);
+    } else if (unit < units) {
 #pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i) {
-          if (at + i * kStride < bounds.end)
-            raw[i] = load_streaming<T, kElements>(source + i * kStride);
-        }
+      for (int i = 0; i < kUnitChunks; ++i) {
+        if (at + i * kStride < bounds.end)
+          start_copy(place + i * kThreads, row + at + i * kStride);
       }
-    } else {
-      const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
-                                                 columns(), true);
-      reader.template load<kStride>(at, raw);
     }
+    end_copies();
   }
 
   // Adds them to its sum; returns the largest logit.
@@ -344,8 +340,9 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  constexpr bool kTakesTurns = kTopkRegimes[kRegime].takes_turns;
-  extern __shared__ __align__(16) uint32_t groups[];
+  extern __shared__ __align__(16) char shared_memory[];
+  auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
+  auto* const ring = reinterpret_cast<Pack<T>*>(groups + schedule.kept_batches * kThreads);
   __shared__ Selection<kThreads> selection;
   // They alternate, so that no barrier is needed between rows.
   __shared__ MaxAndSum sums_of_warps[2][kWarps];
@@ -359,10 +356,9 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
   int turn = 0;
   for (int64_t row = blockIdx.x / blocks; row < params.rows; row += step, turn ^= 1) {
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kIsPlain> part(params, schedule, index, rank);
+    const TopkPart<T, Mask, Bias, kThreads, kIsPlain, kTopkRegimes[kRegime].stages> part(params, schedule, index, rank);
     uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(groups + thread, exponent, has_many_delegates, delegates);
-    if (kTakesTurns && row + step < params.rows) part.prefetch(row_at(schedule, row + step));
+    const MaxAndSum mine = part.sum(groups + thread, ring, exponent, has_many_delegates, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[turn][thread / 32] = of_warp;

@@ -26,7 +26,7 @@ struct TopkRegime {
   char name[16];
   int threads;
   int blocks_per_sm;   // the compiler's register budget for plain rows: 65536 / (threads * blocks)
-  bool takes_turns;    // a block takes one row after the other
+  int stages;          // units that are in flight at a time, of plain rows
   int blocks_per_row;  // more than 1: a cluster, 0: as many as the GPU runs at a time
   int max_chunks;      // of a row
   int min_rows;        // fewer rows are served better by more blocks for each
@@ -37,19 +37,20 @@ inline constexpr int kTopkWholeGpu = 0;
 
 // The first that fits serves. clang-format off
 inline constexpr TopkRegime kTopkRegimes[] = {
-    // name,      threads, blocks/SM, turns, blocks/row,     max chunks, min rows
-    {"warp",           32,        24, false,          1,            512,      100},
-    {"block_128",     128,         6, false,          1,           8192,      200},
-    {"block_256",     256,         3, false,          1, kTopkUnlimited,      200},
-    {"cluster_2",     256,         2, false,          2, kTopkUnlimited,      120},
-    {"cluster_4",     256,         2, false,          4, kTopkUnlimited,       60},
-    {"block_128",     128,         6, false,          1,           1024,        0},
-    {"cluster_8",     256,         2, false,          8,          65536,       30},
-    {"cluster_16",    256,         2, false,         16,          65536,        0},
-    {"whole_gpu",     256,         2, false, kTopkWholeGpu, kTopkUnlimited,     0},
-    {"block_128t",    128,         6,  true,          1,           8192,      200},
-    {"block_256t",    256,         3,  true,          1, kTopkUnlimited,      200},
-    {"warpt",          32,        24,  true,          1,            512,      100},
+    // name,      threads, blocks/SM, stages, blocks/row,     max chunks, min rows
+    {"warp",           32,        32,      2,          1,            512,      100},
+    {"block_128",     128,         8,      2,          1,           8192,      200},
+    {"block_256",     256,         4,      2,          1, kTopkUnlimited,      200},
+    {"cluster_2",     256,         3,      3,          2, kTopkUnlimited,      120},
+    {"cluster_4",     256,         3,      3,          4, kTopkUnlimited,       60},
+    {"block_128",     128,         8,      2,          1,           1024,        0},
+    {"cluster_8",     256,         3,      3,          8,          65536,       30},
+    {"cluster_16",    256,         3,      3,         16,          65536,        0},
+    {"whole_gpu",     256,         3,      3, kTopkWholeGpu, kTopkUnlimited,     0},
+    {"block_128t",    128,         8,      3,          1,           8192,      200},
+    {"block_256t",    256,         4,      3,          1, kTopkUnlimited,      200},
+    {"block_128d",    128,         8,      4,          1,           8192,      200},
+    {"warp3",          32,        32,      3,          1,           8192,      200},
 };
 // clang-format on
 
@@ -60,7 +61,7 @@ inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
 constexpr int topk_kernel_of(int index) {
   const auto is_same = [](const TopkRegime& a, const TopkRegime& b) {
     return a.threads == b.threads && a.blocks_per_sm == b.blocks_per_sm &&
-           a.takes_turns == b.takes_turns &&
+           a.stages == b.stages &&
            (a.blocks_per_row == 1) == (b.blocks_per_row == 1);
   };
   int first = 0;
@@ -69,6 +70,7 @@ constexpr int topk_kernel_of(int index) {
 }
 
 // Backward.
+inline constexpr int kTopkBackwardStages = 3;  // units in flight at a time
 struct TopkBackwardRegime {
   char name[16];
   int threads_per_row;
@@ -79,12 +81,15 @@ struct TopkBackwardRegime {
   int max_chunks;
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
+  constexpr int ring_bytes() const {
+    return units == 1 ? 0 : kTopkBackwardStages * chunks_per_thread * threads() * 16;
+  }
 };
 // clang-format off
 inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
     // name,      threads/row, rows/block, blocks/SM, chunks, units,     max chunks
     {"lanes_8",             8,         16,         8,      1,     1,              8},
-    {"lanes_8x4",           8,         16,         8,      4,     1,             32},
+    {"lanes_8x4",           8,         16,         6,      4,     1,             32},
     {"warp",               32,          4,         7,      4,     8,           1024},
     {"block_256",         256,          1,         4,      4,     8, kTopkUnlimited},
 };

@@ -15,6 +15,7 @@ struct TopkTiles {
   int rows_per_tile;
   int lane_chunks;    // of a lane: 1, 2, 4 or 8
   int chunks, pitch;  // of a row, and from one row to the next
+  Divider by_chunks;
   bool is_ragged;     // lanes have room for more chunks
 };
 
@@ -22,6 +23,7 @@ struct TopkPlan {
   int regime;  // a row of kTopkRegimes, or kTopkTile
   TopkTiles tiles;
   Schedule schedule;
+  bool is_plain;
   int shared_bytes;
   int64_t workspace_bytes, blocks;
 };
@@ -53,6 +55,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.is_ragged = tiles.lanes * tiles.lane_chunks != chunks;
   tiles.rows_per_tile = kTileThreads / tiles.lanes;
   tiles.chunks = chunks;
+  tiles.by_chunks = Divider(chunks);
   // An odd multiple of the lanes: eight neighbouring threads find eight different banks.
   tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
   const int results = tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
@@ -90,8 +93,10 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   schedule.unit_batches = divide_up(schedule.max_units, kMaxGroups);
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
-  plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
-                      static_cast<int>(sizeof(float));
+  schedule.kept_batches = divide_up(schedule.max_units, schedule.unit_batches);
+  plan.shared_bytes = schedule.kept_batches * regime.threads * static_cast<int>(sizeof(float));
+  plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
+  if (plan.is_plain) plan.shared_bytes += regime.stages * regime.threads * kUnitChunks * 16;
   if (regime.blocks_per_row != 1)
     plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
   plan.blocks = std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) *

@@ -37,8 +37,9 @@ struct Selection {
     }
   }
   // By a whole warp: the same answer for all lanes.
-  __device__ bool is_full() const {
-    return __shfl_sync(~0u, *static_cast<const volatile int*>(&count), 0) > kMaxCandidates;
+  __device__ bool is_full() {
+    const int appended = threadIdx.x % 32 == 0 ? atomicAdd(&count, 0) : 0;
+    return __shfl_sync(~0u, appended, 0) > kMaxCandidates;
   }
 
   // Leaves the k best among the candidates. The delegates, behind a barrier, are distinct keys or

@@ -83,16 +83,11 @@ __global__ void __launch_bounds__(kTileThreads)
   {
     const auto* const source =
         static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.chunks;
-    int row = thread / tiles.chunks, chunk = thread % tiles.chunks;
-    const int rows_further = kTileThreads / tiles.chunks, further = kTileThreads % tiles.chunks;
+#pragma unroll 4
     for (int i = thread; i < rows * tiles.chunks; i += kTileThreads) {
+      int row, chunk;
+      tiles.by_chunks.split(i, row, chunk);
       start_copy(tile + row * tiles.pitch + chunk, source + i);
-      row += rows_further;
-      chunk += further;
-      if (chunk >= tiles.chunks) {
-        chunk -= tiles.chunks;
-        ++row;
-      }
     }
     wait_for_copies();
     __syncthreads();
