@@ -116,8 +116,8 @@ def patch_routers(model: torch.nn.Module) -> PatchedRouters:
 
 def _rule_of(module: torch.nn.Module) -> _Rule | None:
     """That of the class whose forward the module has: subclasses may bring their own."""
-    forward: Any = type(module).forward
-    if not forward.__module__.startswith("transformers.models."):
+    forward: Any = getattr(type(module), "forward", None)
+    if not getattr(forward, "__module__", "").startswith("transformers.models."):  # or scripted
         return None
     return _RULES.get(forward.__qualname__.removesuffix(".forward"))
 

@@ -198,7 +198,7 @@ def _words(name: str) -> str:
 def _read_max_index(header: str) -> int:
     margin = re.search(r"int64_t kMaxIndex = INT32_MAX - (\d+);", header)
     if margin is None:
-        raise ValueError("limits.h: no kMaxIndex of the form INT32_MAX - 16384")
+        raise ValueError("limits.h: no kMaxIndex of the form INT32_MAX - <number>")
     return 2**31 - 1 - int(margin[1])
 
 

@@ -11,7 +11,8 @@ from megasoftmax._extension import LIMITS, MAX_K, MIN_CAPABILITY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# Kernels multiply it by log2(e).
+_TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 Window = tuple[int, int]
 
@@ -136,11 +137,11 @@ def _scale(scale: float) -> Reason | None:
     """Kernels compare raw scores and apply the scale to their differences."""
     if _TINIEST <= abs(scale) <= _LARGEST:
         return None
-    return Reason("scale", str(scale), "a normal float32, not 0")
+    return Reason("scale", str(scale), "a normal float32, not 0, below 2.3e38")
 
 
 def _k(k: int) -> Reason | None:
-    return None if 1 <= k <= MAX_K else Reason("k", str(k), f"from 1 to {MAX_K}")
+    return None if k <= MAX_K else Reason("k", str(k), f"at most {MAX_K}")
 
 
 def _leading_dimensions(

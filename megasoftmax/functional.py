@@ -213,7 +213,7 @@ def softmax_topk(
 
     Args:
         logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
-        k: from 0 to V; kernels serve 1 to 256. With `group` V is not known on the host: what K
+        k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: what K
             exceeds it by gets probability 0 and index V.
         scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
@@ -243,7 +243,7 @@ def softmax_topk(
     _check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     halves = reference_topk.HALVES
     against = dispatch.reasons_against_fused_topk
-    if _is_fused(fused, against, logits, _k_here(logits, k), scale, mask, bias, dtype):
+    if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
         halves = ops_topk.HALVES
         bias, _ = _as_kernels_take_it(logits, bias, None)
     out = logits.dtype if dtype is None else dtype
@@ -440,14 +440,8 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = bound.arguments
     del given["return_lse"]
     _check_topk(**given)
-    given["k"] = _k_here(given["logits"], given["k"])
     del given["renormalize"], given["group"], given["fused"]
     return dispatch.reasons_against_fused_topk(**given)
-
-
-def _k_here(logits: Tensor, k: int) -> int:
-    """What kernels are asked for: an empty shard of the vocabulary has nothing to select."""
-    return k if logits.shape[-1] > 0 else 0
 
 
 def _as_kernels_take_it(

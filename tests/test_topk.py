@@ -1,6 +1,8 @@
 """megasoftmax.softmax_topk against the oracle: every rule of the semantics, every edge of K."""
 
+import ctypes
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax import _build, _extension
 from megasoftmax._extension import MAX_K
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -36,7 +39,7 @@ def topk_on(device: str) -> Callable[..., Any]:
 
 def check(logits: Tensor, k: int, **arguments: Any) -> tuple[Tensor, ...]:
     function = topk_on(logits.device.type)
-    if k == 0 or logits.dtype == torch.float64:  # not for the kernels
+    if logits.dtype == torch.float64:  # not for the kernels
         function = megasoftmax.softmax_topk
     return oracle_topk.check(function, logits, k, **arguments)
 
@@ -136,6 +139,59 @@ def test_long_rows(rows: int, k: int, dtype: torch.dtype) -> None:
         check(logits, k, what=f"({count} x {columns})")
         check(logits.sort(-1).values, k, what=f"({count} x {columns}, ascending)")
         check(logits.round(), k, what=f"({count} x {columns}, ties)", renormalize=True)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_rows_that_fill_units_wherever_they_begin(
+    rows: int, offset: int, dtype: torch.dtype
+) -> None:
+    for columns in (512, 1024, 2048, 4096, 8192, 16384, 131072):
+        count = min(rows, 2_000_000 // columns)
+        logits = normal(count, columns + 5, device="cuda", dtype=dtype)
+        logits[:, offset + columns - 1] = 9  # the last of them
+        check(logits[:, offset : offset + columns], 3, what=f"({count} x {columns})")
+
+
+@gpu
+@pytest.mark.parametrize("k", range(1, 17))
+def test_tiles_of_few_rows(k: int) -> None:
+    for columns in (8, 72, 520, 1032, 2048):
+        if k <= columns:
+            check(normal(37, columns, device="cuda", dtype=torch.bfloat16), k, what=f"{columns}")
+
+
+@gpu
+def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
+    logits = normal(4, 1001, device="cuda", dtype=torch.bfloat16)
+    logits[1, 7] = NAN
+    mask = coin(1001, 4, device="cuda").mT
+    check(logits, 3, mask=mask)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_every_regime_selects_the_same(k: int, dtype: torch.dtype) -> None:
+    library = ctypes.CDLL(str(_extension.load().path))
+    header = (_build.CSRC / "kernels" / "topk" / "limits.h").read_text()
+    table = re.search(r"kTopkRegimes\[\] = \{\n(.*?)\n\};", header, re.DOTALL)
+    assert table is not None
+    logits = normal(4, 70001, device="cuda", dtype=dtype)
+    logits[1] = logits[1].round()
+    logits[2, 1::7] = NAN
+    logits[3] = -INF
+    wanted, indices, _ = topk_forward(logits, k, -0.5, None, None, False, dtype, False)
+    for regime in range(table[1].count('{"')):
+        library.megasoftmax_force_topk_regime(regime)
+        try:
+            found, where, _ = topk_forward(logits, k, -0.5, None, None, False, dtype, False)
+        finally:
+            library.megasoftmax_force_topk_regime(-1)
+        assert torch.equal(where, indices), regime
+        torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("columns", [32001, 128256])

@@ -269,7 +269,7 @@ def test_reasons(group_of_one):
     assert reasons(K, columns=K - 1) == ["device"]  # of a shard shorter than K all are candidates
     assert reasons(K, scale=0.0) == ["device", "scale"]
     assert reasons(300) == ["device", "k"]  # in the backward pass, no shard has fewer
-    assert reasons(K, columns=0) == ["device", "k"]
+    assert reasons(K, columns=0) == ["device"]
 
 
 def test_neighbours_have_equal_products():

@@ -109,7 +109,7 @@ __device__ inline void wait_for_bytes(uint64_t* barrier, int phase) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile(
       "{.reg .pred done;"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;"
       "@!done bra again;}" ::"r"(address),
       "r"(phase)
       : "memory");

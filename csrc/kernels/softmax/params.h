@@ -64,7 +64,7 @@ struct Schedule {
   Divider tiles;  // of a batch
 
   int blocks_per_row = 1;
-  Divider units;  // among the blocks of a row
+  Divider units;            // among the blocks of a row
   bool is_cluster = false;  // the blocks of a row, if there are several
   int max_units = 0;        // of a row
   int unit_batches = 1;

@@ -29,12 +29,12 @@ __device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_b
 }
 
 // Of blocks that take several rows: the one with number `row` of all.
-__device__ inline RowIndex row_at(const Schedule& schedule, int row) {
-  RowIndex index;
-  int plane;
-  schedule.queries.split(row, plane, index.query);
-  schedule.heads.split(plane, index.batch, index.head);
-  return index;
+template <class Integer>
+__device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
+  Integer plane, batch, head, query;
+  schedule.queries.split(row, plane, query);
+  schedule.heads.split(plane, batch, head);
+  return {static_cast<int>(batch), static_cast<int>(head), static_cast<int>(query)};
 }
 
 // One row: where it lies, and what of it is visible.

@@ -17,11 +17,15 @@ struct TopkProbability {
   const Mask& mask;
   float scale;  // makes z of what is given
   float max, offset;
+  int columns;
   bool is_nan;
 
   __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row,
                              float scale)
-      : mask(mask), scale(scale), max(params.statistics[row]) {
+      : mask(mask),
+        scale(scale),
+        max(params.statistics[row]),
+        columns(static_cast<int>(params.shape.columns)) {
     is_nan = max != max;
     offset = params.statistics[params.rows + row] * -kLog2E;
     if (max != -INFINITY) return;
@@ -31,7 +35,8 @@ struct TopkProbability {
   }
   __device__ float operator()(float x, int column) const {
     const float p = exp2_approximate(fmaf(fmaf(x, scale, -max), kLog2E, offset));
-    return Mask::kPresent && is_nan && mask.excluded(column) ? 0.f : p;
+    const bool is_of_row = column >= 0 && column < columns;  // not beside it in an end's chunk
+    return Mask::kPresent && is_nan && is_of_row && mask.excluded(column) ? 0.f : p;
   }
 };
 
@@ -44,9 +49,9 @@ struct TopkEntry {
 // Plain rows have neither mask nor bias, and are dense: their chunks are loaded whole, at the ends
 // with what lies beside the row in the same 16 bytes.
 template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
-__global__ void __launch_bounds__(
-    kTopkBackwardRegimes[kRegime].threads(),
-    (Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm / (kIsPlain ? 1 : 2))))
+__global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
+                                  (Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
+                                                       (kIsPlain ? 1 : 2))))
     topk_backward_kernel(const __grid_constant__ TopkBackwardParams params,
                          const __grid_constant__ Schedule schedule) {
   constexpr TopkBackwardRegime kShape = kTopkBackwardRegimes[kRegime];
@@ -65,15 +70,15 @@ __global__ void __launch_bounds__(
   const int columns = static_cast<int>(params.shape.columns);
   const RowPlace<kElements> place(params.shape, Window{}, index);
   const int begin = place.first_column + part * kShape.units * kUnit;
-  const Bounds bounds{max(begin, 0),
-                      static_cast<int>(min(int64_t{begin} + kShape.units * kUnit,
-                                           static_cast<int64_t>(columns)))};
+  const Bounds bounds{max(begin, 0), static_cast<int>(min(int64_t{begin} + kShape.units * kUnit,
+                                                          static_cast<int64_t>(columns)))};
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
-  const TopkProbability<Mask> probability(
-      params, logits.mask, row,
-      Bias::kPresent ? 1.f : kIsPlain ? params.scale : fabsf(params.scale));
+  const TopkProbability<Mask> probability(params, logits.mask, row,
+                                          Bias::kPresent ? 1.f
+                                          : kIsPlain     ? params.scale
+                                                         : fabsf(params.scale));
 
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
   // Plain rows of several units come through a ring, where each thread reads what it has copied.
@@ -126,9 +131,9 @@ __global__ void __launch_bounds__(
     if (entry.selected == 0.f) entry.gradient = 0.f;
     if (column < bounds.begin || column >= bounds.end) return entry;
     entry.column = static_cast<int>(column);
-    const float x = kIsPlain ? to_float(logits_row[column])
-                             : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row,
-                                                       entry.column);
+    const float x =
+        kIsPlain ? to_float(logits_row[column])
+                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
     entry.p = probability(x, entry.column);
     return entry;
   };

@@ -59,8 +59,7 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (plan.is_plain)
-          return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
+        if (plan.is_plain) return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
       }
       return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
     });
@@ -75,8 +74,8 @@ cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkP
       const auto launch_kernel = [&](auto kernel) {
         return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)),
                       dim3(kTopkBackwardRegimes[kIndex].threads()),
-                      kTopkBackwardRegimes[kIndex].ring_bytes(), Together::kNot, 1, stream,
-                      params, plan.schedule);
+                      kTopkBackwardRegimes[kIndex].ring_bytes(), Together::kNot, 1, stream, params,
+                      plan.schedule);
       };
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
         if (params.is_dense)

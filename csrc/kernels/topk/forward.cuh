@@ -14,9 +14,10 @@
 
 namespace megasoftmax {
 
-// A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by side:
-// their chunks are loaded whole, at the ends with what lies beside the row in the same 16 bytes.
-template <class T, class Mask, class Bias, int kThreads, bool kIsPlain, int kStages>
+// A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by
+// side: their chunks are loaded whole, at the ends with what lies beside the row in the same 16
+// bytes.
+template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kIsPlain>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
@@ -57,47 +58,24 @@ struct TopkPart {
     return logit_at<T, Mask, Bias>(params, index, logits.mask, row, column);
   }
 
-  // The sum of this thread's logits, and the largest of each of its groups. Of groups with an even
-  // number and of the others, or of all together, the largest are delegates.
-  __device__ MaxAndSum sum(uint32_t* groups, Pack<T>* ring, Exponent exponent,
-                           bool has_many_delegates, uint32_t (&delegates)[2]) const {
+  // The sum of this thread's logits, and the largest of each of its groups, of which the two
+  // largest are delegates.
+  __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, uint32_t (&delegates)[2]) const {
     MaxAndSum mine{kLowest, 0.f};
     float largest = -INFINITY;
     int left = units_per_group;
     delegates[0] = delegates[1] = 0;
-    const auto add = [&](int unit, Pack<T>(&raw)[kUnitChunks]) {
-      largest = fmaxf(largest, sum_unit(unit, raw, mine, exponent));
-      if (--left > 0 && unit + 1 < units) return;
+#pragma unroll 1
+    for (int unit = 0; unit < units; ++unit) {
+      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
+      if (--left > 0 && unit + 1 < units) continue;
       const uint32_t value = ordered(largest);
       *groups = value;
       groups += kThreads;
+      delegates[1] = max(delegates[1], min(delegates[0], value));
       delegates[0] = max(delegates[0], value);
-      if (has_many_delegates) {
-        const uint32_t other = delegates[1];
-        delegates[1] = delegates[0];
-        delegates[0] = other;
-      }
       largest = -INFINITY;
       left = units_per_group;
-    };
-    Pack<T> raw[kUnitChunks];
-    if constexpr (kIsPlain) {  // units are copied while others are summed; a thread reads its own
-      ring += threadIdx.x;
-      for (int unit = 0; unit < kStages; ++unit) start_copies(unit, ring);
-#pragma unroll 1
-      for (int unit = 0; unit < units; ++unit) {
-        wait_for_older_copies<kStages - 1>();
-#pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i) raw[i] = place_in_ring(unit, ring)[i * kThreads];
-        add(unit, raw);
-        start_copies(unit + kStages, ring);
-      }
-    } else {
-#pragma unroll 1
-      for (int unit = 0; unit < units; ++unit) {
-        load(unit, raw);
-        add(unit, raw);
-      }
     }
     return mine;
   }
@@ -152,40 +130,30 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
-  __device__ bool is_inside(int first) const {
-    return first >= bounds.begin && first + kUnit <= bounds.end;
-  }
-  // This thread's chunks of a unit; what is behind the bounds is unspecified.
-  __device__ void load(int unit, Pack<T> (&raw)[kUnitChunks]) const {
-    const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
-                                               columns(), true);
-    reader.template load<kStride>(column(unit, static_cast<int>(threadIdx.x)), raw);
-  }
-  __device__ static Pack<T>* place_in_ring(int unit, Pack<T>* ring) {
-    return ring + unit % kStages * (kUnitChunks * kThreads);
-  }
-  // The same, of plain rows.
-  __device__ __forceinline__ void start_copies(int unit, Pack<T>* ring) const {
+  // Adds a thread's chunks of a unit to its sum; returns the largest logit.
+  __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
-    Pack<T>* const place = place_in_ring(unit, ring);
-    if (unit < units && is_inside(first)) {
+    const bool is_inside = first >= bounds.begin && first + kUnit <= bounds.end;
+    Pack<T> raw[kUnitChunks];  // what is behind the bounds is unspecified
+    if constexpr (!kIsPlain) {
+      const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
+                                                 columns(), true);
+      reader.template load<kStride>(at, raw);
+      if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
+    } else {
+      const T* const source = keep_in_register(row + at);
+      if (is_inside) {
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) start_copy(place + i * kThreads, row + at + i * kStride);
-    } else if (unit < units) {
+        for (int i = 0; i < kUnitChunks; ++i)
+          raw[i] = load_streaming<T, kElements>(source + i * kStride);
+        return sum_chunks<true>(first, at, raw, mine, exponent);
+      }
+      const int end = bounds.end - at;
 #pragma unroll
       for (int i = 0; i < kUnitChunks; ++i) {
-        if (at + i * kStride < bounds.end)
-          start_copy(place + i * kThreads, row + at + i * kStride);
+        if (i * kStride < end) raw[i] = load_streaming<T, kElements>(source + i * kStride);
       }
     }
-    end_copies();
-  }
-
-  // Adds them to its sum; returns the largest logit.
-  __device__ __forceinline__ float sum_unit(int unit, Pack<T> (&raw)[kUnitChunks],
-                                            MaxAndSum& mine, Exponent exponent) const {
-    const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
-    if (is_inside(first)) return sum_chunks<true>(first, at, raw, mine, exponent);
     float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
@@ -233,8 +201,7 @@ struct TopkPart {
     mine.sum *= exponent(mine.max, max);
     return mine.max = max;
   }
-  __device__ static float sum_of_exponentials(float (&z)[kElements], float max,
-                                              Exponent exponent) {
+  __device__ static float sum_of_exponentials(float (&z)[kElements], float max, Exponent exponent) {
 #pragma unroll
     for (int j = 0; j < kElements; ++j) z[j] = exponent(z[j], max);
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
@@ -243,7 +210,7 @@ struct TopkPart {
   // A warp looks at groups, several at a time: a lane at one chunk of each.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 2;
+    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 4;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
 #pragma unroll 1
@@ -258,13 +225,17 @@ struct TopkPart {
           columns[i] = bounds.end;
           if (at >= count) continue;
           const int group = waiting[at] / kThreads, thread = waiting[at] % kThreads;
-          columns[i] = column(group * units_per_group + unit, thread) + lane % kUnitChunks * kStride;
+          if (group * units_per_group + unit >= units) continue;
+          columns[i] =
+              column(group * units_per_group + unit, thread) + lane % kUnitChunks * kStride;
           if (kIsPlain && columns[i] < bounds.end)
             raw[i] = load_streaming<T, kElements>(row + columns[i]);
         }
 #pragma unroll
         for (int i = 0; i < kAtATime; ++i) {
-          const auto z = [&](int j) { return kIsPlain ? raw[i][j] * sign() : logit(columns[i] + j); };
+          const auto z = [&](int j) {
+            return kIsPlain ? raw[i][j] * sign() : logit(columns[i] + j);
+          };
           const auto key = [&](int j) { return key_of(z(j), columns[i] + j); };
           unsigned wanted = 0;
 #pragma unroll
@@ -340,41 +311,36 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  extern __shared__ __align__(16) char shared_memory[];
-  auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
-  auto* const ring = reinterpret_cast<Pack<T>*>(groups + schedule.kept_batches * kThreads);
+  extern __shared__ __align__(16) uint32_t groups[];
   __shared__ Selection<kThreads> selection;
-  // They alternate, so that no barrier is needed between rows.
-  __shared__ MaxAndSum sums_of_warps[2][kWarps];
+  __shared__ MaxAndSum sums_of_warps[kWarps];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
   const int rank = static_cast<int>(blockIdx.x) % blocks;
-  const int64_t step = gridDim.x / blocks;
   const bool has_many_delegates = 4 * params.k > kThreads;
   const Exponent exponent = exponent_of<Bias>(params);
-  int turn = 0;
-  for (int64_t row = blockIdx.x / blocks; row < params.rows; row += step, turn ^= 1) {
+  for (int64_t row = blockIdx.x / blocks; row < params.rows; row += gridDim.x / blocks) {
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kIsPlain, kTopkRegimes[kRegime].stages> part(params, schedule, index, rank);
+    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kIsPlain> part(
+        params, schedule, index, rank);
     uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(groups + thread, ring, exponent, has_many_delegates, delegates);
+    const MaxAndSum mine = part.sum(groups + thread, exponent, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
-    if (lane == 0) sums_of_warps[turn][thread / 32] = of_warp;
+    if (lane == 0) sums_of_warps[thread / 32] = of_warp;
     selection.delegates[thread] = uint64_t{delegates[0]} << 32;
     selection.delegates[kThreads + thread] = uint64_t{delegates[1]} << 32;
     __syncthreads();
     selection.select(params.k, has_many_delegates ? 2 * kThreads : kThreads,
                      [&](uint64_t threshold) { part.collect(threshold, groups, selection); });
-    MaxAndSum total = warp_merge<kWarps>(sums_of_warps[turn][lane % kWarps], exponent);
+    MaxAndSum total = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
     if constexpr (kSpreads) {
       const TopkPartials partials(params, blocks);
       uint64_t* const keys = partials.keys + row * blocks * params.k;
       MaxAndSum* const sums = partials.sums + row * blocks;
       if (thread == 0) sums[rank] = total;
-      selection.for_ranked(params.k,
-                           [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
+      selection.for_ranked(params.k, [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
       for (int i = selection.count + thread; i < params.k; i += kThreads)
         keys[rank * params.k + i] = kNoKey;
       if (schedule.is_cluster) {

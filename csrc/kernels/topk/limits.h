@@ -1,8 +1,8 @@
 #pragma once
 // Regimes of softmax_topk: the family's only limits. Plain C++, no CUDA, no torch.
 //
-// A row is cut into chunks of 16 bytes, and those into units of a block: kUnitChunks for each of
-// its threads. A thread keeps the largest logit of each of its groups, which are one unit each, or
+// A row is cut into chunks of 16 bytes, and those into units of a block: a few for each of its
+// threads. A thread keeps the largest logit of each of its groups, which are one unit each, or
 // more where the row has more than kMaxGroups units.
 
 #include <cstdint>
@@ -10,10 +10,8 @@
 namespace megasoftmax {
 
 inline constexpr int kMaxK = 256;
-inline constexpr int kUnitChunks = 4;  // loads in flight per thread
 inline constexpr int kMaxGroups = 32;
-// Logits that may wait for their rank; more than twice kMaxK, so that a threshold among them leaves
-// at least half behind.
+// Logits that may wait for their rank; more than k and the excess that a threshold allows.
 inline constexpr int kMaxCandidates = 512;
 
 // Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
@@ -25,11 +23,11 @@ inline constexpr int kTileMaxChunks = 32 * kMaxTileChunks;
 struct TopkRegime {
   char name[16];
   int threads;
-  int blocks_per_sm;   // the compiler's register budget for plain rows: 65536 / (threads * blocks)
-  int stages;          // units that are in flight at a time, of plain rows
-  int blocks_per_row;  // more than 1: a cluster, 0: as many as the GPU runs at a time
-  int max_chunks;      // of a row
-  int min_rows;        // fewer rows are served better by more blocks for each
+  int blocks_per_sm;  // the compiler's register budget, of plain rows: 65536 / (threads * blocks)
+  int chunks_per_thread;  // of a unit: loads in flight
+  int blocks_per_row;     // more than 1: a cluster, 0: as many as the GPU runs at a time
+  int max_chunks;         // of a row
+  int min_rows;           // fewer rows are served better by more blocks for each
 };
 
 inline constexpr int kTopkUnlimited = INT32_MAX;
@@ -37,22 +35,26 @@ inline constexpr int kTopkWholeGpu = 0;
 
 // The first that fits serves. clang-format off
 inline constexpr TopkRegime kTopkRegimes[] = {
-    // name,      threads, blocks/SM, stages, blocks/row,     max chunks, min rows
-    {"warp",           32,        32,      2,          1,            512,      100},
-    {"block_128",     128,         8,      2,          1,           8192,      200},
-    {"block_256",     256,         4,      2,          1, kTopkUnlimited,      200},
-    {"cluster_2",     256,         3,      3,          2, kTopkUnlimited,      120},
-    {"cluster_4",     256,         3,      3,          4, kTopkUnlimited,       60},
-    {"block_128",     128,         8,      2,          1,           1024,        0},
-    {"cluster_8",     256,         3,      3,          8,          65536,       30},
-    {"cluster_16",    256,         3,      3,         16,          65536,        0},
-    {"whole_gpu",     256,         3,      3, kTopkWholeGpu, kTopkUnlimited,     0},
-    {"block_128t",    128,         8,      3,          1,           8192,      200},
-    {"block_256t",    256,         4,      3,          1, kTopkUnlimited,      200},
-    {"block_128d",    128,         8,      4,          1,           8192,      200},
-    {"warp3",          32,        32,      3,          1,           8192,      200},
+    // name,      threads, blocks/SM, chunks, blocks/row,      max chunks, min rows
+    {"warp", 32, 30, 4, 1, 512, 100},
+    {"block_128", 128, 8, 4, 1, 14000, 200},
+    {"block_256", 256, 4, 4, 1, kTopkUnlimited, 200},
+    {"cluster_2", 256, 2, 4, 2, kTopkUnlimited, 120},
+    {"cluster_4", 256, 2, 4, 4, kTopkUnlimited, 60},
+    {"block_128", 128, 8, 4, 1, 1024, 0},
+    {"cluster_8", 256, 2, 4, 8, 65536, 30},
+    {"cluster_16", 256, 2, 4, 16, 65536, 0},
+    {"whole_gpu", 256, 2, 4, kTopkWholeGpu, kTopkUnlimited, 0},
+    {"block_256", 256, 4, 4, 1, kTopkUnlimited, 0},
 };
 // clang-format on
+
+// So that one of them serves, whatever k and the number of rows.
+constexpr bool is_complete(const TopkRegime& last) {
+  return last.max_chunks == kTopkUnlimited && last.min_rows == 0 && last.threads >= kMaxK &&
+         last.blocks_per_row == 1;
+}
+static_assert(is_complete(kTopkRegimes[sizeof(kTopkRegimes) / sizeof(TopkRegime) - 1]));
 
 // Blocks that the whole GPU certainly runs at a time.
 inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
@@ -61,7 +63,7 @@ inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
 constexpr int topk_kernel_of(int index) {
   const auto is_same = [](const TopkRegime& a, const TopkRegime& b) {
     return a.threads == b.threads && a.blocks_per_sm == b.blocks_per_sm &&
-           a.stages == b.stages &&
+           a.chunks_per_thread == b.chunks_per_thread &&
            (a.blocks_per_row == 1) == (b.blocks_per_row == 1);
   };
   int first = 0;

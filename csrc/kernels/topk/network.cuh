@@ -21,7 +21,8 @@ __device__ __forceinline__ void sort(Key (&keys)[kCount]) {
 #pragma unroll
     for (int i = 0; i + kStep < kCount; ++i) {
       const int offset = i - kStep % kBlock;
-      if (offset >= 0 && offset % (2 * kStep) < kStep && i / (2 * kBlock) == (i + kStep) / (2 * kBlock))
+      if (offset >= 0 && offset % (2 * kStep) < kStep &&
+          i / (2 * kBlock) == (i + kStep) / (2 * kBlock))
         put_in_order(keys[i], keys[i + kStep]);
     }
     if constexpr (kStep > 1) {

@@ -10,13 +10,13 @@ namespace megasoftmax {
 
 // How a tile's rows lie in shared memory and over the threads of its block.
 struct TopkTiles {
-  int lanes;          // of a row: 1, 2, 4 ... or 32
+  int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
   int lane_chunks;    // of a lane: 1, 2, 4 or 8
   int chunks, pitch;  // of a row, and from one row to the next
   Divider by_chunks;
-  bool is_ragged;     // lanes have room for more chunks
+  bool is_ragged;  // lanes have room for more chunks
 };
 
 struct TopkPlan {
@@ -28,9 +28,13 @@ struct TopkPlan {
   int64_t workspace_bytes, blocks;
 };
 
-inline int64_t topk_chunks(const TopkParams& params) {
+// Of the row in memory, forward, which may begin anywhere, or of the row that is written.
+inline int64_t topk_chunks(const TopkParams& params, bool is_written) {
   const int pack_elements = 16 / size_of(params.scores.type);
-  return max_visible_chunks(params.shape.columns, params.shape.columns, pack_elements);
+  const int64_t columns = params.shape.columns, straddling = 2 * (pack_elements - 1);
+  return columns % pack_elements == 0 && (is_written || params.is_dense)
+             ? columns / pack_elements
+             : (columns + straddling) / pack_elements;
 }
 
 inline constexpr int kTopkTile = -1;
@@ -58,17 +62,18 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.by_chunks = Divider(chunks);
   // An odd multiple of the lanes: eight neighbouring threads find eight different banks.
   tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
-  const int results = tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
+  const int results =
+      tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
   // The last row's lanes read behind it where chunks are ragged.
-  plan.shared_bytes = std::max(
-      (tiles.rows_per_tile * tiles.pitch + tiles.lanes * tiles.lane_chunks) * 16, results);
+  plan.shared_bytes =
+      std::max((tiles.rows_per_tile * tiles.pitch + tiles.lanes * tiles.lane_chunks) * 16, results);
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
 }
 
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
-  const int64_t chunks = topk_chunks(params), rows = params.rows;
+  const int64_t chunks = topk_chunks(params, false), rows = params.rows;
   const bool is_plain = params.is_dense && !params.can_exclude &&
                         params.shape.columns * size_of(params.scores.type) % 16 == 0;
   if (forced < 0 && is_plain && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
@@ -76,36 +81,37 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   TopkPlan plan = {};
   const auto serves = [&](const TopkRegime& regime) {
     return chunks <= regime.max_chunks && rows >= regime.min_rows && params.k <= regime.threads &&
-           regime.blocks_per_row <= device.max_cluster;
+           regime.blocks_per_row <= device.max_cluster &&
+           (regime.blocks_per_row != kTopkWholeGpu || rows <= device.multiprocessors);
   };
   while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
   if (forced >= 0) plan.regime = forced;
   const TopkRegime& regime = kTopkRegimes[plan.regime];
-  const int64_t units = divide_up<int64_t>(chunks, regime.threads * kUnitChunks);
+  const int64_t units = divide_up<int64_t>(chunks, regime.threads * regime.chunks_per_thread);
   Schedule& schedule = plan.schedule;
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kTopkWholeGpu) {
     const int64_t resident = int64_t{device.multiprocessors} * kTopkWholeGpuBlocksPerSm;
-    schedule.blocks_per_row = static_cast<int>(std::clamp<int64_t>(resident / rows, 1, units));
+    schedule.blocks_per_row =
+        static_cast<int>(std::clamp<int64_t>(resident / rows, 1, std::max<int64_t>(units, 1)));
   }
   schedule.max_units = static_cast<int>(divide_up<int64_t>(units, schedule.blocks_per_row));
-  schedule.unit_batches = divide_up(schedule.max_units, kMaxGroups);
+  schedule.unit_batches = std::max(divide_up(schedule.max_units, kMaxGroups), 1);
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
-  schedule.kept_batches = divide_up(schedule.max_units, schedule.unit_batches);
-  plan.shared_bytes = schedule.kept_batches * regime.threads * static_cast<int>(sizeof(float));
+  plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
+                      static_cast<int>(sizeof(uint32_t));
   plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
-  if (plan.is_plain) plan.shared_bytes += regime.stages * regime.threads * kUnitChunks * 16;
   if (regime.blocks_per_row != 1)
     plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
-  plan.blocks = std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) *
-                schedule.blocks_per_row;
+  plan.blocks =
+      std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) * schedule.blocks_per_row;
   return plan;
 }
 
 inline TopkPlan plan_topk_backward(const TopkBackwardParams& params) {
-  const int64_t chunks = topk_chunks(params);
+  const int64_t chunks = topk_chunks(params, true);
   TopkPlan plan = {};
   while (chunks > kTopkBackwardRegimes[plan.regime].max_chunks) ++plan.regime;
   const TopkBackwardRegime& regime = kTopkBackwardRegimes[plan.regime];

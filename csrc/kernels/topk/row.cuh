@@ -12,8 +12,8 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
                                  const T* row, int column) {
   float z = to_float(row[column * params.scores.column_stride]);
   if constexpr (Bias::kPresent) {
-    const auto* const bias = static_cast<const typename Bias::Element*>(params.bias.data) +
-                             index.offset_in(params.bias);
+    const auto* const bias =
+        static_cast<const typename Bias::Element*>(params.bias.data) + index.offset_in(params.bias);
     z = fmaf(z, params.scale, to_float(bias[column * params.bias.column_stride]));
   } else if (params.scale < 0) {
     z = -z;

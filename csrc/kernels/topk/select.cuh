@@ -50,10 +50,14 @@ struct Selection {
     for (;;) {
       collect(threshold);
       __syncthreads();
-      if (count <= kMaxCandidates) break;
+      const int found = count;
+      if (found <= kMaxCandidates) {
+        if (found > 2 * k + kFewCandidates) drop_hopeless(found, k);
+        return;
+      }
+      __syncthreads();  // all have read it
       find_threshold(candidates, kMaxCandidates, k);
     }
-    if (count > 2 * k + kFewCandidates) drop_hopeless(k);
   }
 
   // Calls body(rank, key) for the k best, in several threads.
@@ -70,8 +74,8 @@ struct Selection {
 
  private:
   // Ranking takes the square of the number of candidates.
-  __device__ void drop_hopeless(int k) {
-    const int candidate_count = count;
+  __device__ void drop_hopeless(int candidate_count, int k) {
+    __syncthreads();  // all have read the count
     find_threshold(candidates, candidate_count, k);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kMaxCandidates; i += kThreads) {

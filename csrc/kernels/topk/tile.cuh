@@ -9,9 +9,9 @@
 // so that all of memory is read and written in whole sectors.
 
 #include "keys.cuh"
-#include "row.cuh"
 #include "network.cuh"
 #include "plan.h"
+#include "row.cuh"
 
 namespace megasoftmax {
 
@@ -31,8 +31,7 @@ struct TileKeys {
 #pragma unroll
       for (int i = 0; i < pack.kWords; ++i) {
         // -0 + 0 = 0, and of a sum every NaN is the same.
-        const Pair sum =
-            __hfma2(reinterpret_cast<const Pair&>(pack.words[i]), factors, zeros);
+        const Pair sum = __hfma2(reinterpret_cast<const Pair&>(pack.words[i]), factors, zeros);
         const auto bits = reinterpret_cast<const uint32_t&>(sum);
         const uint32_t pair = bits ^ (signs_of_halves(bits) | 0x80008000u);
         keys[2 * i] = pair * 0x10000u + (0xffffu - first - 2 * i);  // not on the pipe of max
@@ -78,8 +77,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
-  const int rows = static_cast<int>(
-      min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
+  const int rows =
+      static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
   {
     const auto* const source =
         static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.chunks;
@@ -202,10 +201,10 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
       for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? values[i + j] : 0.f;
       const auto rounded = Pack<Out>::round(pack);
-      if (i + kOut <= count) {
+      if (i + kOut <= count && is_aligned(out + i, 16)) {
         store_streaming(out + i, rounded);
       } else {
-        store_partial(out + i, rounded, 0, count - i);
+        store_partial(out + i, rounded, 0, min(count - i, kOut));
       }
     }
   });

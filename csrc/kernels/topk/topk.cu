@@ -1,8 +1,7 @@
 // Prepares a launch, plans it, and selects the instance by element type.
 
-#include "topk.h"
-
 #include "instances/instances.h"
+#include "topk.h"
 
 namespace megasoftmax {
 

@@ -3,11 +3,11 @@
 
 namespace megasoftmax {
 cudaError_t topk_forward_float32(const TopkForwardParams& params, const TopkPlan& plan,
-                                cudaStream_t stream) {
+                                 cudaStream_t stream) {
   return topk_forward_instance<float>(params, plan, stream);
 }
 cudaError_t topk_backward_float32(const TopkBackwardParams& params, const TopkPlan& plan,
-                                 cudaStream_t stream) {
+                                  cudaStream_t stream) {
   return topk_backward_instance<float>(params, plan, stream);
 }
 }  // namespace megasoftmax
