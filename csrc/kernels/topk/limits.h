@@ -91,7 +91,7 @@ struct TopkBackwardRegime {
 inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
     // name,      threads/row, rows/block, blocks/SM, chunks, units,     max chunks
     {"lanes_8",             8,         16,         8,      1,     1,              8},
-    {"lanes_8x4",           8,         16,         6,      4,     1,             32},
+    {"lanes_8x4",           8,         16,         5,      4,     1,             32},
     {"warp",               32,          4,         7,      4,     8,           1024},
     {"block_256",         256,          1,         4,      4,     8, kTopkUnlimited},
 };

@@ -32,6 +32,7 @@ struct TopkPlan {
 inline int64_t topk_chunks(const TopkParams& params, bool is_written) {
   const int pack_elements = 16 / size_of(params.scores.type);
   const int64_t columns = params.shape.columns, straddling = 2 * (pack_elements - 1);
+  if (columns == 0) return 0;
   return columns % pack_elements == 0 && (is_written || params.is_dense)
              ? columns / pack_elements
              : (columns + straddling) / pack_elements;
