@@ -210,7 +210,7 @@ struct TopkPart {
   // A warp looks at groups, several at a time: a lane at one chunk of each.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 4;
+    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 1;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
 #pragma unroll 1

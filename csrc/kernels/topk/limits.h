@@ -39,12 +39,12 @@ inline constexpr TopkRegime kTopkRegimes[] = {
     {"warp", 32, 30, 4, 1, 512, 100},
     {"block_128", 128, 8, 4, 1, 14000, 200},
     {"block_256", 256, 4, 4, 1, kTopkUnlimited, 200},
-    {"cluster_2", 256, 2, 4, 2, kTopkUnlimited, 120},
-    {"cluster_4", 256, 2, 4, 4, kTopkUnlimited, 60},
+    {"cluster_2", 256, 3, 4, 2, kTopkUnlimited, 120},
+    {"cluster_4", 256, 3, 4, 4, kTopkUnlimited, 60},
     {"block_128", 128, 8, 4, 1, 1024, 0},
-    {"cluster_8", 256, 2, 4, 8, 65536, 30},
-    {"cluster_16", 256, 2, 4, 16, 65536, 0},
-    {"whole_gpu", 256, 2, 4, kTopkWholeGpu, kTopkUnlimited, 0},
+    {"cluster_8", 256, 3, 4, 8, 65536, 30},
+    {"cluster_16", 256, 3, 4, 16, 65536, 0},
+    {"whole_gpu", 256, 3, 4, kTopkWholeGpu, kTopkUnlimited, 0},
     {"block_256", 256, 4, 4, 1, kTopkUnlimited, 0},
 };
 // clang-format on
