@@ -43,8 +43,6 @@ const Device& current_device() {
   return devices[id];
 }
 
-namespace {
-// What the kernels and the plan expect.
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
   params.can_exclude =
@@ -55,6 +53,8 @@ void prepare(ForwardParams& params) {
                    {&params.scores, &params.mask, &params.bias});
 }
 
+namespace {
+// The same for a backward.
 void prepare(BackwardParams& params) {
   params.rows = params.shape.rows();
   params.is_dense =

@@ -12,6 +12,9 @@ namespace megasoftmax {
 int64_t softmax_forward_workspace(ForwardParams params);
 int64_t softmax_backward_workspace(BackwardParams params);
 
+// Sets what the launcher sets of a forward's params, and merges dimensions.
+void prepare(ForwardParams& params);
+
 // The type of `scores` selects the instance.
 cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream);
 

@@ -49,9 +49,9 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
       constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
       const Schedule& schedule = plan.schedule;
-      const Together together = schedule.is_cluster                       ? Together::kInClusters
-                                : kRegime.blocks_per_row == kTopkWholeGpu ? Together::kAll
-                                                                          : Together::kNot;
+      const Together together = schedule.is_cluster                   ? Together::kInClusters
+                                : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
+                                                                      : Together::kNot;
       const auto launch_kernel = [&](auto kernel) {
         return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
                       plan.shared_bytes, together, schedule.blocks_per_row, stream, params,

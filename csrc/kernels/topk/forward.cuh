@@ -4,7 +4,7 @@
 // A block, or the blocks of a cluster or of the whole GPU, own a row. They read it once: sums of
 // exponentials as in softmax, and the largest logit of each group of a thread, usually 16 or 32
 // logits. Of the threads' largest the k-th is a threshold; the few groups that reach it are read
-// again, from the L2 cache, and what reaches it in them is ranked. A row of V logits costs V reads,
+// again, and what reaches it in them is ranked. A row of V logits costs little more than V reads,
 // and writes of k probabilities and columns.
 
 #include <cooperative_groups.h>
@@ -207,44 +207,31 @@ struct TopkPart {
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // A warp looks at groups, several at a time: a lane at one chunk of each.
+  // A warp looks at groups, several at a time: a lane at one chunk.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks, kAtATime = 1;
+    constexpr int kGroups = 32 / kUnitChunks;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
-      for (int first = 0; first < count; first += kGroups * kAtATime) {
-        int columns[kAtATime];
-        Pack<T> raw[kAtATime];
+      for (int i = lane / kUnitChunks; i < count; i += kGroups) {
+        const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
+        const int of_row = group * units_per_group + unit;
+        const int first =
+            of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
+        Pack<T> raw;
+        if (kIsPlain && first < bounds.end) raw = load_streaming<T, kElements>(row + first);
+        const auto z = [&](int j) { return kIsPlain ? raw[j] * sign() : logit(first + j); };
+        const auto key = [&](int j) { return key_of(z(j), first + j); };
+        unsigned wanted = 0;
 #pragma unroll
-        for (int i = 0; i < kAtATime; ++i) {
-          const int at = first + i * kGroups + lane / kUnitChunks;
-          columns[i] = bounds.end;
-          if (at >= count) continue;
-          const int group = waiting[at] / kThreads, thread = waiting[at] % kThreads;
-          if (group * units_per_group + unit >= units) continue;
-          columns[i] =
-              column(group * units_per_group + unit, thread) + lane % kUnitChunks * kStride;
-          if (kIsPlain && columns[i] < bounds.end)
-            raw[i] = load_streaming<T, kElements>(row + columns[i]);
+        for (int j = 0; j < kElements; ++j) {
+          if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
+            wanted |= 1u << j;
         }
-#pragma unroll
-        for (int i = 0; i < kAtATime; ++i) {
-          const auto z = [&](int j) {
-            return kIsPlain ? raw[i][j] * sign() : logit(columns[i] + j);
-          };
-          const auto key = [&](int j) { return key_of(z(j), columns[i] + j); };
-          unsigned wanted = 0;
-#pragma unroll
-          for (int j = 0; j < kElements; ++j) {
-            if (bounds.contains(columns[i] + j) && !(z(j) < least) && key(j) >= threshold)
-              wanted |= 1u << j;
-          }
-          selection.template append<kElements>(wanted, key);
-        }
+        selection.template append<kElements>(wanted, key);
       }
     }
   }

@@ -5,7 +5,7 @@
 // threads. A thread keeps the largest logit of each of its groups, which are one unit each, or
 // more where the row has more than kMaxGroups units.
 
-#include <cstdint>
+#include "../softmax/limits.h"
 
 namespace megasoftmax {
 
@@ -25,39 +25,37 @@ struct TopkRegime {
   int threads;
   int blocks_per_sm;  // the compiler's register budget, of plain rows: 65536 / (threads * blocks)
   int chunks_per_thread;  // of a unit: loads in flight
-  int blocks_per_row;     // more than 1: a cluster, 0: as many as the GPU runs at a time
+  int blocks_per_row;     // more than 1: a cluster
   int max_chunks;         // of a row
   int min_rows;           // fewer rows are served better by more blocks for each
 };
 
-inline constexpr int kTopkUnlimited = INT32_MAX;
-inline constexpr int kTopkWholeGpu = 0;
-
-// The first that fits serves. clang-format off
+// The first that fits serves.
+// clang-format off
 inline constexpr TopkRegime kTopkRegimes[] = {
-    // name,      threads, blocks/SM, chunks, blocks/row,      max chunks, min rows
-    {"warp", 32, 30, 4, 1, 512, 100},
-    {"block_128", 128, 8, 4, 1, 14000, 200},
-    {"block_256", 256, 4, 4, 1, kTopkUnlimited, 200},
-    {"cluster_2", 256, 3, 4, 2, kTopkUnlimited, 120},
-    {"cluster_4", 256, 3, 4, 4, kTopkUnlimited, 60},
-    {"block_128", 128, 8, 4, 1, 1024, 0},
-    {"cluster_8", 256, 3, 4, 8, 65536, 30},
-    {"cluster_16", 256, 3, 4, 16, 65536, 0},
-    {"whole_gpu", 256, 3, 4, kTopkWholeGpu, kTopkUnlimited, 0},
-    {"block_256", 256, 4, 4, 1, kTopkUnlimited, 0},
+    // name,      threads, blocks/SM, chunks, blocks/row, max chunks, min rows
+    {"warp",           32,        30,      4,          1,        512,      100},
+    {"block_128",     128,         8,      4,          1,      14000,      200},
+    {"block_256",     256,         4,      4,          1, kUnlimited,      200},
+    {"cluster_2",     256,         3,      4,          2, kUnlimited,      120},
+    {"cluster_4",     256,         3,      4,          4, kUnlimited,       60},
+    {"block_128",     128,         8,      4,          1,       1024,        0},
+    {"cluster_8",     256,         3,      4,          8,      65536,       30},
+    {"cluster_16",    256,         3,      4,         16,      65536,        0},
+    {"whole_gpu",     256,         3,      4,  kWholeGpu, kUnlimited,        0},
+    {"block_256",     256,         4,      4,          1, kUnlimited,        0},
 };
 // clang-format on
 
 // So that one of them serves, whatever k and the number of rows.
 constexpr bool is_complete(const TopkRegime& last) {
-  return last.max_chunks == kTopkUnlimited && last.min_rows == 0 && last.threads >= kMaxK &&
+  return last.max_chunks == kUnlimited && last.min_rows == 0 && last.threads >= kMaxK &&
          last.blocks_per_row == 1;
 }
 static_assert(is_complete(kTopkRegimes[sizeof(kTopkRegimes) / sizeof(TopkRegime) - 1]));
 
-// Blocks that the whole GPU certainly runs at a time.
-inline constexpr int kTopkWholeGpuBlocksPerSm = 1;
+// Of the whole GPU: so many it certainly runs at a time.
+inline constexpr int kTopkBlocksPerSmOfWholeGpu = 1;
 
 // The first regime with the same kernel: clusters differ by their launch alone.
 constexpr int topk_kernel_of(int index) {
@@ -89,11 +87,11 @@ struct TopkBackwardRegime {
 };
 // clang-format off
 inline constexpr TopkBackwardRegime kTopkBackwardRegimes[] = {
-    // name,      threads/row, rows/block, blocks/SM, chunks, units,     max chunks
-    {"lanes_8",             8,         16,         8,      1,     1,              8},
-    {"lanes_8x4",           8,         16,         5,      4,     1,             32},
-    {"warp",               32,          4,         7,      4,     8,           1024},
-    {"block_256",         256,          1,         4,      4,     8, kTopkUnlimited},
+    // name,      threads/row, rows/block, blocks/SM, chunks, units, max chunks
+    {"lanes_8",             8,         16,         8,      1,     1,          8},
+    {"lanes_8x4",           8,         16,         5,      4,     1,         32},
+    {"warp",               32,          4,         7,      4,     8,       1024},
+    {"block_256",         256,          1,         4,      4,     8, kUnlimited},
 };
 // clang-format on
 

@@ -75,15 +75,15 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
   const int64_t chunks = topk_chunks(params, false), rows = params.rows;
-  const bool is_plain = params.is_dense && !params.can_exclude &&
-                        params.shape.columns * size_of(params.scores.type) % 16 == 0;
-  if (forced < 0 && is_plain && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
+  const bool suits_tiles = params.is_dense && !params.can_exclude &&
+                           params.shape.columns * size_of(params.scores.type) % 16 == 0;
+  if (forced < 0 && suits_tiles && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
     return plan_topk_tiles(params, static_cast<int>(chunks));
   TopkPlan plan = {};
   const auto serves = [&](const TopkRegime& regime) {
     return chunks <= regime.max_chunks && rows >= regime.min_rows && params.k <= regime.threads &&
            regime.blocks_per_row <= device.max_cluster &&
-           (regime.blocks_per_row != kTopkWholeGpu || rows <= device.multiprocessors);
+           (regime.blocks_per_row != kWholeGpu || rows <= device.multiprocessors);
   };
   while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
   if (forced >= 0) plan.regime = forced;
@@ -92,8 +92,8 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   Schedule& schedule = plan.schedule;
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
-  if (regime.blocks_per_row == kTopkWholeGpu) {
-    const int64_t resident = int64_t{device.multiprocessors} * kTopkWholeGpuBlocksPerSm;
+  if (regime.blocks_per_row == kWholeGpu) {
+    const int64_t resident = int64_t{device.multiprocessors} * kTopkBlocksPerSmOfWholeGpu;
     schedule.blocks_per_row =
         static_cast<int>(std::clamp<int64_t>(resident / rows, 1, std::max<int64_t>(units, 1)));
   }

@@ -1,5 +1,6 @@
 // Prepares a launch, plans it, and selects the instance by element type.
 
+#include "../softmax/softmax.h"
 #include "instances/instances.h"
 #include "topk.h"
 
@@ -8,25 +9,21 @@ namespace megasoftmax {
 namespace {
 int forced_regime = -1;
 
-bool prepare(TopkParams& params) {
+bool check_and_prepare(TopkParams& params) {
   if (!fits_indices(params.shape, Window{}) || params.k < 0 || params.k > kMaxK) return false;
-  params.rows = params.shape.rows();
-  params.can_exclude = params.mask.data != nullptr || params.bias.data != nullptr;
-  params.is_dense = is_dense(params.scores, params.shape);
-  merge_dimensions(params.shape, Window{}, SinkLogit{},
-                   {&params.scores, &params.mask, &params.bias});
+  prepare(params);
   return true;
 }
 }  // namespace
 
 int64_t topk_forward_workspace(TopkForwardParams params) {
-  if (params.shape.rows() == 0 || !prepare(params)) return 0;
+  if (params.shape.rows() == 0 || !check_and_prepare(params)) return 0;
   return plan_topk_forward(params, current_device(), forced_regime).workspace_bytes;
 }
 
 cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return cudaSuccess;
-  if (!prepare(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
+  if (!check_and_prepare(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
   const TopkPlan plan = plan_topk_forward(params, current_device(), forced_regime);
   switch (params.scores.type) {
     case DType::kFloat16:
@@ -41,7 +38,7 @@ cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream) {
 
 cudaError_t topk_backward(TopkBackwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0 || params.shape.columns == 0) return cudaSuccess;
-  if (!prepare(params)) return cudaErrorInvalidValue;
+  if (!check_and_prepare(params)) return cudaErrorInvalidValue;
   const TopkPlan plan = plan_topk_backward(params);
   switch (params.scores.type) {
     case DType::kFloat16:
