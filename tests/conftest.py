@@ -1,9 +1,9 @@
-"""Skips what this machine cannot run, with the reason."""
+"""Skips what this machine cannot run, with the reason; fixtures of many files."""
 
 import pytest
 import torch
 
-from megasoftmax import _build, _extension
+from megasoftmax import _build, _extension, dispatch
 
 MISSING = {
     "gpu": None if torch.cuda.is_available() else "torch sees no CUDA GPU",
@@ -22,3 +22,23 @@ def _operators() -> None:
     """Operators that are called by their names need the compiled part loaded beforehand."""
     if torch.cuda.is_available():
         _extension.load()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture(params=["reference", "fused"])
+def through_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether public functions are to run fused: then through the ops for CPU tensors too."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    if request.param == "fused":
+        compiled_part = dispatch._compiled_part
+        monkeypatch.setattr(dispatch, "_device", lambda scores: None)
+        monkeypatch.setattr(
+            dispatch, "_compiled_part", lambda s: compiled_part(s) if s.is_cuda else None
+        )
+    return request.param == "fused"

@@ -6,13 +6,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from inputs import DTYPES
 from torch import Tensor
 
 import megasoftmax
 from megasoftmax import Reason, dispatch, ops, reference, why_not_fused
 
-HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [*HALVES, torch.float32]
 INF, NAN = torch.inf, torch.nan
 
 gpu = pytest.mark.gpu

@@ -28,11 +28,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def run_python(*arguments, folder):
     """Run this Python in `folder`; return (exit code, what it printed)."""
     command = [sys.executable, *map(str, arguments)]

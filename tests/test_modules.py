@@ -26,11 +26,6 @@ OTHER_TYPES = (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrar
 SHAPES = ((7, 7), (1, 9), (3, 11), (5, 2))  # queries, keys; the last has rows with nothing left
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def forbidden(scores, mask):
     raise AssertionError("mask_func was called")
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import megasoftmax
 from megasoftmax import _extension, dispatch, ops, reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
 SHAPE = (BATCH, HEADS, QUERIES, KEYS)
 
@@ -20,28 +19,12 @@ softmax_forward = torch.ops.megasoftmax.softmax_forward.default
 softmax_backward = torch.ops.megasoftmax.softmax_backward.default
 
 
-@pytest.fixture(params=DEVICES)
-def device(request):
-    torch.manual_seed(0)
-    if request.param == "cuda":
-        assert _extension.load().available
-    return request.param
-
-
-@pytest.fixture(params=["reference", "fused"])
-def softmax(request, monkeypatch):
-    """The public function, in plain torch and through the ops: on CPU tensors too."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    if request.param == "fused":
-        compiled_part = dispatch._compiled_part
-        monkeypatch.setattr(dispatch, "_device", lambda scores: None)
-        monkeypatch.setattr(
-            dispatch, "_compiled_part", lambda s: compiled_part(s) if s.is_cuda else None
-        )
+@pytest.fixture
+def softmax(through_ops):
+    """The public function, in plain torch and through the ops."""
 
     def call(scores, **arguments):
-        return megasoftmax.softmax(scores, **arguments, fused=request.param == "fused")
+        return megasoftmax.softmax(scores, **arguments, fused=through_ops)
 
     return call
 

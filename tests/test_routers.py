@@ -24,7 +24,6 @@ import megasoftmax
 from megasoftmax.integrations import routers
 from megasoftmax.integrations.routers import patch_routers
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -50,11 +49,6 @@ MODELS = {
 def _qwen3_moe(**options):
     sizes = {"num_experts": 6, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, **options))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 @pytest.fixture(params=MODELS)

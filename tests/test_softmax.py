@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inputs import DTYPES, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
@@ -17,17 +18,10 @@ from megasoftmax._extension import LIMITS
 from megasoftmax.explain import explain
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [*HALVES, torch.float32]
 SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
 
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def softmax_on(device: str) -> Callable[..., Any]:
@@ -36,23 +30,6 @@ def softmax_on(device: str) -> Callable[..., Any]:
 
 def check(scores: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     return oracle.check(softmax_on(scores.device.type), scores, **arguments)
-
-
-def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def coin(*shape: int, device: str, odds: float = 0.3, seed: int = 1) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.rand(shape, generator=generator, device=device) < odds
-
-
-def bits_equal(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer)
-    )
 
 
 # Variants, each of which every row regime must meet
@@ -1099,7 +1076,7 @@ def test_long_row_that_begins_with_nothing(columns: int, dtype: torch.dtype) -> 
 
 
 @gpu
-def test_more_than_two_to_the_31_elements() -> None:
+def test_a_row_behind_two_to_the_31_elements_has_the_bits_of_one_alone() -> None:
     rows, columns = 2**16 + 3, 2**15 + 8
     scores = torch.zeros(rows, columns, device="cuda", dtype=torch.float16)
     last = normal(1, columns, device="cuda", dtype=torch.float16)

@@ -10,15 +10,13 @@ import oracle
 import oracle_topk
 import pytest
 import torch
+from inputs import DTYPES, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
 from megasoftmax import _build, _extension
 from megasoftmax._extension import MAX_K
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [*HALVES, torch.float32]
 SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
 K_EDGES = [1, 2, 8, 16, 32, 33, 64, MAX_K - 1, MAX_K]
@@ -26,11 +24,6 @@ K_EDGES = [1, 2, 8, 16, 32, 33, 64, MAX_K - 1, MAX_K]
 gpu = pytest.mark.gpu
 topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 topk_backward = torch.ops.megasoftmax.softmax_topk_backward.default
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def topk_on(device: str) -> Callable[..., Any]:
@@ -42,23 +35,6 @@ def check(logits: Tensor, k: int, **arguments: Any) -> tuple[Tensor, ...]:
     if logits.dtype == torch.float64:  # not for the kernels
         function = megasoftmax.softmax_topk
     return oracle_topk.check(function, logits, k, **arguments)
-
-
-def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def coin(*shape: int, device: str, odds: float = 0.3, seed: int = 1) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.rand(shape, generator=generator, device=device) < odds
-
-
-def bits_equal(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer)
-    )
 
 
 # Data: random, and what a selection may stumble over

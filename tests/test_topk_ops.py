@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import megasoftmax
 from megasoftmax import _extension, dispatch, ops_topk, reference_topk
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, ROWS, COLUMNS, K = 2, 3, 7, 3
 SHAPE = (BATCH, ROWS, COLUMNS)
 
@@ -20,28 +19,12 @@ topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 topk_backward = torch.ops.megasoftmax.softmax_topk_backward.default
 
 
-@pytest.fixture(params=DEVICES)
-def device(request):
-    torch.manual_seed(0)
-    if request.param == "cuda":
-        assert _extension.load().available
-    return request.param
-
-
-@pytest.fixture(params=["reference", "fused"])
-def topk(request, monkeypatch):
-    """The public function, in plain torch and through the ops: on CPU tensors too."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    if request.param == "fused":
-        compiled_part = dispatch._compiled_part
-        monkeypatch.setattr(dispatch, "_device", lambda scores: None)
-        monkeypatch.setattr(
-            dispatch, "_compiled_part", lambda s: compiled_part(s) if s.is_cuda else None
-        )
+@pytest.fixture
+def topk(through_ops):
+    """The public function, in plain torch and through the ops."""
 
     def call(logits, k=K, **arguments):
-        return megasoftmax.softmax_topk(logits, k, **arguments, fused=request.param == "fused")
+        return megasoftmax.softmax_topk(logits, k, **arguments, fused=through_ops)
 
     return call
 

@@ -80,11 +80,6 @@ def registered():
     integration.register()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 @pytest.fixture(params=["gpt2", "llama"])
 def family(request):
     return request.param
