@@ -28,6 +28,21 @@ cudaError_t allow_cluster(Kernel kernel, int blocks) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+template <int kCount, class Body, int... kIndices>
+cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndices...>) {
+  cudaError_t error = cudaErrorInvalidValue;
+  static_cast<void>(
+      ((index == kIndices && (error = body.template operator()<kIndices>(), true)) || ...));
+  return error;
+}
+
+// Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
+template <class Regime, int kCount, class Body>
+cudaError_t with_regime(const Regime (&)[kCount], int index, Body&& body) {
+  return with_regime<kCount>(index, std::forward<Body>(body),
+                             std::make_integer_sequence<int, kCount>{});
+}
+
 // How the blocks of a launch belong together.
 enum class Together {
   kNot,

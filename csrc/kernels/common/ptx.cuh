@@ -1,7 +1,11 @@
 #pragma once
 // Inline PTX behind names.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace megasoftmax {
 
@@ -37,6 +41,83 @@ __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: 
 template <int kPending>
 __device__ inline void wait_for_older_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// threadIdx.x, and what follows from it, computed where it is needed: the compiler would keep it in
+// registers throughout a loop.
+__device__ inline int thread_index_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// blockIdx.x likewise.
+__device__ inline int block_index_anew() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+// The same number, of which the compiler cannot know what follows from it: else it would compute
+// that once before a loop and keep it in registers.
+__device__ inline uint32_t unknown(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The address of shared memory that the instructions below take.
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+// Copies the first `bytes` of 16, of which the rest become 0.
+__device__ inline void start_copy_of(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements, whose rows of 16 bytes lane i = 8 * matrix + row points to:
+// a lane gets elements 2 * (lane % 4) and the next of row lane / 4; transposed, of column lane / 4.
+__device__ inline void load_matrices(uint32_t (&matrices)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// c += a b, a: 16x16, b: 16x8, c: 16x8. A lane holds of a rows lane / 4 and 8 below, columns
+// 2 * (lane % 4), the next, and both 8 further; of b the same of its columns; of c as of a.
+template <class T>
+__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Adds two neighbouring numbers in global memory, in one instruction where there is one.
+__device__ inline void add_to_global(float* pair, float first, float second) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(first), "f"(second)
+               : "memory");
+#else
+  atomicAdd(pair, first);
+  atomicAdd(pair + 1, second);
+#endif
 }
 
 // Stops the compiler from computing an address in shared memory anew wherever it is used.

@@ -2,7 +2,6 @@
 // From a plan to one kernel: policies from what is present, the kernel's shape from its regime.
 
 #include <algorithm>
-#include <utility>
 
 #include "../common/launch.cuh"
 #include "backward.cuh"
@@ -11,21 +10,6 @@
 #include "plan.h"
 
 namespace megasoftmax {
-
-template <int kCount, class Body, int... kIndices>
-cudaError_t with_regime(int index, Body&& body, std::integer_sequence<int, kIndices...>) {
-  cudaError_t error = cudaErrorInvalidValue;
-  static_cast<void>(
-      ((index == kIndices && (error = body.template operator()<kIndices>(), true)) || ...));
-  return error;
-}
-
-// Calls body.operator()<index>() for a row of the table: the kernels are instantiated from it.
-template <class Regime, int kCount, class Body>
-cudaError_t with_regime(const Regime (&)[kCount], int index, Body&& body) {
-  return with_regime<kCount>(index, std::forward<Body>(body),
-                             std::make_integer_sequence<int, kCount>{});
-}
 
 // Launches one owner per query, head and batch of `shape`, in slices that a
 // grid can hold.

@@ -2,45 +2,16 @@
 // What a softmax launch needs, as plain structs. Every tensor is seen as [batches, heads, queries,
 // columns].
 
-#include <cmath>
-#include <cstdint>
-
-#include "../common/dtype.h"
 #include "../common/integers.h"
+#include "../common/tensors.h"
 
 namespace megasoftmax {
-
-// A tensor with any strides (in elements, 0 where it is broadcast); absent when data is null.
-struct Strided {
-  const void* data = nullptr;
-  DType type = DType::kFloat32;  // masks are bytes and have none
-  int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
-};
 
 struct Shape {
   int64_t batches = 0, heads = 0, queries = 0;
   int64_t columns = 0;
 
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
-};
-
-// Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1
-// lifts the limit of a side. Causal is right = 0.
-struct Window {
-  int64_t left = -1, right = -1;
-
-  __host__ __device__ bool is_limited() const { return left >= 0 || right >= 0; }
-};
-
-// A logit that joins the denominator: one per head, one for all (stride 0), or a number. -infinity
-// joins nothing.
-struct SinkLogit {
-  const void* data = nullptr;
-  DType type = DType::kFloat32;
-  int64_t stride = 0;
-  float value = -INFINITY;
-
-  __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
 };
 
 // A row's place in the tensor.

@@ -2,17 +2,10 @@
 // The sink: a logit that joins the denominator but has no column.
 
 #include "../common/reduce.cuh"
-#include "../common/vector.cuh"
+#include "../common/sink.cuh"
 #include "params.h"
 
 namespace megasoftmax {
-
-__host__ __device__ inline float sink_logit(const SinkLogit& sink, int64_t head) {
-  if (sink.data == nullptr) return sink.value;
-  return with_dtype(sink.type, [&](auto tag) {
-    return to_float(static_cast<const decltype(tag)*>(sink.data)[head * sink.stride]);
-  });
-}
 
 // A finite logit in units of log 2 stays finite.
 __device__ inline float in_log2(float logit) {

@@ -1,0 +1,312 @@
+// megasoftmax::attention_forward and attention_backward for CUDA tensors. Schemas are defined in
+// megasoftmax/ops_attention.py.
+
+#include "../kernels/attention/attention.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace megasoftmax {
+namespace {
+
+constexpr int64_t kAlignment = 8;  // elements of 2 bytes in the 16 that kernels copy at a time
+
+int64_t padded(int64_t dim) { return divide_up(dim, kAlignment) * kAlignment; }
+
+// As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
+Tensor aligned(const Tensor& tensor, int64_t columns) {
+  STD_TORCH_CHECK(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
+  bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+                    (tensor.stride(3) == 1 || tensor.size(3) == 1);
+  for (int64_t i = 0; i < 3; ++i)
+    is_aligned &= tensor.stride(i) % kAlignment == 0 || tensor.size(i) == 1;
+  const int64_t missing = columns - tensor.size(3);
+  if (missing > 0) {
+    const std::array<int64_t, 2> at_end{0, missing};
+    return torch::stable::pad(tensor, at_end);
+  }
+  // A clone, not contiguous(), which returns a misaligned view of a contiguous tensor as it is.
+  return is_aligned || tensor.numel() == 0
+             ? tensor
+             : torch::stable::clone(torch::stable::contiguous(tensor));
+}
+
+Strided rows_of(const Tensor& tensor) {
+  Strided rows;
+  rows.data = tensor.data_ptr();
+  rows.type = dtype_of(tensor.scalar_type(), "query, key and value");
+  rows.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
+  rows.head_stride = tensor.size(1) == 1 ? 0 : tensor.stride(1);
+  rows.query_stride = tensor.size(2) == 1 ? 0 : tensor.stride(2);
+  rows.column_stride = 1;
+  return rows;
+}
+
+// What forward and backward share; `query`, `key` and `value` are aligned.
+struct Inputs {
+  Tensor query, key, value;
+
+  Inputs(const Tensor& q, const Tensor& k, const Tensor& v)
+      : query(aligned(q, padded(q.size(3)))),
+        key(aligned(k, padded(k.size(3)))),
+        value(aligned(v, padded(v.size(3)))) {}
+};
+
+void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& mask, double scale, bool causal, int64_t window_left,
+                int64_t window_right, const std::optional<Tensor>& sink,
+                std::optional<double> sink_value, bool relative) {
+  const auto& [query, key, value] = inputs;
+  const int64_t batches = query.size(0), heads = query.size(1), queries = query.size(2);
+  const int64_t key_heads = key.size(1), keys = key.size(2);
+  const auto is_beside = [&](const Tensor& tensor) {
+    return tensor.is_cuda() && tensor.get_device_index() == query.get_device_index();
+  };
+  const auto type = query.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16,
+                  "query must be float16 or bfloat16");
+  STD_TORCH_CHECK(is_beside(key) && is_beside(value) && key.scalar_type() == type &&
+                      value.scalar_type() == type,
+                  "key and value must have the type and the device of query");
+  STD_TORCH_CHECK(key.size(0) == batches && value.size(0) == batches &&
+                      value.size(1) == key_heads && value.size(2) == keys &&
+                      key.size(3) == query.size(3),
+                  "key and value do not fit query, or each other");
+  STD_TORCH_CHECK(key_heads > 0 && heads % key_heads == 0,
+                  "the heads of query must be a multiple of those of key");
+  STD_TORCH_CHECK(queries + keys < INT32_MAX, "queries and keys must fit 31 bits");
+  params.batches = batches;
+  params.heads = heads;
+  params.key_heads = key_heads;
+  params.queries = static_cast<int>(queries);
+  params.keys = static_cast<int>(keys);
+  params.head_dim = static_cast<int>(query.size(3));
+  params.value_dim = static_cast<int>(value.size(3));
+  params.query = rows_of(query);
+  params.key = rows_of(key);
+  params.value = rows_of(value);
+  params.heads_per_key_head = Divider(heads / key_heads);
+  if (mask) {
+    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && is_beside(*mask) && mask->dim() == 4,
+                    "mask must be bool, of 4 dimensions, on the device of query");
+    const std::array<int64_t, 4> sizes{batches, heads, queries, keys};
+    std::array<int64_t, 4> strides{};
+    for (int64_t i = 0; i < 4; ++i) {
+      STD_TORCH_CHECK(mask->size(i) == sizes[i] || mask->size(i) == 1,
+                      "mask does not broadcast to the scores in dimension ", i);
+      strides[i] = mask->size(i) == 1 ? 0 : mask->stride(i);
+    }
+    params.mask = {mask->data_ptr(), DType::kFloat32, strides[0],
+                   strides[1],       strides[2],      strides[3]};
+  }
+  if (bias) {
+    STD_TORCH_CHECK(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
+                    "bias must have 4 dimensions, a relative one 3, on the device of query");
+    STD_TORCH_CHECK(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
+                    "bias must have the type of query or be float32");
+    const int64_t bias_batches = bias->size(0), bias_heads = bias->size(1);
+    STD_TORCH_CHECK(bias_batches > 0 && bias_heads > 0 && batches % bias_batches == 0 &&
+                        heads % bias_heads == 0,
+                    "batches and heads must be multiples of those of bias");
+    params.batches_per_bias = Divider(batches / bias_batches);
+    params.heads_per_bias = Divider(heads / bias_heads);
+    params.is_relative = relative;
+    Strided& rows = params.bias;
+    rows.data = bias->data_ptr();
+    rows.type = dtype_of(bias->scalar_type(), "bias");
+    rows.batch_stride = bias_batches == 1 ? 0 : bias->stride(0);
+    rows.head_stride = bias_heads == 1 ? 0 : bias->stride(1);
+    if (relative) {
+      STD_TORCH_CHECK(bias->size(2) == queries + keys - 1,
+                      "a relative bias must have queries + keys - 1 entries");
+      // The entry of query i and key j is number j - i + queries - 1.
+      rows.column_stride = bias->stride(2);
+      rows.query_stride = -rows.column_stride;
+      rows.data = static_cast<const char*>(rows.data) +
+                  (queries - 1) * rows.column_stride * size_of(rows.type);
+    } else {
+      STD_TORCH_CHECK((bias->size(2) == 1 || bias->size(2) == queries) &&
+                          (bias->size(3) == 1 || bias->size(3) == keys),
+                      "bias does not broadcast to the scores");
+      rows.query_stride = bias->size(2) == 1 ? 0 : bias->stride(2);
+      rows.column_stride = bias->size(3) == 1 ? 0 : bias->stride(3);
+      if (keys == 1) rows.column_stride = 1;
+    }
+  }
+  params.sink = sink_of(sink, sink_value, query);
+  // What no query meets is no limit.
+  const Window window = window_of(causal, window_left, window_right);
+  const int64_t farthest = queries + keys;
+  params.window_left = window.left >= farthest ? -1 : static_cast<int>(window.left);
+  params.window_right = window.right >= farthest ? -1 : static_cast<int>(window.right);
+  params.scale = static_cast<float>(scale);
+}
+
+// [batches, heads, queries, columns], in memory [batches, queries, heads, columns].
+Tensor new_output(const Tensor& query, int64_t columns) {
+  return torch::stable::transpose(new_tensor({query.size(0), query.size(2), query.size(1), columns},
+                                             query.scalar_type(), query),
+                                  1, 2);
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
+                                   std::optional<Tensor> bias, std::optional<Tensor> mask,
+                                   double scale, bool causal, int64_t window_left,
+                                   int64_t window_right, std::optional<Tensor> sink,
+                                   std::optional<double> sink_value, bool relative) {
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const Inputs inputs(query, key, value);
+  AttentionForwardParams params;
+  set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
+             relative);
+  Tensor output = new_output(query, params.value_dim);
+  Tensor statistics =
+      new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
+  params.output = rows_of(output);
+  params.statistics = static_cast<float*>(statistics.data_ptr());
+  check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
+  if (params.value_dim != value.size(3)) {
+    Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));
+    output = new_output(query, value.size(3));
+    torch::stable::copy_(output, narrow);
+  }
+  return {std::move(output), std::move(statistics)};
+}
+
+// The type of `tensor`, without the columns that it lacks.
+Tensor narrowed(Tensor& gradient, const Tensor& tensor) {
+  if (gradient.size(3) == tensor.size(3)) return gradient;
+  Tensor result = torch::stable::empty_like(tensor);
+  torch::stable::copy_(result, torch::stable::narrow(gradient, 3, 0, tensor.size(3)));
+  return result;
+}
+
+// Sums over batches and heads that share an entry of the bias: from [batches, heads, ...] to the
+// sizes and the type of the bias.
+Tensor sum_of_shared(const Tensor& of_heads, const Tensor& bias) {
+  const int64_t batches = bias.size(0), heads = bias.size(1);
+  const std::array<int64_t, 5> groups{batches, of_heads.size(0) / batches, heads,
+                                      of_heads.size(1) / heads, -1};
+  const Tensor grouped = torch::stable::reshape(
+      of_heads, torch::headeronly::IntHeaderOnlyArrayRef(groups.data(), groups.size()));
+  std::vector<int64_t> summed{1, 3};
+  // A bias for all queries and all keys is summed over both.
+  if (bias.size(2) == 1 && bias.size(3) == 1) summed.push_back(4);
+  const Tensor sum = torch::stable::sum(
+      grouped, torch::headeronly::IntHeaderOnlyArrayRef(summed.data(), summed.size()));
+  const std::vector<int64_t> sizes = sizes_of(bias);
+  return torch::stable::to(torch::stable::reshape(sum, torch::headeronly::IntHeaderOnlyArrayRef(
+                                                           sizes.data(), sizes.size())),
+                           bias.scalar_type());
+}
+
+BiasGradient bias_gradient_kind(const AttentionParams& params, const Tensor& bias) {
+  if (params.is_relative) return BiasGradient::kDiagonals;
+  if (bias.size(3) != params.keys) return BiasGradient::kQueries;
+  if (bias.size(2) != params.queries) return BiasGradient::kKeys;
+  return bias.size(0) == params.batches && bias.size(1) == params.heads ? BiasGradient::kDense
+                                                                        : BiasGradient::kShared;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor query, Tensor key,
+    Tensor value, Tensor output, Tensor statistics, std::optional<Tensor> bias,
+    std::optional<Tensor> mask, double scale, bool causal, int64_t window_left,
+    int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
+    bool relative, bool bias_gradient, bool sink_gradient, bool deterministic) {
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const Inputs inputs(query, key, value);
+  AttentionBackwardParams params;
+  set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
+             relative);
+  const auto check_rows = [&](const Tensor& tensor, int64_t count, const char* argument) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
+                        tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,
+                    argument, " must be as attention_forward gives it");
+    return torch::stable::contiguous(tensor);
+  };
+  const auto check_output = [&](const Tensor& tensor, const char* argument) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
+                        tensor.scalar_type() == query.scalar_type() && tensor.dim() == 4 &&
+                        tensor.size(0) == params.batches && tensor.size(1) == params.heads &&
+                        tensor.size(2) == params.queries && tensor.size(3) == value.size(3),
+                    argument, " must have the shape and the type of the output");
+    return aligned(tensor, params.value_dim);
+  };
+  const Tensor rows = check_rows(statistics, 3 * params.rows(), "statistics");
+  const Tensor results = check_output(output, "output");
+  const Tensor gradients = check_output(output_gradient, "d_output");
+  Tensor lse_gradients;
+  if (lse_gradient) {
+    lse_gradients = check_rows(*lse_gradient, params.rows(), "d_lse");
+    params.lse_gradient = static_cast<const float*>(lse_gradients.data_ptr());
+  }
+  params.statistics = static_cast<float*>(rows.data_ptr());
+  params.output = rows_of(results);
+  params.output_gradient = rows_of(gradients);
+
+  Tensor query_gradient = torch::stable::empty_like(inputs.query);
+  Tensor key_gradient = torch::stable::empty_like(inputs.key);
+  Tensor value_gradient = torch::stable::empty_like(inputs.value);
+  const std::vector<int64_t> row_counts{params.batches, params.heads, params.queries};
+  Tensor sink_rows =
+      new_tensor(sink_gradient ? row_counts : std::vector<int64_t>{0}, ScalarType::Float, query);
+  if (sink_gradient) params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
+  params.query_gradient = rows_of(query_gradient);
+  params.key_gradient = rows_of(key_gradient);
+  params.value_gradient = rows_of(value_gradient);
+  const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
+  params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
+  Tensor sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
+  params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
+
+  Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
+  Tensor bias_result = bias_sums;
+  if (bias_gradient) {
+    STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
+    params.bias_gradient_kind = bias_gradient_kind(params, *bias);
+    const int64_t batches = params.batches, heads = params.heads;
+    switch (params.bias_gradient_kind) {
+      case BiasGradient::kDense:
+      case BiasGradient::kShared:
+        bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
+        break;
+      case BiasGradient::kKeys:
+        bias_sums = new_tensor({batches, heads, params.keys}, ScalarType::Float, query);
+        break;
+      case BiasGradient::kQueries:
+        bias_sums = new_tensor(row_counts, ScalarType::Float, query);
+        break;
+      default: {
+        const int64_t tile = attention_backward_keys(params);
+        bias_sums = new_tensor(
+            {batches, heads, divide_up<int64_t>(params.keys, tile), tile - 1 + params.queries},
+            ScalarType::Float, query);
+        bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
+        params.table_gradient = static_cast<float*>(bias_result.data_ptr());
+      }
+    }
+    params.bias_gradient = bias_sums.data_ptr();
+    params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(bias_sums.scalar_type(), ""));
+  }
+  check_cuda(attention_backward(params, current_stream(query)), "attention_backward");
+  if (params.bias_gradient_kind == BiasGradient::kKeys ||
+      params.bias_gradient_kind == BiasGradient::kQueries) {
+    bias_result = sum_of_shared(bias_sums, *bias);
+  } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
+    bias_result = torch::stable::to(bias_result, bias->scalar_type());
+  }
+  return {narrowed(query_gradient, query), narrowed(key_gradient, key),
+          narrowed(value_gradient, value), std::move(bias_result), std::move(sink_rows)};
+}
+
+}  // namespace
+}  // namespace megasoftmax
+
+STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
+  library.impl("attention_forward", TORCH_BOX(&megasoftmax::forward));
+  library.impl("attention_backward", TORCH_BOX(&megasoftmax::backward));
+}

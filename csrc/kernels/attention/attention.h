@@ -1,0 +1,17 @@
+#pragma once
+// Entry points of attention. They launch on `stream`, allocate nothing and never synchronise.
+
+#include <cuda_runtime_api.h>
+
+#include "params.h"
+
+namespace megasoftmax {
+
+// The type of the queries selects the instance.
+cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream);
+
+// How many keys a block of the backward has, which gives the size of sums along diagonals.
+int attention_backward_keys(const AttentionParams& params);
+cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream);
+
+}  // namespace megasoftmax

@@ -1,0 +1,206 @@
+#pragma once
+// The bias: what the product of queries and keys starts from, divided by the scale.
+//
+// Numbers beyond kLargestLogit count as that, so that a finite bias never becomes infinite; entries
+// of -inf are excluded, after the product.
+
+#include "../common/vector.cuh"
+#include "exclusion.cuh"
+#include "limits.h"
+#include "plan.h"
+#include "sm80/tile.cuh"
+
+namespace megasoftmax {
+
+// Of one batch and head.
+template <class T>
+struct BiasRows {
+  const void* first;
+  DType type;
+  int64_t query_stride, key_stride;
+
+  __device__ BiasRows(const AttentionParams& params, int batch, int head)
+      : type(params.bias.type),
+        query_stride(params.bias.query_stride),
+        key_stride(params.bias.column_stride) {
+    int entry_batch, entry_head, rest;
+    params.batches_per_bias.split(batch, entry_batch, rest);
+    params.heads_per_bias.split(head, entry_head, rest);
+    const int64_t offset =
+        entry_batch * params.bias.batch_stride + entry_head * params.bias.head_stride;
+    first = type == DType::kFloat32
+                ? static_cast<const void*>(static_cast<const float*>(params.bias.data) + offset)
+                : static_cast<const T*>(params.bias.data) + offset;
+  }
+  __device__ const T* row(int query) const {
+    return static_cast<const T*>(first) + query * query_stride;
+  }
+  __device__ float operator()(int query, int key) const {
+    const int64_t offset = query * query_stride + key * key_stride;
+    return type == DType::kFloat32 ? static_cast<const float*>(first)[offset]
+                                   : to_float(static_cast<const T*>(first)[offset]);
+  }
+};
+
+// A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
+template <int kQueries, int kKeys>
+struct FloatBiasTile {
+  static constexpr int kPitch = kKeys + 8;  // so that eight rows lie in different banks
+  static constexpr int kBytes = kQueries * kPitch * 4;
+
+  float* values;
+  bool is_relative;
+
+  // What lies outside of the tensor becomes 0.
+  template <int kThreads, class T>
+  __device__ void fill(const BiasRows<T>& bias, int first_query, int first_key, int queries,
+                       int keys) const {
+    const int thread = thread_index_anew();
+    if (is_relative) {
+      for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
+        // The entry of any query and key of the diagonal.
+        const int distance = i - (kQueries - 1) + first_key - first_query;
+        const int query = max(-distance, 0), key = max(distance, 0);
+        values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
+      }
+      return;
+    }
+    constexpr int kRowsAtATime = kThreads / kKeys;
+    const int column = thread % kKeys;
+#pragma unroll 8
+    for (int row = thread / kKeys; row < kQueries; row += kRowsAtATime) {
+      const int query = first_query + row, key = first_key + column;
+      values[row * kPitch + column] = query < queries && key < keys ? bias(query, key) : 0.f;
+    }
+  }
+  // A row's first entry.
+  __device__ const float* row(int query) const {
+    return values + (is_relative ? kQueries - 1 - query : query * kPitch);
+  }
+};
+
+// Where elements [m][n] and [m][n + 1] start from, of a tile of the bias as it lies in memory.
+// `largest` is the largest magnitude of what was loaded.
+template <class T, class Fragments>
+struct TileBias {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Fragments& fragments;
+  Pair largest = {};
+
+  __device__ explicit TileBias(const Fragments& fragments) : fragments(fragments) {}
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
+    uint32_t words[4];
+    fragments.load(words, m * 16, n * 8);
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pack.words[i] = words[i];
+      largest = __hmax2(largest, __habs2(reinterpret_cast<const Pair&>(words[i])));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      left[i] = pack[i];
+      right[i] = pack[4 + i];
+    }
+  }
+  __device__ float magnitude() const { return fmaxf(__low2float(largest), __high2float(largest)); }
+};
+
+// The same of a tile in float32; `row` is the first that this lane's warp has.
+template <class FloatTile>
+struct FloatBias {
+  const FloatTile& tile;
+  int row;
+  float largest = 0.f;
+
+  __device__ FloatBias(const FloatTile& tile, int row) : tile(tile), row(row) {}
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* const entries =
+          tile.row(row + m * 16 + half * 8 + lane / 4) + n * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        left[2 * half + i] = entries[i];
+        right[2 * half + i] = entries[8 + i];
+        largest = fmaxf(largest, fmaxf(fabsf(entries[i]), fabsf(entries[8 + i])));
+      }
+    }
+  }
+  __device__ float magnitude() const { return largest; }
+};
+
+// Both with keys in rows and queries in columns.
+template <class Tile>
+struct TransposedFragments {
+  FragmentsAcross<Tile> fragments;
+  int first_key;
+
+  __device__ TransposedFragments(const Tile& tile, int first_key)
+      : fragments(tile, 0), first_key(first_key) {}
+  __device__ void load(uint32_t (&words)[4], int row, int column) const {
+    fragments.load_transposed(words, column, first_key + row);
+  }
+};
+template <class FloatTile>
+struct TransposedFloatBias {
+  const FloatTile& tile;
+  int first_key;
+  float largest = 0.f;
+
+  __device__ TransposedFloatBias(const FloatTile& tile, int first_key)
+      : tile(tile), first_key(first_key) {}
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float entry = tile.row(n * 8 + i / 4 * 8 + lane % 4 * 2 +
+                                   i % 2)[first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
+      (i < 4 ? left : right)[i % 4] = entry;
+      largest = fmaxf(largest, fabsf(entry));
+    }
+  }
+  __device__ float magnitude() const { return largest; }
+};
+
+// Sets scores to bias * factor; adds entries of -inf to what is excluded.
+template <int kM, int kN, class Bias>
+__device__ __forceinline__ void start_from_bias(Accumulators<kM, kN>& scores, float factor,
+                                                Excluded<kM, kN>& excluded, Bias&& bias) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) bias.load(m, n, scores[m][n], scores[m][n + 1]);
+  }
+  if (factor != 1.f) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] *= factor;
+      }
+    }
+  }
+  // By the whole warp, as loads of fragments are.
+  if (!__any_sync(~0u, bias.magnitude() * factor > kLargestLogit)) return;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      float entries[2][4];
+      bias.load(m, n, entries[0], entries[1]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float entry = entries[i / 4][i % 4];
+        float& score = scores[m][n + i / 4][i % 4];
+        if (entry == -INFINITY) excluded.add(m, n + i / 4, i % 4);
+        if (fabsf(score) > kLargestLogit && entry != INFINITY)
+          score = copysignf(kLargestLogit, score);
+      }
+    }
+  }
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,100 @@
+#pragma once
+// From a plan to one kernel.
+
+#include "../common/launch.cuh"
+#include "plan.h"
+#include "sm80/backward.cuh"
+#include "sm80/forward.cuh"
+
+namespace megasoftmax {
+
+// Calls body.operator()<kind>() for the kind of bias of a launch.
+template <class Body>
+cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
+  switch (bias_kind(params)) {
+    case BiasKind::kNone:
+      return body.template operator()<BiasKind::kNone>();
+    case BiasKind::kTile:
+      return body.template operator()<BiasKind::kTile>();
+    case BiasKind::kAny:
+      return body.template operator()<BiasKind::kAny>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Launches so many blocks for each head and batch.
+template <class Params>
+cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, int64_t batches,
+                         int threads, int shared_bytes, cudaStream_t stream, Params params) {
+  const int64_t blocks = tiles * heads * batches;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  params.tiles = Divider(tiles);
+  params.batches_of_tile = Divider(batches);
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                shared_bytes, Together::kNot, 1, stream, params);
+}
+
+// Launches a thread for each of `count` items.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_flat(void (*kernel)(Parameters...), int64_t count, int threads,
+                        cudaStream_t stream, Arguments... arguments) {
+  const int64_t blocks = divide_up<int64_t>(count, threads);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                0, Together::kNot, 1, stream, arguments...);
+}
+
+template <class T>
+cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
+  return with_bias_kind(params, [&]<BiasKind kBias>() {
+    const int index = tile_for(kAttentionForwardTiles, params);
+    return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
+      using Memory = ForwardMemory<T, kIndex>;
+      return launch_tiles(attention_forward_kernel<T, kBias, kIndex>,
+                          divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
+                          Memory::kThreads, Memory::bytes(kBias), stream, params);
+    });
+  });
+}
+
+template <class T>
+cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
+                                        cudaStream_t stream) {
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
+  if (params.bias_gradient != nullptr)
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
+      params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(with_bias_kind(params, [&]<BiasKind kBias>() {
+    const int index = tile_for(kAttentionBackwardTiles, params);
+    return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
+      using Memory = BackwardMemory<T, kIndex>;
+      const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
+      MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(attention_backward_kernel<T, kBias, kIndex>,
+                                               key_tiles * Memory::kSlices, params.key_heads,
+                                               params.batches, Memory::kThreads,
+                                               Memory::bytes(kBias), stream, params));
+      if constexpr (kBias != BiasKind::kNone) {
+        const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
+        const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
+        if (params.bias_gradient_kind == BiasGradient::kShared)
+          return launch_tiles(attention_bias_gradient_kernel<T, kBias, kIndex>,
+                              key_tiles * divide_up(params.queries, Memory::kQueries), bias_heads,
+                              bias_batches, Memory::kThreads, Memory::bytes(kBias), stream, params);
+        if (params.bias_gradient_kind == BiasGradient::kDiagonals)
+          return launch_flat(attention_diagonals_kernel,
+                             bias_batches * bias_heads * (params.queries + params.keys - 1), 256,
+                             stream, params, Memory::kKeys, params.table_gradient);
+      }
+      return cudaSuccess;
+    });
+  }));
+  return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
+                     stream, params);
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,53 @@
+#pragma once
+// Tiles of attention: the family's only limits. Plain C++, no CUDA, no torch.
+
+namespace megasoftmax {
+
+inline constexpr int kMaxHeadDim = 256;
+// c = scale * log2(e) times the largest logit over scale that kernels tell from others stays
+// finite.
+inline constexpr float kMaxScale = 1e4f, kLargestLogit = 1e30f;
+
+// A block of queries against one tile of keys after the other, forward.
+struct AttentionTile {
+  int head_dim;  // of queries, keys and values; shorter ones are filled up with 0
+  int warps;
+  int queries_per_warp;  // a multiple of 16
+  int keys;              // of a tile
+  int blocks_per_sm;     // the compiler's register budget: 65536 / (threads * blocks)
+
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int queries() const { return warps * queries_per_warp; }
+};
+// clang-format off
+inline constexpr AttentionTile kAttentionForwardTiles[] = {
+    // head dim, warps, queries/warp, keys, blocks/SM
+    {        32,     4,           32,   64,         4},
+    {        64,     4,           32,   64,         3},
+    {       128,     4,           32,   64,         2},
+    {       256,     8,           16,   64,         1},
+};
+// clang-format on
+
+// A block of keys against one tile of queries after the other, backward.
+struct AttentionBackwardTile {
+  int head_dim;
+  int warps;  // 16 keys each
+  int queries;
+  int slice;  // the columns of gradients that a block makes
+  int blocks_per_sm;
+
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int keys() const { return 16 * warps; }
+};
+// clang-format off
+inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
+    // head dim, warps, queries, slice, blocks/SM
+    {        32,     8,      64,    32,         1},
+    {        64,     8,      64,    64,         1},
+    {       128,     8,      64,   128,         1},
+    {       256,     4,      64,   128,         1},
+};
+// clang-format on
+
+}  // namespace megasoftmax

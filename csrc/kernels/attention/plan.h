@@ -1,0 +1,53 @@
+#pragma once
+// Which kernels serve a launch of attention. Plain host code.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "limits.h"
+#include "params.h"
+
+namespace megasoftmax {
+
+enum class BiasKind {
+  kNone,
+  kTile,  // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
+  kAny,   // any element type and strides
+};
+
+inline BiasKind bias_kind(const AttentionParams& params) {
+  const Strided& bias = params.bias;
+  if (bias.data == nullptr) return BiasKind::kNone;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+                          (bias.batch_stride | bias.head_stride | bias.query_stride) % 8 == 0;
+  return bias.type == params.query.type && bias.column_stride == 1 && is_aligned ? BiasKind::kTile
+                                                                                 : BiasKind::kAny;
+}
+
+// The first of a table whose tiles hold the head dimensions.
+template <class TileShape, int kCount>
+int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
+  int index = 0;
+  while (tiles[index].head_dim < std::max(params.head_dim, params.value_dim)) ++index;
+  return index;
+}
+
+inline void split_scale(AttentionParams& params) {
+  params.rest = params.scale;
+  if (params.bias.data == nullptr) return;
+  int exponent = 0;
+  const float fraction = std::frexp(params.scale, &exponent);  // from 0.5 to 1
+  // float16 has no room for larger numbers.
+  if (exponent > 1 && params.query.type == DType::kFloat16) return;
+  params.power_of_two = std::ldexp(1.f, exponent - 1);
+  params.rest = 2 * fraction;
+}
+
+inline bool is_valid(const AttentionParams& params) {
+  return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
+         params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&
+         params.scale <= kMaxScale;
+}
+
+}  // namespace megasoftmax

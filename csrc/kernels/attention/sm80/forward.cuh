@@ -1,0 +1,213 @@
+#pragma once
+// O = softmax(scale * Q K^T + B) V, without writing scores.
+//
+// A block owns a tile of queries of one head, a warp 16 or 32 of them, and takes one tile of keys
+// and values after the other. The product of queries and keys starts from the bias over the scale;
+// exclusion follows; then the softmax, online; then the product with the values. Queries, keys and
+// values are read once per tile of queries, mostly from the L2 cache, the bias once, the output
+// written once.
+
+#include "../../common/vector.cuh"
+#include "../bias.cuh"
+#include "../exclusion.cuh"
+#include "../limits.h"
+#include "../online_softmax.cuh"
+#include "tile.cuh"
+
+namespace megasoftmax {
+
+template <class T, int kIndex>
+struct ForwardMemory {
+  static constexpr AttentionTile kTile = kAttentionForwardTiles[kIndex];
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
+  static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.warps * kWarpQueries;
+  using Queries = Tile<T, kQueries, kDim>;
+  using Keys = Tile<T, kKeys, kDim>;
+  using Bias = Tile<T, kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+
+  // Queries, keys, values, bias.
+  static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
+  static constexpr int bytes(BiasKind bias) {
+    return kBiasOffset + (bias == BiasKind::kTile  ? Bias::kBytes
+                          : bias == BiasKind::kAny ? FloatBias::kBytes
+                                                   : 0);
+  }
+};
+
+// What a block owns. Cheap enough to be found anew where it is needed seldom.
+struct TileOfQueries {
+  int first_query, head, batch;
+
+  __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile) {
+    int tile, rest;
+    params.tiles.split(block_index_anew(), rest, tile);
+    params.batches_of_tile.split(rest, head, batch);
+    // Of causal attention the last queries see most keys: they begin first.
+    first_query = (static_cast<int>(params.tiles.divisor) - 1 - tile) * queries_per_tile;
+  }
+};
+
+// Starts to copy the tile of the bias at a key.
+template <class T, class Memory>
+__device__ inline void start_copy_of_bias(const typename Memory::Bias& tile,
+                                          const AttentionParams& params, int key) {
+  const TileOfQueries block(params, Memory::kQueries);
+  const BiasRows<T> bias(params, block.batch, block.head);
+  tile.template start_copy<Memory::kThreads>(bias.row(block.first_query) + key, bias.query_stride,
+                                             params.queries - block.first_query, params.keys - key);
+}
+
+template <class T, BiasKind kBias, int kIndex>
+__global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
+                                  kAttentionForwardTiles[kIndex].blocks_per_sm)
+    attention_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
+  using Memory = ForwardMemory<T, kIndex>;
+  using QueryTile = typename Memory::Queries;
+  using KeyTile = typename Memory::Keys;
+  using BiasTile = typename Memory::Bias;
+  constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
+  constexpr int kWarpQueries = Memory::kWarpQueries, kQueries = Memory::kQueries;
+  constexpr int kKeys = Memory::kKeys;
+  constexpr int kM = kWarpQueries / 16, kN = kKeys / 8, kColumns = kDim / 8;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const QueryTile query_tile{shared_address(shared_memory)};
+  const KeyTile key_tile{query_tile.address + QueryTile::kBytes};
+  const KeyTile value_tile{key_tile.address + KeyTile::kBytes};
+  const BiasTile bias_tile{query_tile.address + Memory::kBiasOffset};
+  const typename Memory::FloatBias float_bias{
+      reinterpret_cast<float*>(shared_memory + Memory::kBiasOffset), params.is_relative};
+
+  int begin, end, all_visible_begin, all_visible_end;
+  const T *key_rows, *value_rows;
+  {
+    const TileOfQueries block(params, kQueries);
+    const int last_query = min(block.first_query + kQueries, params.queries) - 1;
+    const KeyRange first_sees = visible_keys(params, block.first_query),
+                   last_sees = visible_keys(params, last_query);
+    begin = first_sees.begin / kKeys * kKeys;
+    end = last_sees.end;
+    all_visible_begin = last_sees.begin;
+    all_visible_end = params.mask.data == nullptr ? first_sees.end - kKeys : -1;
+    int key_head, rest;
+    params.heads_per_key_head.split(block.head, key_head, rest);
+    key_rows = static_cast<const T*>(params.key.data) + block.batch * params.key.batch_stride +
+               key_head * params.key.head_stride;
+    value_rows = static_cast<const T*>(params.value.data) +
+                 block.batch * params.value.batch_stride + key_head * params.value.head_stride;
+    query_tile.template start_copy<kThreads>(
+        static_cast<const T*>(params.query.data) + block.batch * params.query.batch_stride +
+            block.head * params.query.head_stride + block.first_query * params.query.query_stride,
+        params.query.query_stride, params.queries - block.first_query, params.head_dim);
+  }
+  const auto copy_keys = [&](int key) {
+    key_tile.template start_copy<kThreads>(key_rows + key * params.key.query_stride,
+                                           params.key.query_stride, params.keys - key,
+                                           params.head_dim);
+    if constexpr (kBias == BiasKind::kTile) start_copy_of_bias<T, Memory>(bias_tile, params, key);
+    end_copies();
+    if constexpr (kBias == BiasKind::kAny) {
+      const TileOfQueries block(params, kQueries);
+      float_bias.template fill<kThreads>(BiasRows<T>(params, block.batch, block.head),
+                                         block.first_query, key, params.queries, params.keys);
+    }
+  };
+
+  float output[kM][kColumns][4] = {};
+  OnlineSoftmax<kM> softmax(params.rest);
+  if (begin < end) copy_keys(begin);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpQueries;
+  const FragmentsDown<QueryTile> query_fragments(query_tile, warp_row);
+  const FragmentsAcross<KeyTile> key_fragments(key_tile, 0);
+  const FragmentsDown<KeyTile> value_fragments(value_tile, 0);
+  const FragmentsDown<BiasTile> bias_fragments(bias_tile, warp_row);
+
+  if (kBias != BiasKind::kNone && params.power_of_two != 1.f) {
+    wait_for_copies();
+    __syncthreads();
+    scale_rows<T, kWarpQueries, QueryTile>(shared_memory, warp_row, params.power_of_two);
+  }
+
+#pragma unroll 1
+  for (int key = begin; key < end; key += kKeys) {
+    wait_for_copies();
+    __syncthreads();  // keys and bias are there, the values before are used up
+    value_tile.template start_copy<kThreads>(value_rows + key * params.value.query_stride,
+                                             params.value.query_stride, params.keys - key,
+                                             params.value_dim);
+    end_copies();
+
+    Excluded<kM, kN> excluded;
+    if (key < all_visible_begin || key > all_visible_end) {
+      const TileOfQueries block(params, kQueries);
+      const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
+      excluded.template find<false>(params, block.batch, block.head, first_query, key);
+    }
+    float scores[kM][kN][4] = {};
+    if constexpr (kBias == BiasKind::kTile) {
+      start_from_bias(scores, 1.f / params.rest, excluded,
+                      TileBias<T, FragmentsDown<BiasTile>>(bias_fragments));
+    } else if constexpr (kBias == BiasKind::kAny) {
+      start_from_bias(scores, 1.f / params.rest, excluded,
+                      FloatBias<typename Memory::FloatBias>(float_bias, warp_row));
+    }
+    multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
+    excluded.apply(scores, -INFINITY);
+
+    wait_for_copies();
+    __syncthreads();  // values are there, keys and bias are used up
+    if (key + kKeys < end) copy_keys(key + kKeys);
+    softmax.step(scores, output);
+    multiply_weights<T>(output, scores, value_fragments);
+  }
+  wait_for_copies();
+
+  const TileOfQueries block(params, kQueries);
+  const int head = block.head, batch = block.batch;
+  const int lane = thread_index_anew() % 32, warp = thread_index_anew() / 32;
+  const int warp_query = block.first_query + warp * kWarpQueries;
+  const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
+  const int64_t rows = params.rows(),
+                first_row = (int64_t{batch} * params.heads + head) * params.queries + warp_query;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = softmax.sum[m][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const RowEnd row_end(softmax.max[m][half] / params.power_of_two, sum, params.scale, sink);
+      const int row = m * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && warp_query + row < params.queries) {
+        params.statistics[first_row + row] = row_end.max;
+        params.statistics[rows + first_row + row] = row_end.log_sum;
+        params.statistics[2 * rows + first_row + row] = row_end.lse;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        const uint32_t pair = round_pair<T>(output[m][n][2 * half] * row_end.factor,
+                                            output[m][n][2 * half + 1] * row_end.factor);
+        *reinterpret_cast<uint32_t*>(
+            shared_memory + QueryTile::offset(warp * kWarpQueries + row, n) + lane % 4 * 4) = pair;
+      }
+    }
+  }
+  __syncwarp();
+  // Whole rows leave together, through what held this warp's queries.
+  auto* const output_rows = static_cast<T*>(const_cast<void*>(params.output.data)) +
+                            batch * params.output.batch_stride + head * params.output.head_stride;
+  constexpr int kChunks = QueryTile::kChunks;
+#pragma unroll
+  for (int i = lane; i < kWarpQueries * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (warp_query + row < params.queries && chunk * 8 < params.value_dim) {
+      *reinterpret_cast<uint4*>(output_rows + (warp_query + row) * params.output.query_stride +
+                                chunk * 8) =
+          *reinterpret_cast<const uint4*>(shared_memory +
+                                          QueryTile::offset(warp * kWarpQueries + row, chunk));
+    }
+  }
+}
+
+}  // namespace megasoftmax

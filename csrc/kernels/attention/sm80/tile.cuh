@@ -1,0 +1,244 @@
+#pragma once
+// Tiles of 16-bit elements in shared memory, and what matrix instructions take of them.
+//
+// A row is cut into chunks of 16 bytes, which lie permuted so that the same chunk of eight
+// neighbouring rows lies in eight different banks.
+
+#include "../../common/ptx.cuh"
+#include "../../common/vector.cuh"
+
+namespace megasoftmax {
+
+template <class T, int kRows_, int kColumns_>
+struct Tile {
+  static_assert(sizeof(T) == 2);
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kChunks = kColumns / 8, kRowBytes = kColumns * 2;
+  static constexpr int kBytes = kRows * kRowBytes;
+
+  uint32_t address;  // a multiple of kRowBytes
+
+  // Of a chunk, in bytes from the tile's first.
+  __device__ static uint32_t offset(int row, int chunk) {
+    const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
+    return row * kRowBytes + (chunk ^ turn) * 16;
+  }
+
+  // Starts to copy a block's threads' rows; what lies beyond `rows` and `columns` becomes 0.
+  template <int kThreads>
+  __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns) const {
+    constexpr int kRowsAtATime = kThreads / kChunks;
+    static_assert(kRows % kRowsAtATime == 0);
+    const int thread = thread_index_anew();
+    const int chunk = thread % kChunks, first = thread / kChunks;
+    const int bytes = min(max(columns - chunk * 8, 0), 8) * 2;
+    const T* row = source + first * row_stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsAtATime; ++i) {
+      const bool is_inside = first + i * kRowsAtATime < rows && bytes > 0;
+      // One offset serves all rows where the turns repeat.
+      const uint32_t place = kRowsAtATime % 8 == 0
+                                 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
+                                 : offset(first + i * kRowsAtATime, chunk);
+      start_copy_of(address + place, is_inside ? row : source, is_inside ? bytes : 0);
+      row += kRowsAtATime * row_stride;
+    }
+  }
+};
+
+// Where this lane finds its share of 16x16 elements of a tile: of the left and right halves of
+// rows 0 to 15, in this order: upper left, lower left, upper right, lower right (as the matrix `a`
+// of a product and its result, or, transposed, as two matrices `b`, one beside the other).
+template <class Tile>
+struct FragmentsDown {
+  uint32_t address;
+
+  __device__ FragmentsDown(const Tile& tile, int first_row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    address = tile.address + Tile::offset(first_row + lane % 16, lane / 16);
+  }
+  // `row` and `column` are multiples of 16.
+  // For one loop over rows and columns.
+  __device__ auto anew() const {
+    auto copy = *this;
+    copy.address = unknown(address);
+    return copy;
+  }
+  __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
+    load_matrices(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+  }
+  __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
+    load_matrices_transposed(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+  }
+};
+
+// The same in the order upper left, upper right, lower left, lower right (two matrices `b`, whose
+// columns are the rows of the tile; or transposed, a matrix `a`, whose rows are its columns).
+template <class Tile>
+struct FragmentsAcross {
+  uint32_t address;
+
+  __device__ FragmentsAcross(const Tile& tile, int first_row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    address = tile.address + Tile::offset(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  }
+  // For one loop over rows and columns.
+  __device__ auto anew() const {
+    auto copy = *this;
+    copy.address = unknown(address);
+    return copy;
+  }
+  __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
+    load_matrices(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+  }
+  __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
+    load_matrices_transposed(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+  }
+};
+
+// Multiplies this warp's rows of a tile by a power of two.
+template <class T, int kRows, class Tile>
+__device__ inline void scale_rows(char* tile, int first_row, float factor) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const T rounded = from_float<T>(factor);
+  const Pair factors = {rounded, rounded};
+  auto* const pairs = reinterpret_cast<Pair*>(tile + first_row * Tile::kRowBytes);
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < kRows * Tile::kRowBytes / 4; i += 32)
+    pairs[i] = __hmul2(pairs[i], factors);
+}
+
+// Results of 16x8 each: a warp's kM * 16 rows and kN * 8 columns.
+template <int kM, int kN>
+using Accumulators = float[kM][kN][4];
+
+// Calls body(element, row, column) for the elements of this lane.
+template <int kM, int kN, class Body>
+__device__ __forceinline__ void for_each_element(Accumulators<kM, kN>& elements, Body&& body) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        body(elements[m][n][i], m * 16 + i / 2 * 8 + lane / 4, n * 8 + lane % 4 * 2 + i % 2);
+    }
+  }
+}
+
+// Two neighbours as a matrix instruction takes them.
+template <class T>
+__device__ inline uint32_t round_pair(float first, float second) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// A result's columns 16 * step and on as a matrix `a`.
+template <class T, int kN>
+__device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {
+  const auto &left = results[2 * step], &right = results[2 * step + 1];
+  a[0] = round_pair<T>(left[0], left[1]);
+  a[1] = round_pair<T>(left[2], left[3]);
+  a[2] = round_pair<T>(right[0], right[1]);
+  a[3] = round_pair<T>(right[2], right[3]);
+}
+
+// results += rows of `a` times rows of `b` transposed, from fragments of both. What the next
+// instructions need is loaded before those that go before.
+template <class T, int kColumns, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, const A& rows_of_a,
+                                              const B& rows_of_b) {
+  constexpr int kSteps = kColumns / 16, kPairs = kN / 2;
+  const A a = rows_of_a.anew();
+  const B b = rows_of_b.anew();
+  uint32_t rows[2][kM][4], pairs[2][4];
+  const auto load_rows = [&](int step) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * 16);
+  };
+  load_rows(0);
+  b.load(pairs[0], 0, 0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int now = (step * kPairs + n) % 2;
+      if (n + 1 < kPairs) {
+        b.load(pairs[1 - now], (n + 1) * 16, step * 16);
+      } else if (step + 1 < kSteps) {
+        load_rows(step + 1);
+        b.load(pairs[1 - now], 0, (step + 1) * 16);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply_add<T>(results[m][2 * n], rows[step % 2][m], pairs[now][0], pairs[now][1]);
+        multiply_add<T>(results[m][2 * n + 1], rows[step % 2][m], pairs[now][2], pairs[now][3]);
+      }
+    }
+  }
+}
+
+// results += weights times the rows of a tile, of which columns from `first_column` on count.
+template <class T, int kM, int kN, int kColumns, class Down>
+__device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
+                                                 const Accumulators<kM, kN>& weights,
+                                                 const Down& all_rows, int first_column = 0) {
+  constexpr int kSteps = kN / 2, kPairs = kColumns / 2;
+  const Down rows = all_rows.anew();
+  uint32_t a[kM][4], pairs[2][4];
+  rows.load_transposed(pairs[0], 0, first_column);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) as_matrix_a<T>(a[m], weights[m], step);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int now = (step * kPairs + n) % 2;
+      if (n + 1 < kPairs) {
+        rows.load_transposed(pairs[1 - now], step * 16, first_column + (n + 1) * 16);
+      } else if (step + 1 < kSteps) {
+        rows.load_transposed(pairs[1 - now], (step + 1) * 16, first_column);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply_add<T>(results[m][2 * n], a[m], pairs[now][0], pairs[now][1]);
+        multiply_add<T>(results[m][2 * n + 1], a[m], pairs[now][2], pairs[now][3]);
+      }
+    }
+  }
+}
+
+// results += a^T b, of rows of both; `a` from `first_row` of its columns on, `b` from
+// `first_column` of its.
+template <class T, int kRows, int kM, int kN, class Across, class Down>
+__device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& results,
+                                                    const Across& columns_of_a,
+                                                    const Down& rows_of_b, int first_row,
+                                                    int first_column) {
+  const Across a = columns_of_a.anew();
+  const Down b = rows_of_b.anew();
+#pragma unroll
+  for (int step = 0; step < kRows / 16; ++step) {
+    uint32_t columns[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.load_transposed(columns[m], step * 16, first_row + m * 16);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t pair[4];
+      b.load_transposed(pair, step * 16, first_column + n * 8);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply_add<T>(results[m][n], columns[m], pair[0], pair[1]);
+        multiply_add<T>(results[m][n + 1], columns[m], pair[2], pair[3]);
+      }
+    }
+  }
+}
+
+}  // namespace megasoftmax
