@@ -8,8 +8,9 @@ except ModuleNotFoundError as error:
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
+from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
-from megasoftmax.functional import softmax, softmax_topk, why_not_fused
+from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused
 from megasoftmax.modules import (
     AttnMaskType,
     FusedScaleMaskSoftmax,
@@ -25,11 +26,13 @@ __all__ = [
     "AttnMaskType",
     "FusedScaleMaskSoftmax",
     "Reason",
+    "RelativeBias",
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
     "ScaledUpperTriangMaskedSoftmax",
     "SoftmaxOne",
     "__version__",
+    "attention",
     "softmax",
     "softmax_topk",
     "why_not_fused",
