@@ -13,6 +13,7 @@ from megasoftmax.dispatch import Reason
 from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused
 from megasoftmax.modules import (
     AttnMaskType,
+    FusedAttention,
     FusedScaleMaskSoftmax,
     ScaledMaskedSoftmax,
     ScaledSoftmax,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttnMaskType",
+    "FusedAttention",
     "FusedScaleMaskSoftmax",
     "Reason",
     "RelativeBias",

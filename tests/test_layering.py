@@ -47,7 +47,7 @@ MODULES = {
         "reference_topk",
         "vocabulary",
     },
-    "modules": {"functional"},
+    "modules": {"biases", "functional"},
     "integrations": {"megasoftmax", "modules"},
 }
 
