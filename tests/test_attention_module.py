@@ -332,7 +332,7 @@ def make_text(step, tokens=17, batch=16, length=24):
     return (start.repeat(1, length // 3) + torch.arange(length) // 3) % tokens
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("autocast", [False, True])
 def test_gpt_learns_its_relative_bias(autocast, device):
     """Losses and parameters of 50 steps; with the bias held at 0, the last loss is 1.8."""
     models = [
