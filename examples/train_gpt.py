@@ -12,6 +12,7 @@ library of this Python, read as bytes, so that nothing is downloaded.
 import statistics
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -144,12 +145,23 @@ def train(settings: Settings, trainers: list[Trainer]) -> None:
 
 
 def report_path(settings: Settings) -> None:
-    """Say whether the softmax of these settings runs fused, and why not."""
-    shape = (settings.batch, settings.heads, settings.length, settings.length)
+    """Say whether attention of these settings runs fused, or its softmax at least, and why not."""
+
+    def reasons(function: Callable, *tensors: torch.Tensor) -> str:
+        return "; ".join(map(str, megasoftmax.why_not_fused(function, *tensors, causal=True)))
+
+    shape = (settings.batch, settings.heads, settings.length)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    scores = torch.empty(shape, dtype=dtype, device=settings.device)
-    reasons = megasoftmax.why_not_fused(megasoftmax.softmax, scores, causal=True)
-    path = "reference path, because " + "; ".join(map(str, reasons)) if reasons else "fused kernels"
+    head_dim = settings.width // settings.heads
+    query = torch.empty(*shape, head_dim, dtype=dtype, device=settings.device)
+    against_attention = reasons(megasoftmax.attention, query, query, query)
+    against_softmax = reasons(megasoftmax.softmax, query.new_empty(*shape, settings.length))
+    if not against_attention:
+        path = "fused attention"
+    elif not against_softmax:
+        path = f"fused softmax; not its fused attention, because {against_attention}"
+    else:
+        path = f"reference path, because {against_softmax}"
     console.print(f"megasoftmax runs its {path}", soft_wrap=True)
 
 

@@ -7,20 +7,29 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="megasoftmax"))
     model.set_attn_implementation("megasoftmax")                      # a model that exists already
 
-Attention is matmul, `megasoftmax.softmax`, dropout, matmul. The softmax takes the raw scores and
-applies scaling, causality and padding itself: no scaled copy of the scores is made, and no
-[batch, 1, queries, keys] mask for causal or bidirectional attention over a padded batch. Keys and
-values shared by a group of heads are not repeated. Windows, packed sequences and static caches use
-the mask that transformers builds for its "sdpa" implementation.
+"megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
+way to matmul, `megasoftmax.softmax`, dropout, matmul where
+* attention would not run fused, as on a CPU or with float32: `why_not_fused` says why,
+* probabilities are asked for (`output_attentions=True`) or dropped (attention dropout in training),
+* GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
+* query, key and value are of different types and autocast is off.
+"megasoftmax_softmax" takes this second way always.
+
+Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
+and no [batch, 1, queries, keys] mask for causal or bidirectional attention over a padded batch.
+Keys and values shared by a group of heads are not repeated. T5's relative bias (`position_bias`),
+or a float `attention_mask` as Swin's, gets its gradient. Windows, packed sequences and static
+caches use the mask that transformers builds for its "sdpa" implementation.
 
 What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
   gradient, where "eager" gives uniform weights. Other positions never see it, but a loss can: with
   left padding, give the first real token the label -100 too, for a padded position predicts it.
-* An argument that changes the result and is not supported (softcap, position_bias, a paged cache,
-  sinks per token) raises ValueError; none is ignored.
+* An argument that changes the result and is not supported (softcap, a paged cache, sinks per token)
+  raises ValueError; none is ignored.
 * transformers refuses `config.output_attentions = True` for all but "eager". Ask in the call,
-  `model(..., output_attentions=True)`; as with "eager", the result is after dropout.
+  `model(..., output_attentions=True)`; as with "eager", the result is after dropout. Training GPT-2
+  with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
 
 As with every implementation, packed sequences are recognised by `position_ids`, and only without a
 cache (`use_cache=False`). A class without the attention interface (`_can_set_attn_implementation()`
@@ -36,13 +45,15 @@ from transformers.masking_utils import (
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.utils.output_capturing import _active_collector
 
 import megasoftmax
 
 NAME = "megasoftmax"
+SOFTMAX_NAME = "megasoftmax_softmax"
 
 # Arguments of other implementations that change the result and are not computed here.
-_UNSUPPORTED = ("softcap", "position_bias", "cache", "sinks")
+_UNSUPPORTED = ("softcap", "cache", "sinks")
 
 
 class PaddingMask(NamedTuple):
@@ -58,12 +69,14 @@ class PaddingMask(NamedTuple):
 
 
 def register() -> None:
-    """Make `attn_implementation="megasoftmax"` known to transformers; calling it twice is harmless.
+    """Make both names known to transformers; calling it twice is harmless.
 
     Source: AttentionInterface in the documentation of transformers.
     """
     AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(SOFTMAX_NAME, softmax_attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+    AttentionMaskInterface.register(SOFTMAX_NAME, make_mask)
 
 
 def make_mask(
@@ -78,7 +91,7 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> PaddingMask | torch.Tensor | None:
-    """What `attention_forward` gets as `attention_mask`; transformers calls this once per forward.
+    """What attention gets as `attention_mask`; transformers calls this once per forward.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -126,13 +139,9 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None,
     dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as transformers calls it.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as transformers calls it, without writing probabilities where none are needed.
 
     Args:
         module: the layer. `training` switches dropout on; `is_causal` and GPT-2's
@@ -142,19 +151,57 @@ def attention_forward(
         attention_mask: from `make_mask`; or None; or the whole mask as a tensor, which broadcasts
             to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
         dropout: the probability to drop a probability.
+        kwargs: those of `_read`, `output_attentions`, and whatever else models pass; see Raises.
+
+    Returns:
+        [batch, queries, heads, head_dim], contiguous; None, or the probabilities after dropout,
+        [batch, heads, queries, keys]. Both in the type of value, or of autocast.
+
+    Raises:
+        ValueError: softcap, cache or sinks is not None; a mask tensor is not 4-d.
+    """
+    key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
+    dropout = dropout if module.training else 0.0
+    upcast = getattr(module, "reorder_and_upcast_attn", False)
+    if dropout == 0 and not upcast and not _is_asked_for_probabilities(kwargs):
+        tensors = _as_autocast(query, key, value)
+        if _runs_fused(*tensors, options):
+            output = megasoftmax.attention(*tensors, **options)
+            return output.transpose(1, 2).contiguous(), None
+    return _through_softmax(query, key, value, options, dropout, upcast)
+
+
+def softmax_attention_forward(
+    *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `attention_forward`, always with the probabilities, in the type of value."""
+    return attention_forward(*args, **(kwargs | {"output_attentions": True}))
+
+
+def _read(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: PaddingMask | torch.Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The keys and values in use, and the options that attention and softmax have in common.
+
+    Args:
+        module, query, key, value, attention_mask: as in `attention_forward`.
         scaling: factor of the scores, head_dim ** -0.5 by default.
         is_causal: overrides `module.is_causal`. Both count only when there is no mask.
         sliding_window: the tokens that a causal query sees, itself included; else the largest
             |query - key|. Ignored with a mask tensor, which holds the window already.
+        position_bias: float, broadcastable to [batch, heads, queries, keys], added to the scaled
+            scores. Gets a gradient.
         s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
-        kwargs: whatever else models pass; see Raises.
-
-    Returns:
-        [batch, queries, heads, head_dim], contiguous; the probabilities after dropout,
-        [batch, heads, queries, keys]. Both in the type of value.
-
-    Raises:
-        ValueError: softcap, position_bias, cache or sinks is not None; a mask tensor is not 4-d.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -163,13 +210,13 @@ def attention_forward(
                 f"got {type(kwargs[name]).__name__}; use 'eager' for this model"
             )
 
-    batch, heads, queries, head_dim = query.shape
-    key_heads = key.shape[1]
-    causal, excluded, bias = False, None, None
+    queries = query.shape[2]
+    causal, excluded, bias = False, None, position_bias
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and 1 < queries < key.shape[2]:  # filling a static cache: its end is unused
             key, value = key[:, :, :queries], value[:, :, :queries]
+            bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
         excluded, causal = attention_mask
     elif attention_mask.ndim != 4:
@@ -179,35 +226,79 @@ def attention_forward(
     elif attention_mask.dtype == torch.bool:
         excluded = ~attention_mask
     else:
-        bias = attention_mask
+        bias = attention_mask if bias is None else bias + attention_mask
 
     window = None
     if sliding_window is not None and not isinstance(attention_mask, torch.Tensor):
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+    options = {
+        "scale": query.shape[3] ** -0.5 if scaling is None else scaling,
+        "mask": excluded,
+        "bias": bias,
+        "causal": causal,
+        "window": window,
+        "sink": s_aux,
+    }
+    return key, value, options
 
+
+def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
+    """By an argument; or, as GPT-2 does not pass it on, by the hooks that will collect them."""
+    if kwargs.get("output_attentions"):
+        return True
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False  # nothing collects here, and a context variable would break the graph
+    collected = _active_collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+def _as_autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In the type that autocast, where it is on, gives the arguments of a matrix product."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _runs_fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> bool:
+    """Whether attention would; the reference is slower than two matrix products and a softmax."""
+    if not query.is_cuda or not query.dtype == key.dtype == value.dtype:
+        return False
+    return not megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
+
+
+def _through_softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+    dropout: float,
+    upcast: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matmul, softmax, dropout, matmul."""
+    batch, heads, queries, head_dim = query.shape
+    key_heads = key.shape[1]
     # The heads that share a key become further queries of it, so that no key is repeated: decoding
     # 16 heads on 4 over 2048 keys takes 0.5 ms instead of 3.1 (2 CPU cores), training is as fast.
     grouped_query = query.reshape(batch, key_heads, heads // key_heads * queries, head_dim)
-    grouped_scores = _scores(module, grouped_query, key)
-    probabilities = megasoftmax.softmax(
-        grouped_scores.view(batch, heads, queries, key.shape[2]),
-        scale=head_dim**-0.5 if scaling is None else scaling,
-        mask=excluded,
-        bias=bias,
-        causal=causal,
-        window=window,
-        sink=s_aux,
-        dtype=value.dtype,
-    )
-    probabilities = torch.nn.functional.dropout(probabilities, dropout, training=module.training)
+    grouped_scores = _scores(grouped_query, key, upcast)
+    scores = grouped_scores.view(batch, heads, queries, key.shape[2])
+    probabilities = megasoftmax.softmax(scores, **options, dtype=value.dtype)
+    if dropout > 0:
+        probabilities = torch.nn.functional.dropout(probabilities, dropout)
     output = torch.matmul(probabilities.view_as(grouped_scores), value)
     output = output.view(batch, heads, queries, value.shape[3]).transpose(1, 2).contiguous()
     return output, probabilities
 
 
-def _scores(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Scores before scaling, in float32 for GPT-2 models with `reorder_and_upcast_attn`."""
-    if not getattr(module, "reorder_and_upcast_attn", False):
+def _scores(query: torch.Tensor, key: torch.Tensor, upcast: bool) -> torch.Tensor:
+    """Scores before scaling; `upcast`: in float32."""
+    if not upcast:
         return torch.matmul(query, key.transpose(-1, -2))
     with torch.autocast(query.device.type, enabled=False):
         return torch.matmul(query.float(), key.float().transpose(-1, -2))

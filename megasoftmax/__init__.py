@@ -8,10 +8,12 @@ except ModuleNotFoundError as error:
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
+from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
-from megasoftmax.functional import softmax, softmax_topk, why_not_fused
+from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused
 from megasoftmax.modules import (
     AttnMaskType,
+    FusedAttention,
     FusedScaleMaskSoftmax,
     ScaledMaskedSoftmax,
     ScaledSoftmax,
@@ -23,13 +25,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttnMaskType",
+    "FusedAttention",
     "FusedScaleMaskSoftmax",
     "Reason",
+    "RelativeBias",
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
     "ScaledUpperTriangMaskedSoftmax",
     "SoftmaxOne",
     "__version__",
+    "attention",
     "softmax",
     "softmax_topk",
     "why_not_fused",

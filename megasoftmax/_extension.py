@@ -202,15 +202,15 @@ def _read_max_index(header: str) -> int:
     return 2**31 - 1 - int(margin[1])
 
 
-def read_max_k(header: str) -> int:
-    """The largest K of csrc/kernels/topk/limits.h.
+def read_limit(header: str, name: str) -> int:
+    """A constant of csrc/kernels/topk/limits.h or csrc/kernels/attention/limits.h.
 
     Raises:
         ValueError: the text is not laid out as expected; nothing is guessed.
     """
-    found = re.search(r"\bint kMaxK = (\d+);", header)
+    found = re.search(rf"\bint {name} = (\d+);", header)
     if found is None:
-        raise ValueError("limits.h: no kMaxK of the form int kMaxK = 256;")
+        raise ValueError(f"limits.h: no {name} of the form int {name} = 256;")
     return int(found[1])
 
 
@@ -255,6 +255,9 @@ def _read_row(line: str, members: list[str]) -> RowRegime:
     )
 
 
-_HEADERS = _build.CSRC / "kernels" / "softmax"
-LIMITS = read_limits(*((_HEADERS / name).read_text() for name in ("limits.h", "plan.h")))
-MAX_K = read_max_k((_build.CSRC / "kernels" / "topk" / "limits.h").read_text())
+_KERNELS = _build.CSRC / "kernels"
+LIMITS = read_limits(
+    *((_KERNELS / "softmax" / name).read_text() for name in ("limits.h", "plan.h"))
+)
+MAX_K = read_limit((_KERNELS / "topk" / "limits.h").read_text(), "kMaxK")
+MAX_HEAD_DIM = read_limit((_KERNELS / "attention" / "limits.h").read_text(), "kMaxHeadDim")

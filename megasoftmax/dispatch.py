@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 from megasoftmax import _extension
-from megasoftmax._extension import LIMITS, MAX_K, MIN_CAPABILITY
+from megasoftmax._extension import LIMITS, MAX_HEAD_DIM, MAX_K, MIN_CAPABILITY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Kernels multiply it by log2(e).
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
+
+# Of attention: kernels count in 32 bits, and divide a bias by the scale.
+ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
+MAX_COUNT = 2**31 - 1
+MAX_ATTENTION_SCALE = 1e4
 
 Window = tuple[int, int]
 
@@ -83,13 +88,31 @@ def reasons_against_fused_topk(
     return tuple(reason for reason in found if reason is not None) if any(found) else ()
 
 
+def reasons_against_fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Reason, ...]:
+    """The same for attention."""
+    found = (
+        *_of_any_tensor(query),
+        _attention_dtype(query.dtype),
+        _head_dim("query and key", query.shape[-1]),
+        _head_dim("value", value.shape[-1]),
+        _attention_scale(scale),
+        _count("batches x heads", query.shape[0] * query.shape[1]),
+        _count("queries + keys", query.shape[2] + key.shape[2]),
+    )
+    return tuple(reason for reason in found if reason is not None) if any(found) else ()
+
+
+def _of_any_tensor(tensor: Tensor) -> tuple[Reason | None, ...]:
+    return _device(tensor), _compiled_part(tensor), _compute_capability(tensor)
+
+
 def _of_any_call(
     scores: Tensor, scale: float, dtype: torch.dtype | None, name: str = "scores"
 ) -> tuple[Reason | None, ...]:
     return (
-        _device(scores),
-        _compiled_part(scores),
-        _compute_capability(scores),
+        *_of_any_tensor(scores),
         _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _dtype("dtype", dtype),
         _scale(scale),
@@ -138,6 +161,28 @@ def _scale(scale: float) -> Reason | None:
     if _TINIEST <= abs(scale) <= _LARGEST:
         return None
     return Reason("scale", str(scale), "a normal float32, not 0, below 2.3e38")
+
+
+def _attention_dtype(dtype: torch.dtype) -> Reason | None:
+    if dtype in ATTENTION_DTYPES:
+        return None
+    return Reason("dtype", str(dtype), "float16 or bfloat16")
+
+
+def _attention_scale(scale: float) -> Reason | None:
+    if _TINIEST <= scale <= MAX_ATTENTION_SCALE:
+        return None
+    return Reason("scale", str(scale), f"a normal float32 from 0 to {MAX_ATTENTION_SCALE:g}")
+
+
+def _head_dim(name: str, size: int) -> Reason | None:
+    if size <= MAX_HEAD_DIM:
+        return None
+    return Reason(f"head dimension of {name}", str(size), f"at most {MAX_HEAD_DIM}")
+
+
+def _count(name: str, count: int) -> Reason | None:
+    return None if count <= MAX_COUNT else Reason(name, str(count), f"at most {MAX_COUNT}")
 
 
 def _k(k: int) -> Reason | None:

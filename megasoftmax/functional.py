@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import dispatch, ops, ops_topk, reference, reference_topk, vocabulary
+from megasoftmax import (
+    dispatch,
+    ops,
+    ops_attention,
+    ops_topk,
+    reference,
+    reference_attention,
+    reference_topk,
+    vocabulary,
+)
+from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason as Reason
 
 if TYPE_CHECKING:
@@ -261,11 +271,159 @@ def softmax_topk(
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = ...,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = ...,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with any bias, fused on NVIDIA GPUs: no tensor of queries x keys is made.
+
+        z = scale * query . key + bias
+        P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
+        output = P value
+
+    with z and P in float32 (float64 for float64 queries), whatever the types of the tensors;
+    kernels round P and gradients of z to the type of the query where matrix products take them.
+    The same rules hold on GPU and CPU, fused or not.
+
+    * An excluded pair (by mask, causal or window: their union) has P exactly 0, and a gradient of z
+      exactly 0, whatever query, key, bias and incoming gradient make of it. So has one whose bias
+      is -inf, in a row without NaN.
+    * A query with nothing left has output 0, gradients 0 and a log-sum-exp of -inf where mask,
+      bias, causal or window is given or where there are no keys, and with a sink a log-sum-exp of
+      the sink. A plain row of -inf is NaN.
+    * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
+    * Products with P and with gradients of z are plain matrix products: NaN or inf in a value
+      reaches the output of queries that do not see it, as 0 * NaN.
+
+    Differentiable with respect to query, key, value, bias and a sink that is a tensor. Incoming
+    gradients are not modified. A second derivative takes `fused=False`, and is refused otherwise.
+    Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
+    everywhere under torch.use_deterministic_algorithms.
+
+    Args:
+        query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
+            strides. Kernels take the 16-bit types and head dimensions up to 256.
+        key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
+            head i reads key head i // (heads / key_heads).
+        value: [batch, key_heads, keys, value_dim], of the same dtype.
+        bias: added to the scaled products. Either floating, up to [batch, heads, queries, keys]
+            with any strides, where leading dimensions may be missing, the last two may be 1, and
+            the first two may be divisors: each entry then serves as many neighbours as it takes,
+            example i having entry i // (batch / bias_batch). Or a `RelativeBias`. Not materialised.
+            Its gradient, in its own type, is summed in float32 over what was broadcast.
+        mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
+            not materialised.
+        scale: factor of the products, finite; by default head_dim ** -0.5. Never rounded.
+        causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
+        window: (left, right), each from -1 on: query i sees key j where
+            i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
+            side. A window of W tokens that ends at the query is (W - 1, 0).
+        sink: a logit that joins the denominator but has no key: floating [heads], or one element,
+            or a number. 0 gives the off-by-one softmax.
+        return_lse: also return the log-sum-exp.
+        fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
+            False runs plain torch, a block of queries after the other.
+
+    Returns:
+        The output [batch, heads, queries, value_dim], in the dtype of the query. In memory it lies
+        as [batch, queries, heads, value_dim], so that output.transpose(1, 2).flatten(2) is a view.
+        With return_lse also the natural log of the denominator, sink included, [batch, heads,
+        queries], float32 (float64 for float64 queries), differentiable too.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
+            run fused; names the argument, what was expected and what came. Nothing was launched.
+        NotImplementedError: a second derivative of a call that ran fused.
+
+    Source:
+        Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
+        https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
+        https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
+    """
+    _check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    scale = _attention_scale(query, scale)
+    relative = isinstance(bias, RelativeBias)
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    halves = reference_attention.HALVES
+    against = dispatch.reasons_against_fused_attention
+    if _is_fused(fused, against, query, key, value, scale):
+        halves = ops_attention.HALVES
+        table, sink = _as_kernels_take_it(query, table, sink)
+    left, right = (-1, -1) if window is None else window
+    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad
+        for tensor in (query, key, value, table, sink_tensor)
+    )
+    output, statistics = reference_attention.call(
+        halves,
+        needs_gradient,
+        query,
+        key,
+        value,
+        _with_rank(table, 3 if relative else 4),
+        _with_rank(mask, 4),
+        scale,
+        causal,
+        left,
+        right,
+        sink_tensor,
+        sink_value,
+        relative,
+    )
+    return (output, statistics[2]) if return_lse else output
+
+
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
-        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, or a module of this package.
+        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`, or a
+            module of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
@@ -278,11 +436,13 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
         return _softmax_reasons(*args, **kwargs)
     if function is softmax_topk:
         return _topk_reasons(*args, **kwargs)
+    if function is attention:
+        return _attention_reasons(*args, **kwargs)
     if hasattr(function, "why_not_fused"):
         return function.why_not_fused(*args, **kwargs)
     raise TypeError(
-        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk or a module of "
-        f"megasoftmax, got {function!r}"
+        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention "
+        f"or a module of megasoftmax, got {function!r}"
     )
 
 
@@ -444,6 +604,28 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     return dispatch.reasons_against_fused_topk(**given)
 
 
+_ATTENTION_SIGNATURE = inspect.signature(attention)
+
+
+def _attention_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
+    bound = _ATTENTION_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    del given["return_lse"]
+    _check_attention(**given)
+    query, scale = given["query"], _attention_scale(given["query"], given["scale"])
+    return dispatch.reasons_against_fused_attention(query, given["key"], given["value"], scale)
+
+
+def _attention_scale(query: Tensor, scale: float | None) -> float:
+    return max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+
+
+def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
+    """A view with leading dimensions of size 1."""
+    return None if tensor is None else tensor[(None,) * (rank - tensor.dim())]
+
+
 def _as_kernels_take_it(
     scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | float | None]:
@@ -479,7 +661,7 @@ def _check(
         _check_window(window)
         _check_has_queries("window", scores)
     if sink is not None:
-        _check_sink(sink, scores)
+        _check_sink(sink, "scores", scores)
     if not isinstance(dim, int) or dim != -1:
         _check_dim(dim, scores, causal, window, sink)
     _check_choices(dtype, fused)
@@ -509,27 +691,128 @@ def _check_topk(
     _check_choices(dtype, fused)
 
 
+def _check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | RelativeBias | None,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    fused: bool | None,
+) -> None:
+    _check_floating("query", query)
+    if query.dim() != 4:
+        raise ValueError(
+            f"query: expected [batch, heads, queries, head_dim], got shape {tuple(query.shape)}"
+        )
+    batch, heads, queries, head_dim = query.shape
+    _check_of_keys("key", key, query, (batch, None, None, head_dim))
+    key_heads, keys = key.shape[1:3]
+    _check_of_keys("value", value, query, (batch, key_heads, keys, None))
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise ValueError(
+            f"key: expected heads that divide {heads}, those of query, got {key_heads}"
+        )
+    if scale is not None:
+        _check_scale(scale)
+    shape = (batch, heads, queries, keys)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, "query", query, shape)
+    if bias is not None:
+        _check_attention_bias(bias, query, shape)
+    if causal is not False and causal is not True:
+        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+    if window is not None:
+        _check_window(window)
+    if sink is not None:
+        _check_sink(sink, "query", query)
+    _check_fused(fused)
+
+
+def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
+    """A tensor like the query, with the sizes that are not None."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != query.dtype:
+        raise TypeError(
+            f"{name}: expected a tensor of {query.dtype}, as query, got {_kind(tensor)}"
+        )
+    _check_device(name, tensor, "query", query)
+    fits = tensor.dim() == 4 and all(
+        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        names = ("batch", "key_heads", "keys", "value_dim")
+        expected = ", ".join(
+            name if wanted is None else str(wanted)
+            for name, wanted in zip(names, shape, strict=True)
+        )
+        raise ValueError(f"{name}: expected shape [{expected}], got {tuple(tensor.shape)}")
+
+
+def _check_attention_bias(
+    bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
+) -> None:
+    relative = isinstance(bias, RelativeBias)
+    name, table = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
+    _check_floating(name, table)
+    _check_device(name, table, "query", query)
+    batch, heads, queries, keys = shape
+    target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
+    if table.dim() >= 2 * relative and _broadcasts_in_groups(table.shape, target):
+        return
+    expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
+    raise ValueError(
+        f"{name}: expected {expected} that broadcasts to {target}, where the first two sizes may "
+        f"be divided, got {tuple(table.shape)}"
+    )
+
+
+def _broadcasts_in_groups(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Batches and heads, which come first, may be multiples; a table's entries are all there."""
+    if len(shape) > len(target):
+        return False
+    for dim in range(-1, -len(shape) - 1, -1):
+        size, wanted = shape[dim], target[dim]
+        if size == wanted or (size == 1 and (len(target) == 4 or dim != -1)):
+            continue
+        if len(target) + dim > 1 or size == 0 or wanted % size != 0:
+            return False
+    return True
+
+
 def _check_scores(
     name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> None:
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {_kind(scores)}")
-    if scores.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected {_DTYPE_NAMES}, got {scores.dtype}")
+    _check_floating(name, scores)
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
+    _check_scale(scale)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, name, scores, scores.shape)
+    if bias is not None:
+        _check_floating("bias", bias)
+        _check_companion("bias", bias, name, scores, scores.shape)
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {_kind(tensor)}")
+
+
+def _check_scale(scale: float) -> None:
     if not isinstance(scale, (float, int)):
         raise TypeError(f"scale: expected a number, got {_kind(scale)}")
     if not -torch.inf < scale < torch.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
-        _check_companion("mask", mask, name, scores)
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in _DTYPES:
-            raise TypeError(f"bias: expected a tensor of {_DTYPE_NAMES}, got {_kind(bias)}")
-        _check_companion("bias", bias, name, scores)
+
+
+def _check_mask(mask: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
 
 
 def _check_group(group: "ProcessGroup") -> None:
@@ -541,24 +824,34 @@ def _check_group(group: "ProcessGroup") -> None:
 def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
     if dtype is not None and dtype not in _DTYPES:
         raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
+    _check_fused(fused)
+
+
+def _check_fused(fused: bool | None) -> None:
     if fused is not None and not isinstance(fused, bool):
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
-def _check_companion(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
-    """Same device, and broadcastable to the scores."""
-    if tensor.device != scores.device:
-        raise ValueError(
-            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
-        )
-    shape, target = tensor.shape, scores.shape
+def _check_companion(
+    name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
+) -> None:
+    """Same device, and broadcastable to the target."""
+    _check_device(name, tensor, name_of_scores, scores)
+    shape = tensor.shape
     if shape != target and not _broadcasts(shape, target):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
         )
 
 
-def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+def _check_device(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
+    if tensor.device != scores.device:
+        raise ValueError(
+            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
+        )
+
+
+def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     if len(shape) > len(target):
         return False
     for size, wanted in zip(
@@ -589,15 +882,13 @@ def _check_window(window: Window) -> None:
             raise ValueError(f"{expected}, got {window}")
 
 
-def _check_sink(sink: Tensor | float, scores: Tensor) -> None:
+def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
     if not isinstance(sink, Tensor):
         if not isinstance(sink, (float, int)):
             raise TypeError(f"sink: expected a tensor or a number, got {_kind(sink)}")
         return
-    if sink.dtype not in _DTYPES:
-        raise TypeError(f"sink: expected a tensor of {_DTYPE_NAMES}, got {sink.dtype}")
-    if sink.device != scores.device:
-        raise ValueError(f"sink: expected device {scores.device}, as scores, got {sink.device}")
+    _check_floating("sink", sink)
+    _check_device("sink", sink, name_of_scores, scores)
     if sink.numel() == 1:
         return
     if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:

@@ -26,18 +26,25 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def excluded_by_window(
-    queries: int, keys: int, causal: bool, left: int, right: int, device: torch.device
+    queries: int,
+    keys: int,
+    causal: bool,
+    left: int,
+    right: int,
+    device: torch.device,
+    diagonal: int | None = None,
 ) -> Tensor | None:
     """Bool [queries, keys], True = excluded by causality or window; None when neither limits.
 
-    Query i stands on the bottom-right aligned diagonal, at key i + keys - queries.
+    Query i stands at key i + diagonal: bottom-right aligned, at i + keys - queries, by default.
     """
     if causal:
         right = 0
     if left < 0 and right < 0:
         return None
-    diagonal = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
-    distance = torch.arange(keys, device=device) - diagonal
+    first = keys - queries if diagonal is None else diagonal
+    position = torch.arange(first, first + queries, device=device).unsqueeze(-1)
+    distance = torch.arange(keys, device=device) - position
     if left < 0:
         return distance > right
     if right < 0:
@@ -125,7 +132,7 @@ def softmax_forward(
         _clear_(z, keep=highest)
         z.clamp_max_(highest)
 
-    largest = _max(z, -torch.inf)
+    largest = largest_of_rows(z, -torch.inf)
     empty = largest == -torch.inf
     if after != 1:
         z.sub_(largest.unsqueeze(-1)).mul_(after)
@@ -139,7 +146,7 @@ def softmax_forward(
     logit = sink_logit(sink, sink_value, row_dtype, scores.device)
     if return_lse or logit is not None:
         # The largest probability is 1 / sum exp(z - max z).
-        lse = after * largest.to(row_dtype) - _max(probabilities, 1).to(row_dtype).log_()
+        lse = after * largest.to(row_dtype) - largest_of_rows(probabilities, 1).to(row_dtype).log_()
         lse.masked_fill_(empty, -torch.inf)
     if logit is not None:
         probabilities.mul_(torch.sigmoid(lse - logit).to(compute).unsqueeze(-1))
@@ -214,7 +221,7 @@ def softmax_backward(
         d_bias = dz.sum_to_size(bias.shape).to(bias.dtype)
     d_sink = dz.new_empty(0)
     if sink_gradient:
-        d_sink = -_sink_share(sink, sink_value, lse) * d
+        d_sink = -sink_share(sink, sink_value, lse) * d
     return d_scores, d_bias, d_sink
 
 
@@ -318,7 +325,7 @@ def softmax_double_backward(
     e = (v * p).sum(dim)
     d_lse = None
     if sink_cotangent is not None:
-        weight = _sink_share(sink, sink_value, lse) * sink_cotangent
+        weight = sink_share(sink, sink_value, lse) * sink_cotangent
         e = e + weight
         d_lse = weight * d
     d, e_of_all = d.unsqueeze(dim), e.unsqueeze(dim)
@@ -334,7 +341,8 @@ def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
     return rows.movedim(-2, 0).flatten(1).sum(1).to(sink.dtype)
 
 
-def _max(z: Tensor, of_nothing: float) -> Tensor:
+def largest_of_rows(z: Tensor, of_nothing: float) -> Tensor:
+    """The maximum over the last dimension, which may have no elements."""
     return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
 
 
@@ -349,7 +357,7 @@ def _clear_(values: Tensor, keep: Tensor) -> None:
         torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
 
 
-def _sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
+def sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
     """exp(sink - lse) of each row: the probability that goes to the sink; 0 for a sink of -inf."""
     assert lse is not None, "the gradient of the sink needs the log-sum-exp"
     logit = sink_logit(sink, sink_value, lse.dtype, lse.device)

@@ -225,7 +225,7 @@ def test_k_is_limited_as_the_header_says():
     header = (_build.CSRC / "kernels/topk/limits.h").read_text()
     assert f"int kMaxK = {_extension.MAX_K};" in header
     with pytest.raises(ValueError, match="no kMaxK"):
-        _extension.read_max_k(header.replace("kMaxK", "kMostK"))
+        _extension.read_limit(header.replace("kMaxK", "kMostK"), "kMaxK")
 
 
 @pytest.mark.parametrize(

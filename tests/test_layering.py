@@ -22,37 +22,46 @@ FAMILIES = {
 
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
-    "__init__": {"functional", "modules", "dispatch"},
+    "__init__": {"biases", "functional", "modules", "dispatch"},
     "__main__": {"_build", "_extension", "explain"},
     "_build": set(),
+    "biases": set(),
     "_extension": {"_build"},
     "explain": {"_extension"},
     "reference": set(),
+    "reference_attention": {"reference"},
     "reference_topk": {"reference"},
     "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
+    "ops_attention": {"ops", "reference", "reference_attention"},
     "ops_topk": {"ops", "reference", "reference_topk"},
     "vocabulary": {"reference", "reference_topk"},
     "dispatch": {"_extension"},
     "functional": {
+        "biases",
         "dispatch",
         "ops",
+        "ops_attention",
         "ops_topk",
         "reference",
+        "reference_attention",
         "reference_topk",
         "vocabulary",
     },
-    "modules": {"functional"},
+    "modules": {"biases", "functional"},
     "integrations": {"megasoftmax", "modules"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.
 HOT = (
+    "biases",
     "dispatch",
     "functional",
     "modules",
     "ops",
+    "ops_attention",
     "ops_topk",
     "reference",
+    "reference_attention",
     "reference_topk",
     "vocabulary",
 )
@@ -100,7 +109,7 @@ def test_package_does_not_import_what_surrounds_it(path):
     assert not first_names & {"benchmarks", "conftest", "examples", "tests"}
 
 
-@pytest.mark.parametrize("module", ["reference", "reference_topk"])
+@pytest.mark.parametrize("module", ["reference", "reference_attention", "reference_topk"])
 def test_reference_imports_torch_only(module):
     names = {
         name

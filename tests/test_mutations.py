@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import oracle
+import oracle_attention
 import oracle_topk
 import pytest
 import torch
@@ -413,3 +414,217 @@ def test_a_right_reselection_passes() -> None:
     right = _reselected(lambda logits, p, k: _by(logits, k))
     oracle_topk.check(right, **_topk_of_raw_logits())
     oracle_topk.check(right, **_topk_close_together())
+
+
+# Attention
+
+
+def _attention_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    case = {
+        "query": random(4, 4, 5, 8).to(dtype),
+        "key": random(4, 2, 23, 8).to(dtype),
+        "value": random(4, 2, 23, 6).to(dtype),
+        "scale": 0.3,
+        "mask": torch.rand(4, 1, 5, 23, generator=generator) < 0.3,
+        "bias": random(2, 2, 5, 23).to(dtype).requires_grad_(),
+        "causal": True,
+        "window": (16, 2),
+        "sink": random(4).to(dtype).requires_grad_(),
+    }
+    return case | changes
+
+
+def _relative_case(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    table = torch.randn(4, 27, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return _attention_case(dtype, bias=megasoftmax.RelativeBias(table.requires_grad_()))
+
+
+def _attention_changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
+    def faulty(*args: Tensor, **arguments: Any) -> Any:
+        arguments |= dict(zip(("query", "key", "value"), args, strict=True))
+        changed = {name: change(arguments[name]) for name, change in changes.items()}
+        return megasoftmax.attention(**(arguments | changed))
+
+    return faulty
+
+
+def _bias_of_the_last_of_a_group(bias: Tensor) -> Tensor:
+    """Not reduced: of examples that share an entry only the second gives it a gradient."""
+    return torch.stack([bias.detach(), bias], 1).flatten(0, 1)
+
+
+def _interleaved(dim: int) -> Callable[[Tensor], Tensor]:
+    """Example or head i takes entry i % count, not i // group."""
+    return lambda tensor: torch.cat([tensor, tensor], dim)
+
+
+def _key_of_one_query_head(key: Tensor) -> Tensor:
+    return torch.stack([key.detach(), key], 2).flatten(1, 2)
+
+
+def _shifted_table(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
+    return megasoftmax.RelativeBias(bias.table.roll(1, -1))
+
+
+def _reversed_table(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
+    return megasoftmax.RelativeBias(bias.table.flip(-1))
+
+
+def _table_of_the_first_head(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
+    return megasoftmax.RelativeBias(bias.table[:1])
+
+
+def _attention_aligned_top_left(*args: Tensor, mask: Tensor, **arguments: Any) -> Any:
+    upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
+    return megasoftmax.attention(*args, **(arguments | {"causal": False, "mask": mask | upper}))
+
+
+def _causal_one_too_far(*args: Tensor, window: tuple[int, int], **arguments: Any) -> Any:
+    return megasoftmax.attention(*args, **(arguments | {"causal": False, "window": (window[0], 1)}))
+
+
+def _attention_lse_without_sink(*args: Tensor, sink: Tensor, **arguments: Any) -> Any:
+    output, _ = megasoftmax.attention(*args, sink=sink, **arguments)
+    return output, megasoftmax.attention(*args, **arguments)[1] + 0 * sink.sum()
+
+
+def _attention_lse_detached(*args: Tensor, **arguments: Any) -> Any:
+    output, lse = megasoftmax.attention(*args, **arguments)
+    return output, lse.detach() + 0 * lse
+
+
+def _gradient_where_bias_is_excluded(*args: Tensor, bias: Tensor, **arguments: Any) -> Any:
+    output, lse = megasoftmax.attention(*args, bias=bias, **arguments)
+    touched = bias[..., 0, -1].sum() * 1e-5  # excluded by causality in every group
+    return output + touched - touched.detach(), lse
+
+
+def _in_half_throughout(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, **arguments: Any
+) -> Any:
+    """Logits and probabilities rounded to the type of the query."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
+    bias = arguments.pop("bias")
+    bias = bias.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    p, lse = megasoftmax.softmax((query @ key.mT) * scale, bias=bias, **arguments)
+    return (p @ value).transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+ATTENTION_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+    "drops the mask": (_attention_changed(mask=lambda _: None), _attention_case),
+    "drops the bias": (_attention_changed(bias=lambda _: None), _attention_case),
+    "drops the table": (_attention_changed(bias=lambda _: None), _relative_case),
+    "forgets the sink": (_attention_changed(sink=lambda _: None), _attention_case),
+    "takes the default scale": (_attention_changed(scale=lambda _: None), _attention_case),
+    "rounds the scale to bfloat16": (
+        _attention_changed(scale=lambda scale: torch.tensor(scale).bfloat16().item()),
+        _attention_case,
+    ),
+    "forgets causality": (_attention_changed(causal=lambda _: False), _attention_case),
+    "causal one too far": (_causal_one_too_far, _attention_case),
+    "causal aligned top-left": (_attention_aligned_top_left, _attention_case),
+    "window one too long": (
+        _attention_changed(window=lambda window: (window[0] + 1, window[1])),
+        _attention_case,
+    ),
+    "window one too short": (
+        _attention_changed(window=lambda window: (window[0] - 1, window[1])),
+        _attention_case,
+    ),
+    "key heads interleaved": (
+        _attention_changed(key=_interleaved(1), value=_interleaved(1)),
+        _attention_case,
+    ),
+    "biases of batches interleaved": (_attention_changed(bias=_interleaved(0)), _attention_case),
+    "biases of heads interleaved": (_attention_changed(bias=_interleaved(1)), _attention_case),
+    "gradient of a key not summed over its heads": (
+        _attention_changed(
+            key=_key_of_one_query_head, value=lambda value: value.repeat_interleave(2, 1)
+        ),
+        _attention_case,
+    ),
+    "gradient of the bias not reduced": (
+        _attention_changed(bias=_bias_of_the_last_of_a_group),
+        _attention_case,
+    ),
+    "gradient of the bias doubled": (
+        _attention_changed(bias=lambda bias: 2 * bias - bias.detach()),
+        _attention_case,
+    ),
+    "no gradient of the bias": (
+        _attention_changed(bias=lambda bias: bias.detach() + 0 * bias),
+        _attention_case,
+    ),
+    "no gradient of the sink": (
+        _attention_changed(sink=lambda sink: sink.detach() + 0 * sink),
+        _attention_case,
+    ),
+    "no gradient of the lse": (_attention_lse_detached, _attention_case),
+    "lse without the sink": (_attention_lse_without_sink, _attention_case),
+    "gradient at an excluded pair": (_gradient_where_bias_is_excluded, _attention_case),
+    "table one too late": (_attention_changed(bias=_shifted_table), _relative_case),
+    "table reversed": (_attention_changed(bias=_reversed_table), _relative_case),
+    "the table of head 0 for all": (
+        _attention_changed(bias=_table_of_the_first_head),
+        _relative_case,
+    ),
+    "logits rounded to bfloat16": (_in_half_throughout, _attention_case),
+}
+
+# What float32 alone shows, and what it does not.
+ONLY_IN_FLOAT32 = {"rounds the scale to bfloat16", "no gradient of the lse"}
+ONLY_IN_HALVES = {"logits rounded to bfloat16"}
+
+
+@pytest.mark.parametrize("fault", sorted(set(ATTENTION_FAULTS) - ONLY_IN_HALVES))
+def test_fault_of_attention_is_noticed(fault: str) -> None:
+    faulty, case = ATTENTION_FAULTS[fault]
+    oracle_attention.check(megasoftmax.attention, **case())
+    with pytest.raises(AssertionError):
+        oracle_attention.check(faulty, **case())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fault", sorted(set(ATTENTION_FAULTS) - ONLY_IN_FLOAT32))
+def test_fault_of_attention_is_noticed_in_half_precision(fault: str, dtype: torch.dtype) -> None:
+    faulty, case = ATTENTION_FAULTS[fault]
+    oracle_attention.check(megasoftmax.attention, **case(dtype))
+    with pytest.raises(AssertionError):
+        oracle_attention.check(faulty, **case(dtype))
+
+
+def test_oracle_of_attention_agrees_with_autograd() -> None:
+    case = _attention_case(torch.float64)
+    leaves = {
+        name: case[name].detach().requires_grad_()
+        for name in ("query", "key", "value", "bias", "sink")
+    }
+    q, k, v, bias, sink = leaves.values()
+    k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    z = case["scale"] * q @ k.mT + bias.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    expected = oracle_attention.attention(**case)
+    z = z.masked_fill(expected.dense.excluded, -torch.inf)
+    z = torch.cat([z, sink[:, None, None].expand(4, 4, 5, 1)], -1)
+    output, lse = z.softmax(-1)[..., :-1] @ v, z.logsumexp(-1)
+    torch.testing.assert_close(output, expected.output.value)
+    torch.testing.assert_close(lse, expected.lse.value)
+    g, h = oracle.random_like(output, 1), oracle.random_like(lse, 2)
+    found = oracle_attention.gradients(
+        expected,
+        case["query"],
+        case["key"],
+        g,
+        h,
+        bias=case["bias"],
+        scale=case["scale"],
+        sink=case["sink"],
+    )
+    wanted = torch.autograd.grad((output, lse), list(leaves.values()), (g, h))
+    for name, gradient in zip(leaves, wanted, strict=True):
+        torch.testing.assert_close(found[name].value, gradient)

@@ -1,0 +1,160 @@
+"""Biases of attention in the form in which kernels read the least memory.
+
+* A bias that depends on key - query alone is a `RelativeBias`, a table of m + n - 1 values per
+  head in place of m n: `t5_bias`, `alibi_bias`, or any table of your own.
+* One that depends on query and key is a tensor [bias_batch, heads, m, n]. A batch smaller than that
+  of the query is shared, not repeated: with the pair bias of triangle attention, one per structure,
+  [structures, heads, m, n] serves queries [structures * rows, heads, m, head_dim].
+* One that depends on the key alone is a tensor [..., 1, n].
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A bias that depends on the distance between query and key alone.
+
+    With m queries and n keys, entry (i, j) of the bias is table[..., j - i + m - 1]: the table goes
+    from the distance of the last query to the first key to that of the first query to the last key.
+    Attention never makes an [m, n] tensor of it. The gradient goes to the table.
+
+    Args:
+        table: floating, [heads, m + n - 1] or [batch, heads, m + n - 1]. Numbers of heads and
+            batches are 1 or divide those of the query, whose neighbours then share an entry.
+    """
+
+    table: Tensor
+
+    def dense(self, queries: int, keys: int) -> Tensor:
+        """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
+
+        Raises:
+            ValueError: the table is not one of queries + keys - 1 columns.
+        """
+        columns = max(queries + keys - 1, 0)
+        if self.table.shape[-1] != columns:
+            raise ValueError(
+                f"table: expected [..., {columns}] for {queries} queries and {keys} keys, "
+                f"got shape {tuple(self.table.shape)}"
+            )
+        if queries == 0 or keys == 0:
+            return self.table.new_empty(*self.table.shape[:-1], queries, keys)
+        return self.table.unfold(-1, keys, 1).flip(-2)
+
+
+def t5_bias(
+    weight: Tensor,
+    queries: int,
+    keys: int,
+    *,
+    bidirectional: bool,
+    max_distance: int = 128,
+    offset: int | None = None,
+) -> RelativeBias:
+    """The learnable relative bias of T5: a number per head and bucket of distances.
+
+    Args:
+        weight: [buckets, heads], floating, `relative_attention_bias.weight` of a T5 layer. Gets a
+            gradient, deterministic.
+        queries, keys: lengths, m and n.
+        bidirectional: half of the buckets are for keys after the query; else those share a bucket
+            with the query's own position, and causality is to exclude them.
+        max_distance: from here on, all distances share the last bucket.
+        offset: the position of the first query among the keys; by default keys - queries: the last
+            query stands at the last key, as causality has it.
+
+    Returns:
+        A table [heads, queries + keys - 1] in the type of weight.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+
+    Source:
+        Raffel et al., https://arxiv.org/abs/1910.10683.
+    """
+    _check_tensor("weight", weight, 2, "[buckets, heads]")
+    relative = _relative_positions(queries, keys, offset, weight.device)
+    buckets = _t5_buckets(relative, weight.shape[0], bidirectional, max_distance)
+    return RelativeBias(torch.nn.functional.embedding(buckets, weight).T.contiguous())
+
+
+def alibi_bias(
+    slopes: Tensor, queries: int, keys: int, *, offset: int | None = None
+) -> RelativeBias:
+    """Attention with linear biases: each head subtracts slope * distance.
+
+    Keys after the query count by their distance too. Where causality excludes them, this is also
+    what Bloom and MPT compute: they add slope * key position, which differs by a number per query.
+
+    Args:
+        slopes: [heads], floating; see `alibi_slopes`. Gets a gradient.
+        queries, keys: lengths, m and n.
+        offset: the position of the first query among the keys; by default keys - queries.
+
+    Returns:
+        A table [heads, queries + keys - 1], float32 (float64 for float64 slopes).
+
+    Raises:
+        TypeError, ValueError: slopes are not as above.
+
+    Source:
+        Press et al., https://arxiv.org/abs/2108.12409.
+    """
+    _check_tensor("slopes", slopes, 1, "[heads]")
+    distances = _relative_positions(queries, keys, offset, slopes.device).abs()
+    dtype = torch.promote_types(slopes.dtype, torch.float32)
+    return RelativeBias(slopes.to(dtype)[:, None] * -distances)
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of Press et al., float32 [heads]: 2 ** (-8 k / heads) for k from 1 on.
+
+    Where heads is no power of 2: those of the next lower one, then every other one of the next.
+
+    Raises:
+        ValueError: heads is below 1.
+    """
+    if heads < 1:
+        raise ValueError(f"heads: expected at least 1, got {heads}")
+    lower = 2 ** math.floor(math.log2(heads))
+    exponents = [8 * k / lower for k in range(1, lower + 1)]
+    exponents += [4 * k / lower for k in range(1, 2 * (heads - lower), 2)]
+    return torch.tensor([2**-exponent for exponent in exponents], device=device)
+
+
+def _relative_positions(
+    queries: int, keys: int, offset: int | None, device: torch.device
+) -> Tensor:
+    """Key - query of each entry of a table, int64 [queries + keys - 1]."""
+    first = keys - queries if offset is None else offset
+    return torch.arange(max(queries + keys - 1, 0), device=device) - (queries - 1 + first)
+
+
+def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """Half of the buckets of a side hold one distance each, the others grow with its logarithm."""
+    per_side = buckets // 2 if bidirectional else buckets
+    exact = per_side // 2
+    if exact < 1:
+        raise ValueError(f"buckets: expected at least {4 if bidirectional else 2}, got {buckets}")
+    if max_distance <= exact:
+        raise ValueError(f"max_distance: expected more than {exact}, got {max_distance}")
+    distance = relative.abs() if bidirectional else -relative.clamp(max=0)
+    # The order of these operations decides, by rounding, in which bucket some distances fall
+    ratio = distance.clamp(min=exact).float() / exact
+    logarithm = torch.log(ratio) / math.log(max_distance / exact)
+    beyond = (exact + (logarithm * (per_side - exact)).long()).clamp(max=per_side - 1)
+    bucket = torch.where(distance < exact, distance, beyond)
+    return bucket + per_side * (relative > 0) if bidirectional else bucket
+
+
+def _check_tensor(name: str, tensor: Tensor, rank: int, expected: str) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: expected a floating tensor {expected}, got {kind}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

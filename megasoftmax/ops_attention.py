@@ -1,0 +1,117 @@
+"""The ops of attention, torch.ops.megasoftmax.attention_*, as `ops` has the others.
+
+Arguments and results are explained in `reference_attention`, whose functions compute on CPUs. Of
+the results of an op the strides are known too: those of a contiguous output [b, m, h, dv], and
+those that torch.empty_like gives the gradients of query, key and value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import ops, reference, reference_attention
+
+_library = torch.library.Library("megasoftmax", "FRAGMENT")
+_library.define(
+    "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
+    "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
+    "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "attention_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
+    "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
+    "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
+    "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_forward = torch.ops.megasoftmax.attention_forward.default
+_backward = torch.ops.megasoftmax.attention_backward.default
+
+
+def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """The op without its autograd."""
+    return ops.below_autograd(_forward, *args)
+
+
+def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op; with its autograd, which refuses, only where a graph of it is asked for."""
+    return _backward(*args) if torch.is_grad_enabled() else ops.below_autograd(_backward, *args)
+
+
+HALVES = reference_attention.Halves(attention_forward, attention_backward)
+
+
+def _backward_on_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = reference_attention.BackwardSlots(*args)
+    d_query, d_key, d_value, d_bias, d_sink = reference_attention.attention_backward(*args)
+    return (
+        torch.empty_like(given.query).copy_(d_query),
+        torch.empty_like(given.key).copy_(d_key),
+        torch.empty_like(given.value).copy_(d_value),
+        d_bias.contiguous(),
+        d_sink.contiguous(),
+    )
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    given = reference_attention.ForwardSlots(*args)
+    query = given.query
+    batches, heads, queries, _ = query.shape
+    output = query.new_empty((batches, queries, heads, given.value.shape[-1]))
+    statistics_dtype = reference.accumulation_dtype(query.dtype)
+    return (
+        output.transpose(1, 2),
+        query.new_empty((3, batches, heads, queries), dtype=statistics_dtype),
+    )
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = reference_attention.BackwardSlots(*args)
+    query, bias = given.query, given.bias
+    nothing = query.new_empty(0, dtype=reference.accumulation_dtype(query.dtype))
+    return (
+        torch.empty_like(query),
+        torch.empty_like(given.key),
+        torch.empty_like(given.value),
+        bias.new_empty(bias.shape) if given.bias_gradient else nothing,
+        nothing.new_empty(query.shape[:-1]) if given.sink_gradient else nothing.new_empty(0),
+    )
+
+
+def _gradients(ctx: Any, *grads: Tensor | None) -> Any:
+    return reference_attention.gradients(ctx, _backward, *grads)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
+    raise NotImplementedError(
+        "fused attention: expected to be differentiated once, got a double backward; "
+        "fused=False can be differentiated as often as wanted"
+    )
+
+
+def _batch_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return reference_attention.batch_forward(_forward, info, in_dims, *args)
+
+
+def _batch_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return reference_attention.batch_backward(_backward, info, in_dims, *args)
+
+
+_library.impl("attention_forward", reference_attention.attention_forward, "CPU")
+torch.library.register_fake(_forward, _fake_forward, lib=_library)
+torch.library.register_vmap(_forward, _batch_forward, lib=_library)
+torch.library.register_autograd(
+    _forward, _gradients, setup_context=reference_attention.save_for_gradients, lib=_library
+)
+
+_library.impl("attention_backward", _backward_on_cpu, "CPU")
+torch.library.register_fake(_backward, _fake_backward, lib=_library)
+torch.library.register_vmap(_backward, _batch_backward, lib=_library)
+torch.library.register_autograd(_backward, _refuse, setup_context=_save_nothing, lib=_library)

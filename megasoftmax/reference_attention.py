@@ -1,0 +1,634 @@
+"""Attention in plain torch: the specification, and the fallback of the ops of that name.
+
+    z = scale * q k + bias,  P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  O = P v
+
+over the keys, in float32, or float64 for float64 queries, and P exactly 0 for excluded keys.
+`attention_forward` and `attention_backward` have the signatures of the ops and are pure, without
+autograd. `AttentionFunction` makes one differentiable function of any such pair.
+
+P exists for a block of batches, heads and queries at a time; the backward pass makes it again.
+What is done to a block is plain torch that autograd and vmap see through, without changes in place:
+so the backward function is differentiable itself, as often as wanted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasoftmax import reference
+
+# The most logits at a time, if it holds those of one query and the heads that share a key head:
+# 16 MiB. On a CPU 64 MiB took 1.7 times as long, for memory that is touched for the first time.
+BLOCK = 2**22
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink: Tensor | None,
+    sink_value: float | None,
+    relative: bool,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of values for each query, and statistics of its weights.
+
+    Args:
+        query: floating, [b, h, m, d].
+        key: [b, hk, n, d], of the same dtype; hk divides h, and query head i reads i // (h / hk).
+        value: [b, hk, n, dv], of the same dtype.
+        bias: floating, [bb, bh, m or 1, n or 1], added to the scaled products; or None. bb and bh
+            divide b and h: example i takes entry i // (b / bb), and so do heads.
+        mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
+        scale: factor of the products of queries and keys.
+        causal, window_left, window_right, sink, sink_value: as in `reference.softmax_forward`.
+        relative: bias is [bb, bh, m + n - 1], of which pair (i, j) takes entry j - i + m - 1.
+
+    Returns:
+        Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
+        Statistics [3, b, h, m], float32 (float64 for float64 queries), contiguous: the largest z of
+        the row divided by `scale`; the logarithm of the denominator relative to it, sink included;
+        and that of the denominator, the log-sum-exp.
+
+        A row with nothing left has output 0 where mask, bias, causality, a window or a sink is
+        given, and where there are no keys, else NaN; its statistics are 0 and twice the sink or
+        -inf. A visible NaN or +inf makes NaN of its row.
+    """
+    given = ForwardSlots(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale,
+        causal,
+        window_left,
+        window_right,
+        sink,
+        sink_value,
+        relative,
+    )
+    compute = reference.accumulation_dtype(query.dtype)
+
+    def forward(block: _Block) -> tuple[Tensor, Tensor]:
+        p, largest, relative_lse, lse = _weights(block, given, compute)
+        finite = torch.finfo(compute)
+        first = (largest / scale if scale else largest).clamp(finite.min, finite.max)
+        output = _times(p, block.value.to(compute))
+        return output, torch.stack([first, relative_lse, lse], -1)
+
+    with torch.autocast(query.device.type, enabled=False):
+        output, statistics = _in_blocks(
+            forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
+        )
+    output = output.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return output, statistics.movedim(-1, 0).contiguous()
+
+
+def attention_backward(
+    d_output: Tensor,
+    d_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    sink: Tensor | None,
+    sink_value: float | None,
+    relative: bool,
+    bias_gradient: bool,
+    sink_gradient: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients, from those of output dO and log-sum-exp h.
+
+        D = sum(dO O) - h over the value's dimension,  dz = P (dO v - D),  dq = scale dz k,
+        dk = scale dz q,  dv = P dO,  dbias = dz summed over what was broadcast,
+        dsink = -exp(sink - lse) D
+
+    Where P is exactly 0, dz is exactly 0, whatever dO and v hold.
+
+    Args:
+        d_output: of the output, with its shape and dtype, any strides.
+        d_lse: of the log-sum-exp, statistics[2], with its shape and dtype; or None.
+        output, statistics: what `attention_forward` returned. Statistics serve kernels alone.
+        bias_gradient, sink_gradient: whether these are asked for.
+        deterministic: whether the same bits are asked for every time; here they always come.
+        The others: as in `attention_forward`.
+
+    Returns:
+        Gradients of query, key, value and bias, in their shapes and dtypes, any strides, and of the
+        sink for each row, [b, h, m], float32 (float64 for float64 queries). (0,) for what is not
+        asked for.
+    """
+    given = ForwardSlots(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale,
+        causal,
+        window_left,
+        window_right,
+        sink,
+        sink_value,
+        relative,
+    )
+    compute = reference.accumulation_dtype(query.dtype)
+
+    def backward(block: _Block) -> tuple[Tensor, ...]:
+        p, _, _, lse = _weights(block, given, compute)
+        assert block.d_output is not None
+        assert block.output is not None
+        g = block.d_output.to(compute)
+        d = (g * block.output.to(compute)).sum(-1)
+        if block.d_lse is not None:
+            d = d - block.d_lse
+        dz = torch.where(p == 0, 0, p * (_times(g, block.value.to(compute).mT) - d.unsqueeze(-1)))
+        d_query = scale * _times(dz, block.key.to(compute))
+        d_key = scale * _summed_times(dz, block.query.to(compute), block.key.shape[1])
+        d_value = _summed_times(p, g, block.key.shape[1])
+        d_bias, d_sink = d.new_empty(0), d.new_empty(0)
+        if bias_gradient:
+            assert block.bias is not None
+            d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
+        if sink_gradient:
+            d_sink = -reference.sink_share(block.sink, sink_value, lse) * d
+        return d_query, d_key, d_value, d_bias, d_sink
+
+    def ways(block: _Block) -> tuple[tuple[int, ...], ...]:
+        return (
+            _EVERYWHERE,
+            _BATCHES_AND_HEADS,
+            _BATCHES_AND_HEADS,
+            _cuts_of_bias(block.bias) if bias_gradient else (),
+            _EVERYWHERE if sink_gradient else (),
+        )
+
+    whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
+    with torch.autocast(query.device.type, enabled=False):
+        d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, ways)
+    if bias_gradient:
+        assert bias is not None
+        d_bias = d_bias.to(bias.dtype)
+    return (
+        d_query.to(query.dtype),
+        d_key.to(key.dtype),
+        d_value.to(value.dtype),
+        d_bias,
+        d_sink,
+    )
+
+
+# Blocks: some batches, heads and queries, with all of their keys
+
+
+class _Block(NamedTuple):
+    """What the logits of some batches, heads and queries are made from, shaped as in the ops.
+
+    Query i of the block stands at key i + diagonal.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    sink: Tensor | None
+    diagonal: int
+    output: Tensor | None = None
+    d_output: Tensor | None = None
+    d_lse: Tensor | None = None
+
+
+# The dimensions along which a result consists of those of blocks; over the others it is their sum.
+_EVERYWHERE = (0, 1, 2)
+_BATCHES_AND_HEADS = (0, 1)
+
+
+def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
+    """Blocks have parts of the batches, heads and queries of a bias, but each a whole table."""
+    if bias is None:
+        return ()
+    return tuple(dim for dim in range(bias.dim() - 1) if bias.shape[dim] != 1)
+
+
+def _block(given: "ForwardSlots") -> _Block:
+    """All of it."""
+    return _Block(*given[:5], given.sink, diagonal=given.key.shape[-2] - given.query.shape[-2])
+
+
+def _in_blocks(
+    function: Callable[[_Block], Sequence[Tensor]],
+    block: _Block,
+    ways: Callable[[_Block], Sequence[tuple[int, ...]]],
+) -> Sequence[Tensor]:
+    """function(block), from blocks of at most BLOCK logits.
+
+    Args:
+        ways: for each result the dimensions of a block along which it consists of those of parts.
+    """
+    cut = _cut(block)
+    if cut is None:
+        return function(block)
+    dim, blocks = cut
+    return _joined((_in_blocks(function, part, ways) for part in blocks), dim, ways(block))
+
+
+def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
+    """The dimension along which a block must be cut, and its parts; None where it may stay."""
+    batches, heads, queries, _ = block.query.shape
+    logits = batches * heads * queries * block.key.shape[-2]
+    if logits <= BLOCK:
+        return None
+    of_bias = (1, 1) if block.bias is None else block.bias.shape[:2]
+    groups = heads // block.key.shape[1]
+    units = (
+        batches // of_bias[0] if of_bias[0] > 1 else 1,
+        math.lcm(groups, heads // of_bias[1]) if of_bias[1] > 1 else groups,
+        1,
+    )
+    for dim, (size, unit) in enumerate(zip(block.query.shape, units, strict=False)):
+        if unit < size:
+            step = unit * max(1, BLOCK // (logits // size * unit))
+            starts = range(0, size, step)
+            return dim, [_part(block, dim, i, min(step, size - i)) for i in starts]
+    return None
+
+
+def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
+    size = block.query.shape[dim]
+
+    def part(tensor: Tensor | None, dim: int = dim) -> Any:
+        """Of what has as many entries as the query there, fewer that divide them, or 1."""
+        if tensor is None or tensor.shape[dim] == 1:
+            return tensor
+        count = tensor.shape[dim]
+        return tensor.narrow(dim, start * count // size, length * count // size)
+
+    is_per_head = block.sink is not None and block.sink.numel() != 1
+    return _Block(
+        query=part(block.query),
+        key=block.key if dim == 2 else part(block.key),
+        value=block.value if dim == 2 else part(block.value),
+        bias=part(block.bias) if dim in _cuts_of_bias(block.bias) else block.bias,
+        mask=part(block.mask),
+        sink=part(block.sink, 0) if dim == 1 and is_per_head else block.sink,
+        diagonal=block.diagonal + start if dim == 2 else block.diagonal,
+        output=part(block.output),
+        d_output=part(block.d_output),
+        d_lse=part(block.d_lse),
+    )
+
+
+def _joined(
+    parts: Iterable[Sequence[Tensor]], dim: int, ways: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Each result of all blocks, from those of blocks that follow each other along a dimension."""
+    found: list[list[Tensor]] = []
+    for part in parts:
+        if not found:
+            found = [[result] for result in part]
+            continue
+        for results, result, cuts in zip(found, part, ways, strict=True):
+            if dim in cuts:
+                results.append(result)
+            else:
+                results[0] = results[0] + result
+    return [torch.cat(results, dim) if len(results) > 1 else results[0] for results in found]
+
+
+# A block
+
+
+def _weights(
+    block: _Block, given: "ForwardSlots", compute: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where nothing is left; the logarithm
+    of the denominator relative to it; and the log-sum-exp."""
+    queries, keys = block.query.shape[2], block.key.shape[2]
+    z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
+    if block.bias is not None and z.numel() > 0:
+        z = (_grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]).reshape(z.shape)
+    excluded = reference.excluded_by_window(
+        queries,
+        keys,
+        given.causal,
+        given.window_left,
+        given.window_right,
+        z.device,
+        block.diagonal,
+    )
+    if block.mask is not None:
+        excluded = block.mask if excluded is None else block.mask | excluded
+    if excluded is not None:
+        z = z.masked_fill(excluded, -torch.inf)
+
+    logit = reference.sink_logit(block.sink, given.sink_value, compute, z.device)
+    largest = reference.largest_of_rows(z.detach(), -torch.inf)
+    highest = largest if logit is None else torch.maximum(largest, logit.detach())
+    largest, highest = (each.masked_fill(each == -torch.inf, 0) for each in (largest, highest))
+    p = torch.exp(z - highest.unsqueeze(-1))
+    total = p.sum(-1)
+    if logit is not None:
+        total = total + torch.exp(logit - highest)
+    nothing = total == 0
+    divisor = total
+    if excluded is not None or block.bias is not None or logit is not None:
+        divisor = total.masked_fill(nothing, 1)
+    p = p / divisor.unsqueeze(-1)
+    if excluded is not None:  # in rows that are NaN, too
+        p = p.masked_fill(excluded, 0)
+    log_total = divisor.log().masked_fill(nothing, -torch.inf)
+    return p, largest, log_total + (highest - largest), log_total + highest
+
+
+def _times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """[b, h, m, x] times [b, hk, x, y], of which h // hk heads share one: [b, h, m, y]."""
+    return (_by_key_head(rows, matrices.shape[1]) @ matrices).reshape(
+        *rows.shape[:-1], matrices.shape[-1]
+    )
+
+
+def _summed_times(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """[b, h, m, n] and [b, h, m, x], multiplied over all queries of a key head: [b, hk, n, x]."""
+    return _by_key_head(weights, heads).mT @ _by_key_head(rows, heads)
+
+
+def _by_key_head(rows: Tensor, heads: int) -> Tensor:
+    """[b, h, m, x] as [b, hk, h // hk * m, x]."""
+    batches, all_heads, queries, last = rows.shape
+    return rows.reshape(batches, heads, all_heads // max(heads, 1) * queries, last)
+
+
+def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
+    """[b, h, m, n] as [bb, b // bb, bh, h // bh, m, n]: a bias has the first and the third."""
+    batches, heads, queries, keys = logits.shape
+    some, few = bias.shape[:2]
+    return logits.reshape(some, batches // max(some, 1), few, heads // max(few, 1), queries, keys)
+
+
+def _bias_of_pairs(block: _Block) -> Tensor:
+    """[bb, bh, m or 1, n or 1]; a table's entries for this block, if it is one."""
+    assert block.bias is not None
+    if block.bias.dim() == 4:
+        return block.bias
+    queries, keys = block.query.shape[2], block.key.shape[2]
+    first = keys - block.diagonal - queries  # the entry of the last query and the first key
+    # Windows of as many entries as keys: that of the last query begins at the first.
+    entries = block.bias.narrow(-1, first, queries + keys - 1)
+    return entries.unfold(-1, keys, 1).flip(-2)
+
+
+def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
+    """From those of z, [b, h, m, n], in the shape of the bias."""
+    summed = _grouped(dz, bias).sum((1, 3))
+    if bias.dim() == 4:
+        return summed.sum_to_size(bias.shape)
+    queries, keys = dz.shape[2:]
+    if dz.numel() == 0:
+        return dz.new_zeros(bias.shape)
+    # Rows of keys, then zeros: cut into rows one shorter, each begins one later than the last.
+    length = queries + keys
+    skewed = torch.nn.functional.pad(summed.flip(-2), (0, queries)).flatten(-2)
+    skewed = skewed[..., : queries * (length - 1)].unflatten(-1, (queries, length - 1))
+    first = keys - diagonal - queries
+    after = bias.shape[-1] - first - (length - 1)
+    return torch.nn.functional.pad(skewed.sum(-2), (first, after))
+
+
+# Autograd and vmap, for this pair of functions and for any other of the same signatures
+
+
+class Halves(NamedTuple):
+    """Functions with the signatures of `attention_forward` and `attention_backward`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+
+
+class ForwardSlots(NamedTuple):
+    """Something for each argument of `attention_forward`: value, dimension or gradient."""
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    bias: Any = None
+    mask: Any = None
+    scale: Any = None
+    causal: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    sink: Any = None
+    sink_value: Any = None
+    relative: Any = None
+
+
+class BackwardSlots(NamedTuple):
+    """The same for `attention_backward`."""
+
+    d_output: Any = None
+    d_lse: Any = None
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    output: Any = None
+    statistics: Any = None
+    bias: Any = None
+    mask: Any = None
+    scale: Any = None
+    causal: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    sink: Any = None
+    sink_value: Any = None
+    relative: Any = None
+    bias_gradient: Any = None
+    sink_gradient: Any = None
+    deterministic: Any = None
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin with those of `attention_forward`."""
+    given = ForwardSlots(*inputs[:12])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *given[:5], given.sink)
+    ctx.given = given._replace(query=None, key=None, value=None, bias=None, mask=None, sink=None)
+
+
+def gradients(
+    ctx: Any,
+    backward: Callable[..., tuple[Tensor, ...]],
+    d_output: Tensor | None,
+    d_statistics: Tensor | None,
+) -> ForwardSlots:
+    """The gradients of the arguments of `attention_forward`.
+
+    Of the statistics the log-sum-exp has one; the others are constants.
+    """
+    given = ctx.given
+    output, statistics, query, key, value, bias, mask, sink = ctx.saved_tensors
+    needs = ForwardSlots(*ctx.needs_input_grad[:12])
+    wants_bias = bias is not None and needs.bias
+    wants_sink = sink is not None and needs.sink
+    d_query, d_key, d_value, d_bias, d_rows = backward(
+        output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
+        None if d_statistics is None else d_statistics[2],
+        query,
+        key,
+        value,
+        output,
+        statistics,
+        bias,
+        mask,
+        given.scale,
+        given.causal,
+        given.window_left,
+        given.window_right,
+        sink,
+        given.sink_value,
+        given.relative,
+        wants_bias,
+        wants_sink,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return ForwardSlots(
+        query=d_query if needs.query else None,
+        key=d_key if needs.key else None,
+        value=d_value if needs.value else None,
+        bias=d_bias if wants_bias else None,
+        sink=reference.sum_over_rows(d_rows, sink) if wants_sink else None,
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """`forward` under vmap: examples join the batches."""
+    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
+    count = info.batch_size
+    if dims.sink is not None:
+        return reference.one_by_one(forward, count, in_dims, args), (0, 0)
+    output, statistics = forward(*_examples_as_batches(given, dims, count))
+    return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
+
+
+def batch_backward(
+    backward: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """`backward` under vmap."""
+    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
+    count = info.batch_size
+    if dims.sink is not None:
+        return reference.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
+    outputs = backward(*_examples_as_batches(given, dims, count))
+    asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
+    return (
+        tuple(
+            each.unflatten(0, (count, -1)) if asked else each
+            for each, asked in zip(outputs, asked_for, strict=True)
+        ),
+        tuple(0 if asked else None for asked in asked_for),
+    )
+
+
+def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
+    """Arguments with `count` times the batches; a mask of one batch for all may stay so."""
+
+    def joined(name: str) -> Any:
+        tensor, dim = getattr(given, name), getattr(dims, name)
+        if tensor is None or (name == "mask" and dim is None and tensor.shape[0] == 1):
+            return tensor
+        tensor = reference.batch_first(tensor, dim, count)
+        if name == "statistics":
+            return tensor.movedim(1, 0).flatten(1, 2)
+        if name == "mask":
+            batches = given.query.shape[1 if dims.query == 0 else 0]
+            tensor = tensor.expand(count, batches, *tensor.shape[2:])
+        return tensor.flatten(0, 1)
+
+    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias", "mask")
+    return given._replace(**{name: joined(name) for name in names if name in given._fields})
+
+
+class AttentionFunction(torch.autograd.Function):
+    """`apply(*arguments of attention_forward, halves)`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # torch.compile counts the parameters
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        sink: Tensor | None,
+        sink_value: float | None,
+        relative: bool,
+        halves: Halves,
+    ) -> Any:
+        return halves.forward(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale,
+            causal,
+            window_left,
+            window_right,
+            sink,
+            sink_value,
+            relative,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.halves = inputs[-1]
+        save_for_gradients(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *gradients(ctx, ctx.halves.backward, *grads), None
+
+
+# Function.apply without the binding of the signature, which takes longer than all the rest.
+_apply_eagerly = super(torch.autograd.Function, AttentionFunction).apply
+
+
+def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
+
+    Args:
+        halves: who computes.
+        needs_gradient: whether autograd records and one of the arguments requires a gradient.
+        args: those of `attention_forward`.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return AttentionFunction.apply(*args, halves)
+    if needs_gradient:
+        return _apply_eagerly(*args, halves)
+    return halves.forward(*args)
+
+
+HALVES = Halves(attention_forward, attention_backward)

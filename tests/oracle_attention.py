@@ -1,0 +1,347 @@
+"""What megasoftmax.attention must compute, in float64, with every tensor written out.
+
+In half precision the measure of an error is that of torch's own attention on the same data, given
+bias, mask and sink as one additive mask of the same dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import oracle
+import torch
+from torch import Tensor
+
+from megasoftmax import RelativeBias
+
+HALVES = (torch.float16, torch.bfloat16)
+RATIO = 1.5  # of the error that torch's attention makes
+ELEMENTWISE = 4
+ROUNDING = 0.5  # of eps, where torch's attention makes next to no error
+
+
+@dataclass(frozen=True)
+class Result:
+    value: Tensor  # float64
+    noise: Tensor  # what independent errors of 1 in each of its terms would add up to
+    zero: Tensor  # bool: exactly 0 whatever the arguments hold
+
+
+@dataclass(frozen=True)
+class Forward:
+    dense: oracle.Forward  # P, lse and what is excluded, over all pairs
+    key: Tensor  # float64, a head for each of the query's
+    value: Tensor
+    weight_noise: Tensor  # of P
+    output: Result
+    lse: Result
+
+
+def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tensor | None:
+    """[b, h, m, n], float64; differentiable."""
+    if bias is None:
+        return None
+    if isinstance(bias, RelativeBias):
+        queries, keys = torch.arange(shape[2])[:, None], torch.arange(shape[3])
+        entries = bias.table.double()[..., (keys - queries + shape[2] - 1).to(bias.table.device)]
+    else:
+        entries = bias.double()
+    entries = entries[(None,) * (4 - entries.dim())]
+    for dim in (0, 1):
+        entries = entries.repeat_interleave(shape[dim] // entries.shape[dim], dim)
+    return entries.expand(shape)
+
+
+def reduced(
+    gradient: Tensor, bias: Tensor | RelativeBias, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What is left of [b, h, m, n] where pairs that share an entry of the bias are added up."""
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    leaf = torch.zeros(table.shape, dtype=torch.float64, device=table.device, requires_grad=True)
+    like = replace(bias, table=leaf) if isinstance(bias, RelativeBias) else leaf
+    entries = bias_of_pairs(like, gradient.shape)
+    assert entries is not None
+    return torch.autograd.grad(entries, leaf, reduce(gradient))[0]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sink: Tensor | float | None = None,
+) -> Forward:
+    heads = query.shape[1]
+    q, k, v = (each.detach().double() for each in (query, key, value))
+    k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = q @ k.mT
+    bias = bias_of_pairs(bias, scores.shape)
+    dense = oracle.softmax(
+        scores, scale=factor, mask=mask, bias=bias, causal=causal, window=window, sink=sink
+    )
+    p = dense.probabilities
+    # Of logits in the type of the computation, which is float32 for halves.
+    noise_of_z = 1 + abs(factor) * (q.square() @ k.square().mT).sqrt()
+    if bias is not None:
+        noise_of_z = noise_of_z + bias.abs()
+    noise_of_z = noise_of_z.masked_fill(dense.excluded | (p == 0), 0)
+    weight_noise = p if query.dtype in HALVES else p * noise_of_z
+    output = p @ v
+    noise = (weight_noise.square() @ v.square() + output.square()).sqrt()
+    nothing = (p == 0).all(-1)
+    zero = nothing.unsqueeze(-1).expand(output.shape) & v.isfinite().all()
+    lse_noise = dense.lse.abs() + 1 + (p * noise_of_z).sum(-1)
+    return Forward(
+        dense,
+        k,
+        v,
+        weight_noise,
+        Result(output, noise, zero),
+        Result(dense.lse, lse_noise, torch.zeros_like(nothing)),
+    )
+
+
+def gradients(
+    expected: Forward,
+    query: Tensor,
+    key: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    scale: float | None = None,
+    sink: Tensor | float | None = None,
+) -> dict[str, Result]:
+    """From the gradients g of the output and h of the log-sum-exp."""
+    p, k, v = expected.dense.probabilities, expected.key, expected.value
+    q, g = query.detach().double(), g.double()
+    h = torch.zeros_like(expected.dense.lse) if h is None else h.double()
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    output = expected.output
+    d = (g * output.value).sum(-1, keepdim=True) - h.unsqueeze(-1)
+    d_noise = (g * output.noise).square().sum(-1, keepdim=True).sqrt() + h.abs().unsqueeze(-1)
+    dp = g @ v.mT
+    dz = torch.where(p == 0, 0.0, p * (dp - d))
+    if query.dtype in HALVES:
+        noise = (dz.square() + (p * d_noise).square()).sqrt()
+    else:
+        of_dp = (g.square() @ v.square().mT).sqrt()
+        noise = expected.weight_noise * (of_dp + dp.abs() + d.abs() + d_noise)
+    noise = torch.where(p == 0, 0.0, noise)
+
+    def by_key_head(of_head: Tensor) -> Tensor:
+        return of_head.unflatten(1, (key.shape[1], -1)).sum(2)
+
+    def product(value: Tensor, squares: Tensor, unseen: Tensor) -> Result:
+        return Result(value, (squares + value.square()).sqrt(), unseen.expand(value.shape))
+
+    empty = (p == 0).all(-1).unsqueeze(-1)
+    unseen = by_key_head((p != 0).any(-2).double()).unsqueeze(-1) == 0
+    found = {
+        "query": product(factor * dz @ k, factor**2 * noise.square() @ k.square(), empty),
+        "key": product(
+            by_key_head(factor * dz.mT @ q),
+            by_key_head(factor**2 * noise.square().mT @ q.square()),
+            unseen,
+        ),
+        "value": product(
+            by_key_head(p.mT @ g),
+            by_key_head(expected.weight_noise.square().mT @ g.square()),
+            unseen & g.isfinite().all(),
+        ),
+    }
+    if bias is not None:
+        value = reduced(dz, bias, lambda x: x)
+        squares = reduced(noise, bias, torch.square)
+        seen = reduced((p != 0).double(), bias, lambda x: x)
+        found["bias"] = product(value, squares, seen == 0)
+    if isinstance(sink, Tensor):
+        logit = sink.detach().double()
+        logit = logit.reshape(()) if logit.numel() == 1 else logit[:, None]
+        share = torch.exp(logit - expected.dense.lse).masked_fill(logit == -torch.inf, 0)
+
+        def of_sink(rows: Tensor) -> Tensor:
+            return rows.sum().reshape(sink.shape) if sink.numel() == 1 else rows.sum((0, 2))
+
+        d, d_noise = d.squeeze(-1), d_noise.squeeze(-1)
+        squares = (share * (d.abs() + d_noise)).square()
+        nothing = torch.zeros_like(sink, dtype=torch.bool)
+        found["sink"] = Result(of_sink(-share * d), of_sink(squares).sqrt(), nothing)
+    return found
+
+
+def torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    scale: float | None = None,
+    sink: Tensor | float | None = None,
+    excluded: Tensor,
+) -> dict[str, Tensor]:
+    """Output and gradients of torch's attention, in the dtype of the query.
+
+    A sink is a key and a value of zeros, with the sink for a bias.
+    """
+    heads = query.shape[1]
+    q, k, v = (each.detach().clone().requires_grad_() for each in (query, key, value))
+    z = torch.zeros(excluded.shape, dtype=torch.float64, device=query.device)
+    if bias is not None:
+        entries = bias_of_pairs(bias, excluded.shape)
+        assert entries is not None
+        z = entries.detach()
+    z = z.masked_fill(excluded, -torch.inf)
+    padding = (0, 0)
+    if sink is not None:
+        logit = torch.as_tensor(sink, dtype=torch.float64, device=query.device).detach()
+        logit = logit.reshape(-1, 1, 1).expand(*z.shape[:-1], 1)
+        z, padding = torch.cat([z, logit], -1), (0, 0, 0, 1)
+    z = z.to(query.dtype).requires_grad_()
+    shared = heads // key.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        torch.nn.functional.pad(k.repeat_interleave(shared, 1), padding),
+        torch.nn.functional.pad(v.repeat_interleave(shared, 1), padding),
+        z,
+        scale=scale,
+    )
+    d_query, d_key, d_value, dz = torch.autograd.grad(output, (q, k, v, z), g)
+    found = {"output": output.detach(), "query": d_query, "key": d_key, "value": d_value}
+    keys = excluded.shape[-1]
+    dz = dz.double().masked_fill(torch.isnan(dz), 0)
+    if bias is not None:
+        found["bias"] = reduced(dz[..., :keys], bias, lambda x: x)
+    if isinstance(sink, Tensor):
+        rows = dz[..., keys:]
+        found["sink"] = rows.sum() if sink.numel() == 1 else rows.sum((0, 2, 3))
+        found["sink"] = found["sink"].reshape(sink.shape)
+    return found
+
+
+def assert_matches(
+    actual: Tensor,
+    expected: Result,
+    dtype: torch.dtype,
+    of_torch: Tensor | None = None,
+    what: str = "result",
+) -> None:
+    """`actual` is right up to the error of `dtype`, or that which torch's attention makes."""
+    assert actual.shape == expected.value.shape, f"{what}: {actual.shape}"
+    assert not ((actual != 0) & expected.zero).any(), f"{what}: not exactly 0 where it must be"
+    assert torch.equal(actual.isnan(), expected.value.isnan()), f"{what}: NaN in other places"
+    values, wanted = actual.double(), expected.value
+    assert not ((values != wanted) & wanted.isinf()).any(), f"{what}: infinities"
+    if actual.numel() == 0:
+        return
+
+    def error_of(found: Tensor) -> Tensor:
+        return torch.where(wanted.isfinite() & found.isfinite(), (found - wanted).abs(), 0.0)
+
+    error = error_of(values)
+    noise = torch.where(wanted.isfinite() & expected.noise.isfinite(), expected.noise, 0.0)
+    step = oracle.smallest_step(actual.dtype)
+    if of_torch is None:
+        tolerance = oracle.TOLERANCE[dtype]
+        limit, limits = tolerance * noise.norm(), ELEMENTWISE * tolerance * noise
+    else:
+        eps = torch.finfo(dtype).eps
+        error_of_torch = error_of(of_torch.double())
+        limit = torch.maximum(RATIO * error_of_torch.norm(), ROUNDING * eps * noise.norm())
+        limits = ELEMENTWISE * torch.maximum(error_of_torch.max(), eps * noise)
+    limit = limit + step * error.numel() ** 0.5
+    assert error.norm() <= limit, f"{what}: norm of the error {error.norm():.3g}, limit {limit:.3g}"
+    limits = limits + step
+    if not (error <= limits).all():
+        worst = (error - limits).argmax()
+        raise AssertionError(
+            f"{what}: error of an element {error.reshape(-1)[worst]:.3g}, "
+            f"limit {limits.reshape(-1)[worst]:.3g}, expected {wanted.reshape(-1)[worst]:.6g}"
+        )
+
+
+def check(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor | None = None,
+    h: Tensor | None = None,
+    lse_gradient: bool | None = None,
+    what: str = "",
+    **arguments: Any,
+) -> dict[str, Tensor]:
+    """Forward and backward of `function` against the oracle.
+
+    Args:
+        g, h: gradients of output and lse; by default random, h with `lse_gradient`, which is True
+            except in half precision: torch has none, so that gradients are held to a tolerance.
+        arguments: of attention. A bias, table or sink that requires a gradient gets one.
+
+    Returns:
+        Output, lse, and the gradients that there are, by name.
+    """
+    is_half = query.dtype in HALVES
+    computed = torch.float64 if query.dtype == torch.float64 else torch.float32
+    names = ("query", "key", "value")
+    inputs = {
+        name: each.detach().requires_grad_()
+        for name, each in zip(names, (query, key, value), strict=True)
+    }
+    call = dict(arguments)
+    bias, sink = arguments.get("bias"), arguments.get("sink")
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    if table is not None and table.requires_grad:
+        leaf = inputs["bias"] = table.detach().requires_grad_()
+        call["bias"] = replace(bias, table=leaf) if isinstance(bias, RelativeBias) else leaf
+    if isinstance(sink, Tensor) and sink.requires_grad:
+        inputs["sink"] = call["sink"] = sink.detach().requires_grad_()
+    output, lse = function(*(inputs[name] for name in names), **call, return_lse=True)
+    assert output.dtype == query.dtype
+    assert lse.dtype == computed
+    assert output.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+
+    expected = attention(query, key, value, **arguments)
+    g = oracle.random_like(output, 1) if g is None else g
+    lse_gradient = not is_half if lse_gradient is None else lse_gradient
+    h = oracle.random_like(lse, 2) if h is None and lse_gradient else h
+    options = {name: arguments.get(name) for name in ("bias", "scale", "sink")}
+    of_torch: dict[str, Tensor] = {}
+    if is_half:
+        of_torch = torch_attention(
+            query, key, value, g, **options, excluded=expected.dense.excluded
+        )
+        if h is not None:
+            of_torch = {"output": of_torch["output"]}
+    assert_matches(
+        output.detach(),
+        expected.output,
+        query.dtype,
+        of_torch.get("output"),
+        what=f"output {what}",
+    )
+    assert_matches(lse.detach(), expected.lse, computed, what=f"lse {what}")
+
+    outputs, incoming = ((output,), (g,)) if h is None else ((output, lse), (g, h))
+    found = torch.autograd.grad(outputs, list(inputs.values()), incoming, allow_unused=True)
+    wanted = gradients(expected, query, key, g, h, **options)
+    for (name, tensor), actual in zip(inputs.items(), found, strict=True):
+        assert actual is not None, f"no gradient of {name} {what}"
+        assert actual.dtype == tensor.dtype
+        assert_matches(
+            actual,
+            wanted[name],
+            oracle.coarser(query.dtype, tensor.dtype),
+            of_torch.get(name),
+            what=f"gradient of {name} {what}",
+        )
+    return {"output": output.detach(), "lse": lse.detach()} | dict(zip(inputs, found, strict=True))

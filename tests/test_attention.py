@@ -1,0 +1,741 @@
+"""megasoftmax.attention against the oracle: every rule of the semantics, every pair of features."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import oracle_attention
+import pytest
+import torch
+from inputs import HALVES, bits_equal, coin, normal
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import RelativeBias, reference_attention
+
+INF, NAN = torch.inf, torch.nan
+
+gpu = pytest.mark.gpu
+attention_forward = torch.ops.megasoftmax.attention_forward.default
+
+
+def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
+    fused = True if device == "cuda" and dtype in HALVES else None
+    return functools.partial(megasoftmax.attention, fused=fused)
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    function = attention_on(query.device.type, query.dtype)
+    return oracle_attention.check(function, query, key, value, **arguments)
+
+
+def dtypes_on(device: str) -> list[torch.dtype]:
+    return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
+
+
+def tensors(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    lengths: tuple[int, int] = (5, 13),
+    dims: tuple[int, int] = (8, 8),
+) -> tuple[Tensor, Tensor, Tensor]:
+    (queries, keys), (all_heads, key_heads) = lengths, heads
+    return (
+        normal(batch, all_heads, queries, dims[0], device=device, dtype=dtype, seed=1),
+        normal(batch, key_heads, keys, dims[0], device=device, dtype=dtype, seed=2),
+        normal(batch, key_heads, keys, dims[1], device=device, dtype=dtype, seed=3),
+    )
+
+
+# Pairs of features: each kind of one meets each kind of every other
+
+
+def _lowest(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    """The lowest number that both the bias and the query have, here and there."""
+    lowest = torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).min
+    return normal(*shape, device=device, dtype=dtype, seed=4).masked_fill(
+        coin(*shape, device=device, odds=0.4, seed=5), lowest
+    )
+
+
+def _with_infinities(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    return normal(*shape, device=device, dtype=dtype, seed=4).masked_fill(
+        coin(*shape, device=device, odds=0.4, seed=5), -INF
+    )
+
+
+def _expanded(dim: int) -> Callable[..., Tensor]:
+    def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+        one = normal(*shape, device=device, dtype=dtype, seed=4).narrow(dim, 0, 1)
+        return one.expand(shape)
+
+    return make
+
+
+def _transposed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    b, h, m, n = shape
+    return normal(n, m, h, b, device=device, dtype=dtype, seed=4).permute(3, 2, 1, 0)
+
+
+def _of_shape(choose: Callable[[int, int, int, int], tuple[int, ...]]) -> Callable[..., Tensor]:
+    def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+        return normal(*choose(*shape), device=device, dtype=dtype, seed=4)
+
+    return make
+
+
+def _of_float32(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    """With values of the dtype, so that torch's attention in it has the same bias."""
+    return normal(*shape, device=device, dtype=dtype, seed=4).float()
+
+
+BIASES: dict[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "all": _of_shape(lambda b, h, m, n: (b, h, m, n)),
+    "per head": _of_shape(lambda b, h, m, n: (h, m, n)),
+    "per batch": _of_shape(lambda b, h, m, n: (b, 1, m, n)),
+    "pairs": _of_shape(lambda b, h, m, n: (m, n)),
+    "keys": _of_shape(lambda b, h, m, n: (b, 1, 1, n)),
+    "keys of heads": _of_shape(lambda b, h, m, n: (1, h, 1, n)),
+    "rows": _of_shape(lambda b, h, m, n: (1, h, m, 1)),
+    "one per head": _of_shape(lambda b, h, m, n: (h, 1, 1)),
+    "number": _of_shape(lambda b, h, m, n: ()),
+    "expanded batch": _expanded(0),
+    "expanded heads": _expanded(1),
+    "expanded queries": _expanded(2),
+    "expanded keys": _expanded(3),
+    "groups of batches": _of_shape(lambda b, h, m, n: (b // 2, h, m, n)),
+    "groups of heads": _of_shape(lambda b, h, m, n: (1, h // 2, m, n)),
+    "groups of both": _of_shape(lambda b, h, m, n: (b // 2, h // 2, 1, n)),
+    "transposed": _transposed,
+    "-inf": _with_infinities,
+    "lowest": _lowest,
+    "float32": _of_float32,
+    "relative": _of_shape(lambda b, h, m, n: (1, m + n - 1)),
+    "relative per head": _of_shape(lambda b, h, m, n: (h, m + n - 1)),
+    "relative per batch": _of_shape(lambda b, h, m, n: (b, h, m + n - 1)),
+    "relative in groups": _of_shape(lambda b, h, m, n: (b // 2, h // 2, m + n - 1)),
+}
+
+MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]] | None] = {
+    "none": None,
+    "all": lambda b, h, m, n: (b, h, m, n),
+    "pairs": lambda b, h, m, n: (m, n),
+    "keys": lambda b, h, m, n: (b, 1, 1, n),
+    "rows": lambda b, h, m, n: (b, 1, m, 1),
+    "heads": lambda b, h, m, n: (h, 1, 1),
+    "per head": lambda b, h, m, n: (1, h, m, n),
+}
+
+LAYOUTS = ("plain", "[b, s, h, d]", "packed", "last dimension apart", "offset", "expanded batch")
+
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "bias": tuple(BIASES),
+    "mask": tuple(MASKS),
+    "causal": (False, True),
+    "window": (None, (2, 1), (5, -1), (-1, 0), (0, 3)),
+    "sink": (None, "per head", "one", "number", "float32"),
+    "scale": (None, 0.3, 1.0),
+    "heads": ((2, 2), (4, 2), (6, 1)),
+    "batch": (2, 4),
+    "layout": LAYOUTS,
+}
+
+ON_CPU: dict[str, tuple[Any, ...]] = {
+    "lengths": ((1, 1), (1, 9), (7, 7), (13, 5), (5, 13), (17, 33)),
+    "dims": ((8, 8), (16, 24), (5, 3)),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+}
+
+ON_GPU: dict[str, tuple[Any, ...]] = {
+    "lengths": (
+        (1, 1),
+        (2, 2),
+        (63, 64),
+        (64, 63),
+        (65, 65),
+        (127, 129),
+        (128, 128),
+        (129, 127),
+        (200, 257),
+        (257, 200),
+        (1, 1000),
+        (1000, 1000),
+    ),
+    "dims": ((64, 64), (128, 128), (40, 40), (96, 64), (192, 128), (256, 256), (20, 36), (5, 3)),
+    "dtype": tuple(HALVES),
+}
+
+
+def _pairs(row: dict[int, int]) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(sorted(row.items()), 2))
+
+
+def pairwise(features: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Combinations in which every two kinds of two features meet, few of them."""
+    names = list(features)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(len(features[names[a]]))
+        for j in range(len(features[names[b]]))
+    }
+    combinations = []
+    while missing:
+        row = dict(min(missing))
+        for feature, name in enumerate(names):
+            if feature not in row:
+                count = len(features[name])
+                # Equals take turns, so that not all rows begin with the first.
+                turns = [(kind + len(combinations)) % count for kind in range(count)]
+                new = [len(_pairs(row | {feature: kind}) & missing) for kind in turns]
+                row[feature] = turns[new.index(max(new))]
+        missing -= _pairs(row)
+        combinations.append({name: features[name][row[i]] for i, name in enumerate(names)})
+    return combinations
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values with other strides."""
+    b, h, length, d = tensor.shape
+    if layout == "[b, s, h, d]":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":  # a slice of [b, s, 3, h, d], as a projection to all three gives
+        packed = normal(b, length, 3, h, d, device=tensor.device.type, dtype=tensor.dtype, seed=9)
+        packed[:, :, 1] = tensor.transpose(1, 2)
+        return packed[:, :, 1].transpose(1, 2)
+    if layout == "last dimension apart":
+        return tensor.mT.contiguous().mT
+    if layout == "offset":  # no address is aligned
+        flat = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+        return flat.copy_(tensor)
+    if layout == "expanded batch":
+        return tensor[:1].expand(tensor.shape)
+    return tensor
+
+
+def _check_combination(device: str, combination: dict[str, Any]) -> None:
+    dtype, (queries, keys) = combination["dtype"], combination["lengths"]
+    q, k, v = (
+        _laid_out(each, combination["layout"])
+        for each in tensors(
+            device,
+            dtype,
+            batch=combination["batch"],
+            heads=combination["heads"],
+            lengths=combination["lengths"],
+            dims=combination["dims"],
+        )
+    )
+    heads = q.shape[1]
+    shape = (combination["batch"], heads, queries, keys)
+    arguments: dict[str, Any] = {name: combination[name] for name in ("causal", "window", "scale")}
+    make = BIASES[combination["bias"]]
+    if make is not None:
+        bias = make(shape, device, dtype).requires_grad_()
+        is_relative = combination["bias"].startswith("relative")
+        arguments["bias"] = RelativeBias(bias) if is_relative else bias
+    of = MASKS[combination["mask"]]
+    if of is not None:
+        arguments["mask"] = coin(*of(*shape), device=device)
+    sinks = {
+        None: None,
+        "per head": normal(heads, device=device, dtype=dtype, seed=6).requires_grad_(),
+        "one": normal(1, 1, device=device, dtype=dtype, seed=6).requires_grad_(),
+        "number": 0.25,
+        "float32": normal(heads, device=device, dtype=dtype, seed=6).float().requires_grad_(),
+    }
+    arguments["sink"] = sinks[combination["sink"]]
+    check(q, k, v, **arguments)
+
+
+def _name(combination: dict[str, Any]) -> str:
+    return "; ".join(str(kind).removeprefix("torch.") for kind in combination.values())
+
+
+@pytest.mark.parametrize("combination", pairwise(FEATURES | ON_CPU), ids=_name)
+def test_pairs_of_features(combination: dict[str, Any]) -> None:
+    _check_combination("cpu", combination)
+
+
+@gpu
+@pytest.mark.parametrize("combination", pairwise(FEATURES | ON_GPU), ids=_name)
+def test_pairs_of_features_on_gpu(combination: dict[str, Any]) -> None:
+    _check_combination("cuda", combination)
+
+
+def test_pairs_are_complete() -> None:
+    features = FEATURES | ON_CPU
+    combinations = pairwise(features)
+    for a, b in itertools.combinations(features, 2):
+        met = {(row[a], row[b]) for row in combinations}
+        assert met == set(itertools.product(features[a], features[b]))
+
+
+# Sizes
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 200, 257, 1000])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        *((d, d) for d in (16, 24, 40, 64, 80, 96, 128, 160, 192, 256)),
+        (192, 128),
+        (64, 256),
+        (128, 72),
+        (72, 16),
+    ],
+)
+def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
+    q, k, v = tensors("cuda", dtype, lengths=(length, length), dims=dims)
+    check(q, k, v, causal=True)
+    bias = normal(1, 4, length, length, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    check(q, k, v, bias=bias, what="with bias")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("keys", [17, 1000, 4000, 33000])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 1)])
+def test_decoding(heads: tuple[int, int], keys: int, queries: int, dtype: torch.dtype) -> None:
+    for dims in ((128, 128), (64, 64)):
+        q, k, v = tensors("cuda", dtype, batch=1, heads=heads, lengths=(queries, keys), dims=dims)
+        check(q, k, v, causal=True, what=f"{dims}")
+        bias = normal(1, heads[0], 1, keys, device="cuda", dtype=dtype, seed=4)
+        mask = coin(1, 1, 1, keys, device="cuda")
+        check(q, k, v, bias=bias.requires_grad_(), mask=mask, sink=0.5, what=f"{dims}, bias")
+        check(q, k, v, causal=True, window=(300, 0), what=f"{dims}, window")
+
+
+@pytest.mark.parametrize("block", [1, 7, 40, 130, 1000])
+@pytest.mark.parametrize("heads", [(6, 6), (6, 3), (6, 1)])
+def test_blocks_of_the_reference(
+    heads: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many logits exist at a time, and along whatever they are cut."""
+    monkeypatch.setattr(reference_attention, "BLOCK", block)
+    q, k, v = tensors("cpu", batch=4, heads=heads, lengths=(5, 7))
+    shapes = [(4, 6, 5, 7), (2, 3, 5, 7), (1, 6, 5, 1), (2, 1, 1, 7), (1, 1, 5, 7), (2, 2, 1, 1)]
+    tables = [(1, 11), (6, 11), (4, 6, 11), (2, 3, 11), (2, 2, 11)]
+    for shape in (*shapes, *tables):
+        bias = normal(*shape, device="cpu", seed=4).requires_grad_()
+        check(
+            q,
+            k,
+            v,
+            bias=RelativeBias(bias) if shape in tables else bias,
+            mask=coin(4, 1, 5, 7, device="cpu"),
+            causal=True,
+            window=(4, 1),
+            sink=normal(6, device="cpu", seed=6).requires_grad_(),
+            what=f"(bias {shape})",
+        )
+
+
+def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_attention, "BLOCK", 1000)
+    sizes = []
+    exp = torch.exp
+
+    def noted(values: Tensor) -> Tensor:
+        sizes.append(values.numel())
+        return exp(values)
+
+    monkeypatch.setattr(torch, "exp", noted)
+    q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=(90, 90))
+    megasoftmax.attention(q, k, v, bias=RelativeBias(normal(4, 179, device="cpu")), causal=True)
+    assert max(sizes) <= 1000
+    assert sum(sizes) == 3 * 4 * 90 * 90
+
+
+# Rows with nothing left
+
+
+@pytest.mark.parametrize("sink", [None, 0.5, "tensor"])
+@pytest.mark.parametrize("by", ["mask", "bias", "mask of keys", "causal"])
+def test_rows_with_nothing_left(by: str, sink: Any, device: str) -> None:
+    for dtype in dtypes_on(device):
+        lengths = (70, 67) if device == "cuda" else (9, 6)
+        dims = (64, 64) if device == "cuda" else (8, 8)
+        q, k, v = tensors(device, dtype, lengths=lengths, dims=dims)
+        m, n = lengths
+        arguments: dict[str, Any] = {}
+        empty = torch.zeros(2, 4, m, dtype=torch.bool, device=device)
+        if by == "mask":
+            arguments["mask"] = coin(2, 1, m, n, device=device)
+            arguments["mask"][0, :, 1:3] = True
+            empty[0, :, 1:3] = True
+        elif by == "mask of keys":
+            arguments["mask"] = torch.zeros(2, 1, 1, n, dtype=torch.bool, device=device)
+            arguments["mask"][1] = True
+            empty[1] = True
+        elif by == "bias":
+            bias = normal(1, 4, m, n, device=device, dtype=dtype, seed=4)
+            bias[:, 2, 4] = -INF
+            arguments["bias"] = bias.requires_grad_()
+            empty[:, 2, 4] = True
+        else:
+            arguments["causal"] = True
+            empty[:, :, : m - n] = True
+        logit = normal(4, device=device, dtype=dtype, seed=6).requires_grad_()
+        arguments["sink"] = logit if sink == "tensor" else sink
+        found = check(q, k, v, **arguments)
+        assert (found["output"].movedim(-1, 0)[:, empty] == 0).all()
+        assert (found["query"].movedim(-1, 0)[:, empty] == 0).all()
+        if sink is None:
+            assert (found["lse"][empty] == -INF).all()
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0), (1, 0), (0, 1)])
+def test_lengths_of_zero(lengths: tuple[int, int], device: str) -> None:
+    m, n = lengths
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, lengths=lengths)
+        biases: tuple[Any, ...] = (
+            None,
+            normal(2, 4, m, n, device=device, dtype=dtype).requires_grad_(),
+            normal(4, 1, 1, device=device, dtype=dtype).requires_grad_(),
+            RelativeBias(normal(4, max(m + n - 1, 0), device=device, dtype=dtype).requires_grad_()),
+        )
+        for bias, sink in itertools.product(biases, (None, 0.5)):
+            function = attention_on(device, dtype)
+            inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+            output, lse = function(*inputs, bias=bias, sink=sink, return_lse=True)
+            assert output.shape == (2, 4, m, 8)
+            assert (output == 0).all()
+            assert torch.equal(lse, torch.full_like(lse, -INF if sink is None else sink))
+            if isinstance(bias, RelativeBias):
+                inputs.append(bias.table)
+            elif bias is not None:
+                inputs.append(bias)
+            for found, each in zip(torch.autograd.grad(output.sum(), inputs), inputs, strict=True):
+                assert torch.equal(found, torch.zeros_like(each))
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "head_dim", "value_dim"])
+def test_other_sizes_of_zero(empty: str, device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(
+            device,
+            dtype,
+            batch=0 if empty == "batch" else 2,
+            heads=(0, 0) if empty == "heads" else (4, 2),
+            dims=(0 if empty == "head_dim" else 8, 0 if empty == "value_dim" else 8),
+        )
+        inputs = [each.requires_grad_() for each in (q, k, v)]
+        output, lse = attention_on(device, dtype)(*inputs, return_lse=True)
+        assert output.shape == (*q.shape[:-1], v.shape[-1])
+        if empty == "head_dim":  # all logits are 0
+            mean = v.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(output.shape)
+            torch.testing.assert_close(output.float(), mean, rtol=0.01, atol=0.01)
+            torch.testing.assert_close(lse, torch.full_like(lse, 13).log())
+        for found, each in zip(torch.autograd.grad(output.sum(), inputs), inputs, strict=True):
+            assert found.shape == each.shape
+
+
+def test_sinks_of_either_infinity(device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        plain, plain_lse = attention_on(device, dtype)(q, k, v, return_lse=True)
+        for sink in (-INF, torch.full((4,), -INF, device=device)):
+            output, lse = attention_on(device, dtype)(q, k, v, sink=sink, return_lse=True)
+            torch.testing.assert_close(output, plain)
+            torch.testing.assert_close(lse, plain_lse)
+        for sink in (INF, NAN):
+            output, lse = attention_on(device, dtype)(q, k, v, sink=sink, return_lse=True)
+            assert output.isnan().all()
+            assert lse.isnan().all()
+
+
+# NaN and infinities
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("by", ["mask", "causal", "window"])
+def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: str) -> None:
+    """What an excluded key and its bias hold reaches nothing but the gradient of that key."""
+    for dtype in dtypes_on(device):
+        lengths = (66, 66) if device == "cuda" else (6, 6)
+        q, k, v = tensors(device, dtype, lengths=lengths)
+        m, n = lengths
+        bias = normal(2, 4, m, n, device=device, dtype=dtype, seed=4)
+        dirty_k, dirty_bias = k.clone(), bias.clone()
+        arguments: dict[str, Any] = {}
+        if by == "mask":
+            mask = coin(2, 1, m, n, device=device)
+            mask[..., 3] = True
+            arguments["mask"] = mask
+            dirty_k[:, :, 3] = value
+            dirty_bias.masked_fill_(mask, value)
+        elif by == "causal":
+            arguments["causal"] = True
+            dirty_bias.masked_fill_(torch.ones(m, n, device=device).triu(1).bool(), value)
+        else:
+            arguments["window"] = (1, 2)
+            ones = torch.ones(m, n, device=device)
+            dirty_bias.masked_fill_((ones.triu(3) + ones.tril(-2)).bool(), value)
+        g = normal(2, 4, m, 8, device=device, dtype=dtype, seed=7)
+        results = []
+        for keys, biases in ((k, bias), (dirty_k, dirty_bias)):
+            inputs = [each.detach().requires_grad_() for each in (q, keys, v, biases)]
+            output = attention_on(device, dtype)(*inputs[:3], bias=inputs[3], **arguments)
+            found = torch.autograd.grad(output, inputs, g)
+            results.append((output.detach(), found[1], found[2], found[3]))
+            if by == "mask":
+                assert (found[1][:, :, 3] == 0).all()
+        for clean, dirty in zip(*results, strict=True):
+            assert torch.equal(clean, dirty)
+
+
+def test_visible_nan_or_infinity_makes_the_row_nan(device: str) -> None:
+    for dtype, value in itertools.product(dtypes_on(device), (NAN, INF)):
+        q, k, v = tensors(device, dtype)
+        bias = torch.zeros(2, 4, 5, 13, device=device, dtype=dtype)
+        bias[0, 1, 3, 7] = value
+        found = check(q, k, v, bias=bias.requires_grad_())
+        is_nan = found["output"].isnan().all(-1)
+        assert is_nan[0, 1, 3]
+        assert is_nan.sum() == 1
+        assert found["lse"][0, 1, 3].isnan()
+        check(q, k, v, bias=bias.requires_grad_(), causal=True, sink=0.5)
+
+
+def test_plain_row_of_minus_infinity_is_nan(device: str) -> None:
+    """As in torch; a bias, and all that may leave nothing, makes it 0."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, lengths=(3, 5))
+        q, k = q.abs(), -k.abs()
+        q[0, 0, 1] = INF
+        function = attention_on(device, dtype)
+        output, lse = function(q, k, v, return_lse=True)
+        assert output[0, 0, 1].isnan().all()
+        assert lse[0, 0, 1] == -INF
+        assert output.isnan().sum() == 8
+        zeros = torch.zeros(1, device=device, dtype=dtype)
+        for arguments in ({"bias": zeros}, {"causal": True}, {"sink": 0.0}, {"window": (9, 9)}):
+            assert (function(q, k, v, **arguments)[0, 0, 1] == 0).all()
+
+
+def test_nan_in_a_value_reaches_every_query(device: str) -> None:
+    """The product with P is a plain one: 0 * NaN, as in every other library."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        v[0, 0, 4, 2] = NAN
+        mask = torch.zeros(13, dtype=torch.bool, device=device)
+        mask[4] = True
+        output = attention_on(device, dtype)(q, k, v, mask=mask)
+        assert output[0, :2, :, 2].isnan().all()
+        assert output.isnan().sum() == 2 * 5
+
+
+def test_row_of_lowest_biases_is_uniform(device: str) -> None:
+    """finfo.min for a mask, as many a model has it: logits that all round to it."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        bias = torch.zeros(2, 1, 5, 13, device=device, dtype=dtype)
+        bias[1, :, 2] = torch.finfo(dtype).min
+        bias[0, :, 3, :9] = torch.finfo(dtype).min
+        output = attention_on(device, dtype)(q, k, v, bias=bias)
+        assert output.isfinite().all()
+        if dtype != torch.float16:  # whose lowest is as near as logits may be
+            mean = v[1].float().mean(1).repeat_interleave(2, 0)
+            torch.testing.assert_close(output[1, :, 2].float(), mean, rtol=0.01, atol=0.01)
+        torch.testing.assert_close(
+            output[0, :, 3],
+            attention_on(device, dtype)(
+                q[:1, :, 3:4], k[:1, :, 9:].contiguous(), v[:1, :, 9:].contiguous()
+            )[0, :, 0],
+        )
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("offset", [30.0, 300.0, -1000.0])
+def test_large_logits_with_an_offset(offset: float, device: str) -> None:
+    """All logits of a row far from 0: the difference is what counts."""
+    for dtype in dtypes_on(device):
+        dims = (64, 64) if device == "cuda" else (8, 8)
+        q, k, v = tensors(device, dtype, lengths=(33, 65), dims=dims)
+        q[..., 0], k[..., 0] = offset / 8, 8
+        check(q, k, v, scale=1.0)
+        bias = normal(1, 4, 33, 65, device=device, dtype=dtype, seed=4).requires_grad_()
+        check(q, k, v, scale=1.0, bias=bias, causal=True, sink=offset)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30, 7, 1e4])
+def test_scales(scale: float, device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        function = functools.partial(megasoftmax.attention, fused=None)
+        bias = normal(4, 5, 13, device=device, dtype=dtype, seed=4).requires_grad_()
+        oracle_attention.check(function, q, k, v, scale=scale)
+        oracle_attention.check(function, q, k, v, scale=scale, bias=bias)
+
+
+def test_default_scale(device: str) -> None:
+    q, k, v = tensors(device, dtypes_on(device)[0])
+    function = attention_on(device, q.dtype)
+    assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
+
+
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_gradient_of_lse(lse_gradient: bool, device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, lengths=(20, 70), dims=(16, 16))
+        sink = normal(4, device=device, seed=6).requires_grad_()
+        bias = normal(1, 4, 20, 70, device=device, dtype=dtype, seed=4).requires_grad_()
+        check(q, k, v, sink=sink, bias=bias, lse_gradient=lse_gradient)
+        table = RelativeBias(normal(4, 89, device=device, dtype=dtype, seed=4).requires_grad_())
+        check(q, k, v, bias=table, causal=True, lse_gradient=lse_gradient)
+
+
+def test_lse_alone_has_gradients(device: str) -> None:
+    for dtype in dtypes_on(device):
+        inputs = [each.requires_grad_() for each in tensors(device, dtype)]
+        _, lse = attention_on(device, dtype)(*inputs, return_lse=True)
+        d_query, d_key, d_value = torch.autograd.grad(lse.sum(), inputs)
+        assert (d_value == 0).all()
+        q, k, _ = (each.detach().float().requires_grad_() for each in inputs)
+        z = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+        expected = torch.autograd.grad(z.logsumexp(-1).sum(), (q, k))
+        for found, wanted in zip((d_query, d_key), expected, strict=True):
+            torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "sink"])
+def test_gradient_of_one_alone(wanted: str, device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        given = {
+            "query": q,
+            "key": k,
+            "value": v,
+            "bias": normal(4, 5, 13, device=device, dtype=dtype, seed=4),
+            "sink": normal(4, device=device, seed=6),
+        }
+        found = []
+        for names in ((wanted,), tuple(given)):
+            leaves = {name: given[name].detach().requires_grad_() for name in names}
+            output = attention_on(device, dtype)(**(given | leaves))
+            torch.manual_seed(0)
+            g = torch.randn_like(output)
+            found.append(torch.autograd.grad(output, leaves[wanted], g)[0])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+# Memory
+
+
+def test_output_lies_as_projections_take_it(device: str) -> None:
+    for dtype, layout in itertools.product(dtypes_on(device), LAYOUTS):
+        q, k, v = (_laid_out(each, layout) for each in tensors(device, dtype))
+        output = attention_on(device, dtype)(q, k, v)
+        flat = output.transpose(1, 2).flatten(2)
+        assert flat.data_ptr() == output.data_ptr()
+        assert flat.shape == (2, 5, 32)
+
+
+def test_arguments_are_not_modified(device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        bias = normal(4, 5, 13, device=device, dtype=dtype, seed=4)
+        mask, sink = coin(5, 13, device=device), normal(4, device=device)
+        g = normal(2, 4, 5, 8, device=device, dtype=dtype, seed=7)
+        everything = (q, k, v, bias, mask, sink, g)
+        before = [each.clone() for each in everything]
+        inputs = [each.detach().requires_grad_() for each in (q, k, v, bias, sink)]
+        output = attention_on(device, dtype)(*inputs[:3], bias=inputs[3], mask=mask, sink=inputs[4])
+        torch.autograd.grad(output, inputs, g)
+        for now, then in zip(everything, before, strict=True):
+            assert torch.equal(now, then)
+
+
+def test_incoming_gradients_of_any_strides(device: str) -> None:
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, dims=(8, 16))
+        g = normal(2, 4, 5, 16, device=device, dtype=dtype, seed=7)
+        expected = check(q, k, v, g=g)
+        spread = normal(16, 5, 2, 8, device=device, dtype=dtype)[..., ::2].permute(2, 3, 1, 0)
+        for other in (_laid_out(g, "[b, s, h, d]"), spread.copy_(g), _laid_out(g, "offset")):
+            found = check(q, k, v, g=other)
+            for name, each in found.items():
+                torch.testing.assert_close(each, expected[name], rtol=1e-5, atol=1e-5)
+        check(q, k, v, g=g[:, :, :, :1].expand(g.shape))
+        check(q, k, v, g=g[:1, :1, :1, :1].expand(g.shape))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 13), (257, 300), (3, 2000)])
+def test_same_bits_from_run_to_run(
+    lengths: tuple[int, int], deterministic: bool, device: str
+) -> None:
+    """Gradients on a GPU only where determinism is asked for."""
+    if device == "cpu" and max(lengths) > 300:
+        pytest.skip("the same code for all lengths")
+    dtype = dtypes_on(device)[-1]
+    q, k, v = tensors(device, dtype, batch=4, lengths=lengths, dims=(64, 64))
+    m, n = lengths
+    biases: tuple[Any, ...] = (
+        None,
+        normal(1, 4, m, n, device=device, dtype=dtype).requires_grad_(),
+        normal(2, 1, 1, n, device=device, dtype=dtype).requires_grad_(),
+        RelativeBias(normal(2, m + n - 1, device=device, dtype=dtype).requires_grad_()),
+    )
+    sink = normal(4, device=device).requires_grad_()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for bias in biases:
+            table = bias.table if isinstance(bias, RelativeBias) else bias
+            inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+            inputs += [sink] if table is None else [sink, table]
+            runs = []
+            for _ in range(3):
+                output, lse = attention_on(device, dtype)(
+                    *inputs[:3], bias=bias, sink=sink, causal=True, return_lse=True
+                )
+                found = [output.detach(), lse.detach()]
+                if deterministic or device == "cpu":
+                    found += torch.autograd.grad(output.sum() + lse.sum(), inputs)
+                runs.append(found)
+            for run in runs[1:]:
+                for one, other in zip(runs[0], run, strict=True):
+                    assert bits_equal(one, other)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_statistics(device: str) -> None:
+    """The largest logit over the scale, the denominator relative to it, and the log-sum-exp."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        mask = coin(2, 1, 5, 13, device=device)[:, :, :, :]
+        mask[0, :, 2] = True
+        bias = normal(1, 4, 5, 13, device=device, dtype=dtype, seed=4)
+        sink = normal(4, device=device, seed=6)
+        for logit in (None, sink):
+            _, statistics = attention_forward(
+                q, k, v, bias, mask, 0.3, False, -1, -1, logit, None, False
+            )
+            expected = oracle_attention.attention(
+                q, k, v, bias=bias, mask=mask, scale=0.3, sink=logit
+            )
+            assert statistics.shape == (3, 2, 4, 5)
+            assert statistics.dtype == torch.float32
+            assert statistics.is_contiguous()
+            z = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).mT + bias.double()
+            largest = z.masked_fill(mask, -INF).amax(-1)
+            left = largest > -INF
+            first, relative, lse = statistics.double().unbind()
+            assert first.isfinite().all()
+            torch.testing.assert_close(first[left], (largest / 0.3)[left], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse, expected.dense.lse, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(0.3 * first + relative, lse, rtol=1e-5, atol=1e-5)

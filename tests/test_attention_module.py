@@ -1,0 +1,363 @@
+"""FusedAttention against the plain formula in float64, and in training against plain torch."""
+
+import copy
+import math
+
+import pytest
+import torch
+from inputs import coin, normal
+
+import megasoftmax
+from megasoftmax import FusedAttention, biases
+
+BATCH, HEADS, KEY_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 8, 6
+SHAPES = [(7, 7), (1, 9), (3, 11)]
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (2, 0)},
+    "sink": {"sink": True},
+    "t5": {"relative_buckets": 8, "max_distance": 6},
+    "t5 causal": {"relative_buckets": 8, "max_distance": 6, "causal": True, "sink": True},
+    "alibi": {"alibi_slopes": biases.alibi_slopes(HEADS)},
+    "alibi learnt": {"alibi_slopes": torch.nn.Parameter(biases.alibi_slopes(HEADS))},
+}
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def build(options, device="cpu", dtype=torch.float32):
+    """With learnt parameters that are not 0."""
+    torch.manual_seed(0)
+    attention = FusedAttention(HEADS, **copy.deepcopy(options)).to(device, dtype)
+    for parameter in (attention.sink, attention.relative_bias):
+        if parameter is not None:
+            torch.nn.init.normal_(parameter)
+    return attention
+
+
+def make_inputs(queries, keys, device="cpu", dtype=torch.float32):
+    shapes = (
+        (BATCH, HEADS, queries, HEAD_DIM),
+        (BATCH, KEY_HEADS, keys, HEAD_DIM),
+        (BATCH, KEY_HEADS, keys, VALUE_DIM),
+    )
+    made = (normal(*s, device=device, dtype=dtype, seed=i) for i, s in enumerate(shapes))
+    return tuple(tensor.requires_grad_() for tensor in made)
+
+
+def t5_buckets(relative, buckets, max_distance, causal):
+    modeling_t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    return modeling_t5.T5Attention._relative_position_bucket(
+        relative, bidirectional=not causal, num_buckets=buckets, max_distance=max_distance
+    )
+
+
+def plain(attention, query, key, value, bias=None, mask=None):
+    """softmax(scale q k + biases) v in float64, with everything [batch, heads, queries, keys]."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    queries, keys = query.shape[2], key.shape[2]
+    key, value = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (key, value))
+    scale = HEAD_DIM**-0.5 if attention.scale is None else attention.scale
+    scores = scale * query @ key.transpose(-1, -2)
+
+    own = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    relative = torch.arange(keys, device=query.device) - own
+    if attention.relative_bias is not None:
+        weight, max_distance = attention.relative_bias.double(), attention.max_distance
+        buckets = t5_buckets(relative, len(weight), max_distance, attention.causal)
+        scores = scores + weight[buckets].permute(2, 0, 1)
+    if attention.alibi_slopes is not None:
+        scores = scores - attention.alibi_slopes.double()[:, None, None] * relative.abs()
+    if bias is not None:
+        scores = scores + bias.double()
+
+    left, right = attention.window or (-1, -1)
+    right = 0 if attention.causal else right
+    excluded = torch.zeros_like(relative, dtype=torch.bool)
+    if left >= 0:
+        excluded = excluded | (relative < -left)
+    if right >= 0:
+        excluded = excluded | (relative > right)
+    if mask is not None:
+        excluded = excluded | mask
+    scores = scores.masked_fill(excluded, -math.inf)
+    if attention.sink is not None:
+        column = attention.sink.double()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1)[..., :keys] @ value
+
+
+def assert_same(actual, expected, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_formula_and_gradients(shape, options, dtype, device):
+    attention = build(options, device, dtype)
+    inputs = make_inputs(*shape, device, dtype)
+    queries, keys = shape
+    bias = normal(1, HEADS, queries, keys, device=device, dtype=dtype, seed=4).requires_grad_()
+    mask = coin(BATCH, 1, 1, keys, device=device)
+    mask[..., -1] = False
+    learnt = [*inputs, *attention.parameters()]
+    for arguments, more in (((), []), ((bias, mask), [bias])):
+        actual = attention(*inputs, *arguments)
+        assert actual.shape == (BATCH, HEADS, queries, VALUE_DIM)
+        assert actual.dtype == dtype
+        assert actual.transpose(1, 2).is_contiguous()
+        expected = plain(attention, *inputs, *arguments)
+        assert_same(actual, expected, dtype)
+        gradient = normal(*actual.shape, device=device, seed=5).to(dtype)
+        gradients = torch.autograd.grad(actual, learnt + more, gradient)
+        expected = torch.autograd.grad(expected, learnt + more, gradient.double())
+        for mine, theirs in zip(gradients, expected, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert_same(mine / (1 + theirs.abs().max()), theirs / (1 + theirs.abs().max()), dtype)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["t5"], OPTIONS["alibi"], {}], ids=str)
+def test_relative_bias_of_the_call(options, device):
+    """Two relative biases stay a table; alone, either is the bias."""
+    attention = build(options, device)
+    inputs = make_inputs(3, 11, device)
+    table = normal(HEADS, 13, device=device).requires_grad_()
+    bias = biases.RelativeBias(table)
+    actual = attention(*inputs, bias)
+    expected = plain(attention, *inputs, bias.dense(3, 11))
+    assert_same(actual, expected, torch.float32)
+    gradients = (torch.autograd.grad(output.square().sum(), table) for output in (actual, expected))
+    assert_same(*map(torch.cat, gradients), torch.float32)
+
+
+def test_bias_shared_by_consecutive_examples(device):
+    """A pair bias: one per structure, shared by the rows of its triangle attention."""
+    rows = 3
+    attention = FusedAttention(HEADS).to(device)
+    query, key, value = make_inputs(5, 5, device)
+    repeated = [tensor.repeat_interleave(rows, 0) for tensor in (query, key, value)]
+    pair = normal(BATCH, HEADS, 5, 5, device=device)
+    expected = attention(query, key, value, pair).repeat_interleave(rows, 0)
+    assert_same(attention(*repeated, pair), expected, torch.float32)
+
+
+def test_decoding_needs_no_argument(device):
+    """The last query alone gets what it gets among as many queries as keys."""
+    for options in (OPTIONS["t5 causal"], OPTIONS["alibi"], OPTIONS["window"]):
+        attention = build(options, device)
+        query, key, value = make_inputs(9, 9, device)
+        whole = attention(query, key, value)
+        assert_same(attention(query[:, :, -1:], key, value), whole[:, :, -1:], torch.float32)
+
+
+# As a module
+
+
+def test_parameters_and_buffers():
+    attention = FusedAttention(HEADS, sink=True, relative_buckets=8)
+    shapes = {name: tuple(tensor.shape) for name, tensor in attention.state_dict().items()}
+    assert shapes == {"sink": (HEADS,), "relative_bias": (8, HEADS)}
+    assert not any(parameter.any() for parameter in attention.parameters())
+    assert not list(FusedAttention(HEADS).state_dict())
+    fixed = FusedAttention(HEADS, alibi_slopes=biases.alibi_slopes(HEADS))
+    assert list(fixed.state_dict()) == ["alibi_slopes"]
+    assert not list(fixed.parameters())
+    slopes = torch.nn.Parameter(biases.alibi_slopes(HEADS))
+    assert next(FusedAttention(HEADS, alibi_slopes=slopes).parameters()) is slopes
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_state_dict_and_copies(options):
+    attention = build(options)
+    inputs = make_inputs(7, 7)
+    expected = attention(*inputs)
+    loaded = FusedAttention(HEADS, **copy.deepcopy(options))
+    loaded.load_state_dict(attention.state_dict())
+    assert torch.equal(loaded(*inputs), expected)
+    copied = copy.deepcopy(attention)
+    assert torch.equal(copied(*inputs), expected)
+    own = {parameter.data_ptr() for parameter in attention.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in copied.parameters()}
+
+
+def test_takes_the_weight_of_t5():
+    modeling_t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    config = modeling_t5.T5Config(num_heads=HEADS, relative_attention_num_buckets=8)
+    layer = modeling_t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    attention = FusedAttention(HEADS, scale=1.0, relative_buckets=8)
+    attention.load_state_dict({"relative_bias": layer.relative_attention_bias.weight})
+    inputs = make_inputs(7, 7)
+    expected = FusedAttention(HEADS, scale=1.0)(*inputs, layer.compute_bias(7, 7))
+    assert_same(attention(*inputs), expected, torch.float32)
+
+
+def test_repr():
+    attention = FusedAttention(HEADS, causal=True, window=(3, 0), sink=True, relative_buckets=8)
+    assert repr(attention) == (
+        "FusedAttention(4, causal=True, window=(3, 0), sink=True, relative_buckets=8, "
+        "max_distance=128)"
+    )
+    alibi = FusedAttention(HEADS, scale=0.5, alibi_slopes=biases.alibi_slopes(HEADS))
+    assert repr(alibi) == "FusedAttention(4, scale=0.5, alibi=True)"
+
+
+def test_says_why_not_fused():
+    attention, inputs = build(OPTIONS["t5"]), make_inputs(7, 7)
+    for reasons in (
+        attention.why_not_fused(*inputs, mask=torch.zeros(7, 7, dtype=torch.bool)),
+        megasoftmax.why_not_fused(attention, *inputs),
+    ):
+        assert "device" in [reason.constraint for reason in reasons]
+
+
+@pytest.mark.gpu
+def test_runs_fused_on_a_gpu():
+    for options in OPTIONS.values():
+        attention = build(options, "cuda", torch.bfloat16)
+        assert attention.why_not_fused(*make_inputs(7, 7, "cuda", torch.bfloat16)) == ()
+
+
+def test_compiles_whole():
+    attention = build(OPTIONS["t5 causal"])
+    compiled = torch.compile(attention, fullgraph=True, backend="eager", dynamic=True)
+    for shape in SHAPES:
+        inputs = make_inputs(*shape)
+        assert_same(compiled(*inputs), attention(*inputs), torch.float32)
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": 0}, ValueError, "heads: expected at least 1, got 0"),
+        ({"window": (-2, 0)}, ValueError, r"window: .* got \(-2, 0\)"),
+        ({"window": 4}, TypeError, "window: .* got int"),
+        ({"relative_buckets": 3}, ValueError, "buckets: expected at least 4, got 3"),
+        ({"relative_buckets": 8, "max_distance": 2}, ValueError, "max_distance: .* got 2"),
+        ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes: .* got float"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes: expected \[4\], got \[3\]"),
+        (
+            {"alibi_slopes": torch.ones(4), "relative_buckets": 8},
+            ValueError,
+            "relative_buckets, alibi_slopes: .* got both",
+        ),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        FusedAttention(**({"heads": HEADS} | options))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"query": torch.zeros(2, 3, 7, 8)},
+            ValueError,
+            r"query: expected .batch, 4, .*2, 3, 7, 8",
+        ),
+        ({"query": torch.zeros(4, 7, 8)}, ValueError, r"query: expected .batch, 4, .*4, 7, 8"),
+        ({"key": [1.0]}, TypeError, "key: expected a tensor, got list"),
+        ({"bias": torch.zeros(2, 7, 7)}, ValueError, "bias: expected 1 or 4 heads .* got 2"),
+        ({"mask": torch.zeros(7, 7)}, TypeError, "mask: expected a bool tensor"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    attention = build(OPTIONS["t5"])
+    query, key, value = make_inputs(7, 7)
+    arguments = {"query": query, "key": key, "value": value} | change
+    for call in (attention, attention.why_not_fused):
+        with pytest.raises(error, match=message):
+            call(**arguments)
+
+
+# In training
+
+
+class PlainAttention(FusedAttention):
+    """The same module through torch alone: scores, softmax in float32, and a dense bias."""
+
+    def forward(self, query, key, value):
+        m, n = query.shape[2], key.shape[2]
+        bias = biases.t5_bias(
+            self.relative_bias, m, n, bidirectional=False, max_distance=self.max_distance
+        )
+        later = torch.ones(m, n, dtype=torch.bool, device=query.device).triu(1)
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = (scores.float() + bias.dense(m, n)).masked_fill(later, -math.inf)
+        column = self.sink[:, None, None].expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        return probabilities.to(value.dtype) @ value
+
+
+class Block(torch.nn.Module):
+    def __init__(self, attention_class, width):
+        super().__init__()
+        self.normal = torch.nn.LayerNorm(width)
+        self.project = torch.nn.Linear(width, 3 * width)
+        self.attention = attention_class(
+            HEADS, causal=True, sink=True, relative_buckets=8, max_distance=16
+        )
+        self.join = torch.nn.Linear(width, width)
+
+    def forward(self, states):
+        projected = self.project(self.normal(states)).unflatten(-1, (3, HEADS, -1))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        return states + self.join(self.attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+def build_gpt(attention_class, device, tokens=17, width=32):
+    """Without position embeddings: only the bias tells where a key stands."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(tokens, width),
+        *(Block(attention_class, width) for _ in range(2)),
+        torch.nn.LayerNorm(width),
+        torch.nn.Linear(width, tokens),
+    ).to(device)
+
+
+def make_text(step, tokens=17, batch=16, length=24):
+    """Each token follows the one three places before it."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(tokens, (batch, 3), generator=generator)
+    return (start.repeat(1, length // 3) + torch.arange(length) // 3) % tokens
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gpt_learns_its_relative_bias(autocast, device):
+    """Losses and parameters of 50 steps; with the bias held at 0, the last loss is 1.8."""
+    models = [
+        build_gpt(attention_class, device) for attention_class in (FusedAttention, PlainAttention)
+    ]
+    losses = []
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+        losses.append([])
+        for step in range(50):
+            ids = make_text(step).to(device)
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                logits = model(ids[:, :-1])
+            loss = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), ids[:, 1:].flatten()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1][-1] < 1.0 < 2.5 < losses[1][0]
+    rtol, atol = (5e-2, 2e-2) if autocast else (1e-3, 1e-4)
+    torch.testing.assert_close(losses[0], losses[1], rtol=rtol, atol=atol)
+    if not autocast:
+        parameters, expected = (model.state_dict() for model in models)
+        torch.testing.assert_close(parameters, expected, rtol=1e-2, atol=1e-3)
+    for model in models:
+        assert model[1].attention.relative_bias.abs().max() > 0.1
