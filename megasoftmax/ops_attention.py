@@ -37,8 +37,34 @@ def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op; with its autograd, which refuses, only where a graph of it is asked for."""
-    return _backward(*args) if torch.is_grad_enabled() else ops.below_autograd(_backward, *args)
+    """The op; where a graph of it is asked for, one that refuses to be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _BackwardFunction.apply(*args)
+    return ops.below_autograd(_backward, *args)
+
+
+def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
+    raise NotImplementedError(
+        "fused attention: expected to be differentiated once, got a second derivative; "
+        "fused=False can be differentiated as often as wanted"
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+class _BackwardFunction(torch.autograd.Function):
+    """What autograd makes of the op, for transforms of functions too, which ops do not support."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return ops.below_autograd(_backward, *args)
+
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse)
 
 
 HALVES = reference_attention.Halves(attention_forward, attention_backward)
@@ -83,17 +109,6 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> Any:
     return reference_attention.gradients(ctx, _backward, *grads)
-
-
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
-    raise NotImplementedError(
-        "fused attention: expected to be differentiated once, got a double backward; "
-        "fused=False can be differentiated as often as wanted"
-    )
 
 
 def _batch_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

@@ -389,10 +389,17 @@ def _bias_of_pairs(block: _Block) -> Tensor:
     if block.bias.dim() == 4:
         return block.bias
     queries, keys = block.query.shape[2], block.key.shape[2]
-    first = keys - block.diagonal - queries  # the entry of the last query and the first key
-    # Windows of as many entries as keys: that of the last query begins at the first.
-    entries = block.bias.narrow(-1, first, queries + keys - 1)
-    return entries.unfold(-1, keys, 1).flip(-2)
+    length = queries + keys - 1
+    entries = block.bias.narrow(-1, _first_entry(queries, keys, block.diagonal), length)
+    # Repeated, and cut into rows one longer: each begins one entry later than the last.
+    repeated = entries.unsqueeze(-2).expand(*entries.shape[:-1], queries + 1, length).flatten(-2)
+    rows = repeated[..., : queries * (length + 1)].unflatten(-1, (queries, length + 1))
+    return rows[..., :keys].flip(-2)
+
+
+def _first_entry(queries: int, keys: int, diagonal: int) -> int:
+    """Of a table: that of the last query and the first key."""
+    return keys - diagonal - queries
 
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
@@ -403,13 +410,12 @@ def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     queries, keys = dz.shape[2:]
     if dz.numel() == 0:
         return dz.new_zeros(bias.shape)
-    # Rows of keys, then zeros: cut into rows one shorter, each begins one later than the last.
-    length = queries + keys
-    skewed = torch.nn.functional.pad(summed.flip(-2), (0, queries)).flatten(-2)
-    skewed = skewed[..., : queries * (length - 1)].unflatten(-1, (queries, length - 1))
-    first = keys - diagonal - queries
-    after = bias.shape[-1] - first - (length - 1)
-    return torch.nn.functional.pad(skewed.sum(-2), (first, after))
+    # The way of `_bias_of_pairs` back: with zeros after the keys, cut into rows one shorter.
+    length = queries + keys - 1
+    padded = torch.nn.functional.pad(summed.flip(-2), (0, queries)).flatten(-2)
+    rows = padded[..., : queries * length].unflatten(-1, (queries, length))
+    first = _first_entry(queries, keys, diagonal)
+    return torch.nn.functional.pad(rows.sum(-2), (first, bias.shape[-1] - first - length))
 
 
 # Autograd and vmap, for this pair of functions and for any other of the same signatures
