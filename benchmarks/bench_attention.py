@@ -49,7 +49,7 @@ FIELDS = [
 READ = 4.37  # TB/s that a kernel which only reads reaches on an H200
 HEAD_START = 4_000_000  # GPU cycles, about 2 ms: autograd and compiled code need the host for long
 QUICK_ROUNDS = 3
-WRONG = 0.02  # relative error, about five times that of bfloat16 probabilities
+WRONG = 0.02  # relative error, ten times what rounding to bfloat16 costs
 WORKERS = min(8, (os.cpu_count() or 1) // 2)
 
 Calls = dict[str, measure.Function]  # by pass
