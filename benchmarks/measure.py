@@ -46,14 +46,18 @@ def host_milliseconds(function: Function) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def gpu_timer() -> Timer:
-    """A timer of calls that run on the current GPU, in microseconds, with a flushed L2 cache."""
+def gpu_timer(head_start: int = HEAD_START) -> Timer:
+    """A timer of calls that run on the current GPU, in microseconds, with a flushed L2 cache.
+
+    Args:
+        head_start: of the host, in GPU cycles.
+    """
     flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
 
     def microseconds(function: Function) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
-        torch.cuda._sleep(HEAD_START)
+        torch.cuda._sleep(head_start)
         start.record()
         function()
         stop.record()

@@ -17,9 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "speedup.png"
 TUNING = ROOT / "docs" / "tuning.png"
+ATTENTION = ROOT / "docs" / "attention.png"
 OURS = "megasoftmax"
 COLORS = [*plt.colormaps["tab20"].colors, *plt.colormaps["Dark2"].colors]
 SHOWN = {OURS: "#1b6ca8", "torch.compile": "#e08e45", "eager": "#b9b9b9"}
+DENSE = "megasoftmax, dense bias"
+ATTENTION_PEERS = {
+    "SDPA flash": "#b9b9b9",
+    "SDPA cuDNN": "#6aa84f",
+    "SDPA mem-efficient": "#8e7cc3",
+    "FlexAttention": "#e08e45",
+}
 
 Row = dict[str, str]
 Color = tuple[float, float, float]
@@ -126,6 +134,70 @@ def draw_regimes(axis: plt.Axes, rows: list[Row], colors: dict[str, Color]) -> N
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def draw_attention(rows: list[Row]) -> None:
+    """TFLOP/s of each case, forward and forward+backward; below, steps of decoding."""
+    colors = {OURS: SHOWN[OURS], **ATTENTION_PEERS}
+    trained = [row for row in rows if row["decode"] == "0"]
+    panels = {name: by_attention(trained, "time", name) for name in ("forward", "forward+backward")}
+    steps = [row for row in rows if row["decode"] == "1"]
+    batches = list(dict.fromkeys(row["batch"] for row in steps))
+    longest = max(len(cases) for cases in panels.values())
+    bars = 0.42 * longest + 1.5  # inches
+    heights = [bars, 4.0] if batches else [bars]
+    figure = plt.figure(figsize=(14, sum(heights)))
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    upper, *lower = parts[:, 0]
+    for axis, (direction, cases) in zip(upper.subplots(1, 2), panels.items(), strict=True):
+        draw_bars(axis, cases, colors)
+        axis.set_title(direction)
+    upper.suptitle(f"Attention, {rows[0]['gpu']}, torch {rows[0]['torch']}")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    upper.legend(handles, list(colors), loc="lower center", ncols=len(colors), frameon=False)
+    upper.subplots_adjust(left=0.2, right=0.98, wspace=0.75, bottom=1.1 / bars, top=1 - 0.8 / bars)
+    for part in lower:
+        axes = part.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+        for axis, batch in zip(axes, batches, strict=True):
+            found = by_attention([row for row in steps if row["batch"] == batch], "time", "forward")
+            draw_steps(axis, found, colors)
+            axis.set_title(f"one step of decoding, batch {batch}")
+        part.subplots_adjust(left=0.07, right=0.98, wspace=0.15, bottom=0.16, top=0.88)
+    figure.savefig(ATTENTION, dpi=80)
+    plt.close(figure)
+
+
+def draw_steps(
+    axis: plt.Axes, cases: dict[str, dict[str, Row]], colors: dict[str, str | Color]
+) -> None:
+    """Per cent of a read over the number of keys, a line for each implementation."""
+    for name, color in colors.items():
+        found = [implementations.get(name) for implementations in cases.values()]
+        points = [(int(row["keys"]), float(row["percent_of_read"])) for row in found if row]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", color=color)
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(0, 105)
+    axis.set_xlabel("keys")
+    axis.set_ylabel("% of one read of keys and values")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_bars(
+    axis: plt.Axes, cases: dict[str, dict[str, Row]], colors: dict[str, str | Color]
+) -> None:
+    """A group of bars for each case."""
+    height = 0.8 / len(colors)
+    for i, (name, color) in enumerate(colors.items()):
+        values = [
+            float(found[name]["tflops"]) if name in found else 0.0 for found in cases.values()
+        ]
+        places = [j + (i - len(colors) / 2) * height for j in range(len(cases))]
+        axis.barh(places, values, height, color=color, align="edge")
+    axis.set_yticks(range(len(cases)), [case.replace("x", "×") for case in cases], fontsize=8)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set_xlabel("TFLOP/s")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def table(rows: list[Row]) -> str:
     """A Markdown table: microseconds and per cent of copy, ours beside the best peer."""
     lines = [
@@ -212,6 +284,98 @@ def topk_table(rows: list[Row]) -> str:
     return "\n".join([*lines, "", origin(rows[0], "bench_topk.py")])
 
 
+def by_attention(rows: list[Row], kind: str, direction: str) -> dict[str, dict[str, Row]]:
+    """{case: {implementation: row}} of one kind and pass, without what refuses the case."""
+    cases: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == kind and row["pass"] == direction and not row["note"]:
+            cases[row["case"]][row["implementation"]] = row
+    return cases
+
+
+def attention_case(row: Row) -> list[str]:
+    """Cells: the shape, the mask, and what is added to the scores."""
+    heads = row["heads"]
+    if row["key_heads"] != heads:
+        heads += f" ({row['key_heads']})"
+    added = [f"bias [{row['bias']}]" if row["bias"] else "", "sink" if row["sink"] == "1" else ""]
+    added.append("its gradient" if row["gradient"] == "1" else "")
+    shape = ", ".join([row["batch"], heads, row["keys"], row["head_dim"]])
+    shape += "" if row["dtype"] == "bfloat16" else f" {row['dtype']}"
+    return [shape, row["masking"], ", ".join(word for word in added if word)]
+
+
+def cells_of(found: dict[str, Row], figure: str) -> list[str]:
+    """A figure of each peer; blank where it refuses the case or was left out of it."""
+    return [found[name][figure] if name in found else "" for name in ATTENTION_PEERS]
+
+
+def attention_table(rows: list[Row]) -> str:
+    """TFLOP/s of attention in training, ours beside every peer."""
+    lines = [
+        f"| b, h, s, d | mask | added | pass | {OURS} µs | {OURS} | {' | '.join(ATTENTION_PEERS)} "
+        "| over the best |",
+        "|---|---|---|---|" + "--:|" * (3 + len(ATTENTION_PEERS)),
+    ]
+    for direction in ("forward", "forward+backward"):
+        for found in by_attention(rows, "time", direction).values():
+            any_row = next(iter(found.values()))
+            if any_row["decode"] == "1":
+                continue
+            for name in (OURS, DENSE):
+                if name not in found:
+                    continue
+                peers = {key: row for key, row in found.items() if key not in (OURS, DENSE)}
+                shape, mask, added = attention_case(any_row)
+                added += ", dense" if name == DENSE else ""
+                cells = [shape, mask, added, direction]
+                cells += [found[name][figure] for figure in ("microseconds", "tflops")]
+                cells += [*cells_of(found, "tflops"), best_peer({OURS: found[name], **peers})[2]]
+                lines.append("| " + " | ".join(cells) + " |")
+    ceilings = {row["implementation"]: row for row in rows if row["kind"] == "ceiling"}
+    limit = ceilings["matrix product"]["tflops"]
+    return "\n".join(
+        [
+            *("![TFLOP/s of attention, beside its peers](attention.png)", "", *lines, ""),
+            f"torch's product of two 8192 × 8192 matrices in the same run: {limit} TFLOP/s. "
+            + origin(rows[0], "bench_attention.py"),
+        ]
+    )
+
+
+def decode_table(rows: list[Row]) -> str:
+    """Steps of decoding: microseconds, and per cent of one read of keys and values."""
+    steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward")
+    names = [
+        name for name in (OURS, *ATTENTION_PEERS) if any(name in step for step in steps.values())
+    ]
+    lines = ["| b | keys | " + " | ".join(names) + " |", "|--:|" + "--:|" * (1 + len(names))]
+    for found in steps.values():
+        any_row = next(iter(found.values()))
+        cells = [
+            f"{found[name]['microseconds']} ({found[name]['percent_of_read']})"
+            if name in found
+            else ""
+            for name in names
+        ]
+        lines.append("| " + " | ".join([any_row["batch"], any_row["keys"], *cells]) + " |")
+    return "\n".join(lines)
+
+
+def figure_table(found: dict[str, dict[str, Row]], figure: str) -> str:
+    """One figure of the cases of training, ours beside every peer."""
+    lines = [
+        f"| b, h, s, d | mask | added | {OURS} | {' | '.join(ATTENTION_PEERS)} |",
+        "|---|---|---|" + "--:|" * (1 + len(ATTENTION_PEERS)),
+    ]
+    for implementations in found.values():
+        ours = implementations.get(OURS)
+        if ours and ours["decode"] == "0":
+            cells = [*attention_case(ours), ours[figure], *cells_of(implementations, figure)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def best_peer(implementations: dict[str, Row]) -> list[str]:
     """Its name, its time and how much longer that is than ours; blanks where there is none."""
     peers = [row for name, row in implementations.items() if name not in (OURS, "copy")]
@@ -248,6 +412,15 @@ def main(check: bool = False) -> None:
         parts[ROOT / "docs" / "numbers.md"]["rows"] = rows_table(plain)
     if topk := read("topk.csv"):
         parts[ROOT / "docs" / "numbers.md"]["topk"] = topk_table(topk)
+    if attention := read("attention.csv"):
+        errors = by_attention(attention, "error", "forward")
+        memory = by_attention(attention, "memory", "forward+backward")
+        parts[ROOT / "docs" / "numbers.md"] |= {
+            "attention": attention_table(attention),
+            "decode": decode_table(attention),
+            "attention error": figure_table(errors, "error_rms"),
+            "attention memory": figure_table(memory, "peak_mib"),
+        }
     for path, markers in parts.items():
         old = path.read_text()
         new = old
@@ -260,6 +433,8 @@ def main(check: bool = False) -> None:
         draw(softmax)
         if tuning := read("tune.csv"):
             draw_tuning(tuning)
+        if attention:
+            draw_attention(attention)
 
 
 if __name__ == "__main__":

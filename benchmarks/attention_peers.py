@@ -1,0 +1,147 @@
+"""megasoftmax.attention and its peers, as bench_attention.py calls them.
+
+Each is built once, outside of what is timed: FlexAttention's block masks and compilation, the mask
+of a window. What their users do in each step is inside: SDPA has no causal mask beside a bias, so
+the bias is filled with -inf first.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from attention_cases import DEVICE, Inputs, visible
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import megasoftmax
+
+OURS = "megasoftmax"
+DENSE = "megasoftmax, dense bias"
+FLEX = "FlexAttention"
+BACKENDS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]  # that get a gradient
+
+
+Build = Callable[[Inputs], Implementation]
+
+
+def builders(inputs: Inputs, flex: bool) -> dict[str, Build]:
+    """By name; building, as well as calling, may fail: that is a refusal."""
+    case = inputs.case
+    found: dict[str, Build] = {OURS: ours}
+    if case.bias == "table":
+        found[DENSE] = functools.partial(ours, dense=True)
+    if not case.sink:  # SDPA has none
+        for name, backend in BACKENDS.items():
+            found[name] = functools.partial(sdpa, backend=backend)
+    if flex and case.flex:
+        found[FLEX] = flex_attention
+    return found
+
+
+def ours(inputs: Inputs, dense: bool = False) -> Implementation:
+    case = inputs.case
+    window = None if case.window is None else (case.window, 0)
+    table = None if dense else inputs.table
+    leaves = [leaf for leaf in inputs.leaves if table is None or leaf is not inputs.bias]
+    if table is not None and case.gradient:
+        leaves.append(table)
+
+    def forward() -> Tensor:
+        bias = inputs.bias if table is None else megasoftmax.biases.RelativeBias(table)
+        return megasoftmax.attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            bias=bias,
+            causal=case.causal,
+            window=window,
+            sink=inputs.sink,
+            fused=True,
+        )
+
+    return Implementation(forward, tuple(leaves))
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> Implementation:
+    """One backend of torch's, with no other to fall back on."""
+    case, bias, excluded = inputs.case, inputs.bias, inputs.excluded
+    seen = None if case.window is None or excluded is None else ~excluded
+
+    def forward() -> Tensor:
+        mask = seen if bias is None else bias
+        if bias is not None and excluded is not None:
+            mask = bias.masked_fill(excluded, -torch.inf)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                attn_mask=mask,
+                is_causal=case.causal and mask is None,
+                enable_gqa=case.groups != case.heads,
+            )
+
+    return Implementation(forward, inputs.leaves)
+
+
+def flex_attention(inputs: Inputs) -> Implementation:
+    """Compiled for these sizes and this bias, block mask or sink alone."""
+    from torch.nn.attention import flex_attention as flex
+
+    torch._dynamo.reset()
+    case, bias, table, sink = inputs.case, inputs.bias, inputs.table, inputs.sink
+    last = case.queries - 1
+    score_mod = None
+    leaves = inputs.leaves
+    if table is not None:
+        leaves = tuple(table if leaf is bias else leaf for leaf in leaves)
+
+        def score_mod(score, b, h, i, j):
+            return score + table[h, j - i + last]
+
+    elif case.bias == "1,h":
+
+        def score_mod(score, b, h, i, j):
+            return score + bias[0, h, i, j]
+
+    elif case.bias:
+
+        def score_mod(score, b, h, i, j):
+            return score + bias[b, h, i, j]
+
+    block_mask = None
+    if case.causal:
+        sizes = (None, None, case.queries, case.keys)
+        block_mask = flex.create_block_mask(visible(case.window), *sizes, device=DEVICE)
+    options = {
+        "score_mod": score_mod,
+        "block_mask": block_mask,
+        "enable_gqa": case.groups != case.heads,
+    }
+
+    def with_sink(query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        """What models with a sink do: the output times the share that the sink leaves."""
+        output, auxiliary = flex.flex_attention(
+            query, key, value, **options, return_aux=flex.AuxRequest(lse=True)
+        )
+        share = torch.sigmoid(auxiliary.lse - sink.float()[:, None])
+        return (output * share.unsqueeze(-1)).to(output.dtype)
+
+    tensors = (inputs.query, inputs.key, inputs.value)
+    if sink is not None:
+        compiled = torch.compile(with_sink, dynamic=False)
+        return Implementation(lambda: compiled(*tensors, sink), leaves)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return Implementation(lambda: compiled(*tensors, **options), leaves)
