@@ -14,7 +14,9 @@ namespace {
 
 constexpr int64_t kAlignment = 8;  // elements of 2 bytes in the 16 that kernels copy at a time
 
-int64_t padded(int64_t dim) { return divide_up(dim, kAlignment) * kAlignment; }
+int64_t padded(int64_t dim) {
+  return std::max<int64_t>(divide_up(dim, kAlignment), 1) * kAlignment;
+}
 
 // As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
 Tensor aligned(const Tensor& tensor, int64_t columns) {
@@ -75,7 +77,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                       value.size(1) == key_heads && value.size(2) == keys &&
                       key.size(3) == query.size(3),
                   "key and value do not fit query, or each other");
-  STD_TORCH_CHECK(key_heads > 0 && heads % key_heads == 0,
+  STD_TORCH_CHECK(key_heads > 0 ? heads % key_heads == 0 : heads == 0,
                   "the heads of query must be a multiple of those of key");
   STD_TORCH_CHECK(queries + keys < INT32_MAX, "queries and keys must fit 31 bits");
   params.batches = batches;
@@ -88,7 +90,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.query = rows_of(query);
   params.key = rows_of(key);
   params.value = rows_of(value);
-  params.heads_per_key_head = Divider(heads / key_heads);
+  params.heads_per_key_head = Divider(heads / std::max<int64_t>(key_heads, 1));
   if (mask) {
     STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && is_beside(*mask) && mask->dim() == 4,
                     "mask must be bool, of 4 dimensions, on the device of query");
@@ -108,11 +110,13 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     STD_TORCH_CHECK(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
                     "bias must have the type of query or be float32");
     const int64_t bias_batches = bias->size(0), bias_heads = bias->size(1);
-    STD_TORCH_CHECK(bias_batches > 0 && bias_heads > 0 && batches % bias_batches == 0 &&
-                        heads % bias_heads == 0,
-                    "batches and heads must be multiples of those of bias");
-    params.batches_per_bias = Divider(batches / bias_batches);
-    params.heads_per_bias = Divider(heads / bias_heads);
+    const auto group = [](int64_t count, int64_t entries) {
+      STD_TORCH_CHECK(entries > 0 ? count % entries == 0 : count == 0,
+                      "batches and heads must be multiples of those of bias");
+      return Divider(std::max<int64_t>(count / std::max<int64_t>(entries, 1), 1));
+    };
+    params.batches_per_bias = group(batches, bias_batches);
+    params.heads_per_bias = group(heads, bias_heads);
     params.is_relative = relative;
     Strided& rows = params.bias;
     rows.data = bias->data_ptr();
@@ -120,7 +124,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     rows.batch_stride = bias_batches == 1 ? 0 : bias->stride(0);
     rows.head_stride = bias_heads == 1 ? 0 : bias->stride(1);
     if (relative) {
-      STD_TORCH_CHECK(bias->size(2) == queries + keys - 1,
+      STD_TORCH_CHECK(bias->size(2) == std::max<int64_t>(queries + keys - 1, 0),
                       "a relative bias must have queries + keys - 1 entries");
       // The entry of query i and key j is number j - i + queries - 1.
       rows.column_stride = bias->stride(2);
@@ -142,6 +146,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   const int64_t farthest = queries + keys;
   params.window_left = window.left >= farthest ? -1 : static_cast<int>(window.left);
   params.window_right = window.right >= farthest ? -1 : static_cast<int>(window.right);
+  params.can_exclude = mask || bias || window.is_limited() || params.sink.is_present() || keys == 0;
   params.scale = static_cast<float>(scale);
 }
 
@@ -203,12 +208,13 @@ Tensor sum_of_shared(const Tensor& of_heads, const Tensor& bias) {
                            bias.scalar_type());
 }
 
-BiasGradient bias_gradient_kind(const AttentionParams& params, const Tensor& bias) {
+BiasGradient bias_gradient_kind(const AttentionParams& params, const Tensor& bias,
+                                bool deterministic) {
   if (params.is_relative) return BiasGradient::kDiagonals;
   if (bias.size(3) != params.keys) return BiasGradient::kQueries;
   if (bias.size(2) != params.queries) return BiasGradient::kKeys;
-  return bias.size(0) == params.batches && bias.size(1) == params.heads ? BiasGradient::kDense
-                                                                        : BiasGradient::kShared;
+  if (bias.size(0) == params.batches && bias.size(1) == params.heads) return BiasGradient::kDense;
+  return deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -260,18 +266,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.value_gradient = rows_of(value_gradient);
   const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
   params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
-  Tensor sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
-  params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
+  Tensor sums;
+  if (!deterministic) {
+    sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
+    params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
+  }
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
   Tensor bias_result = bias_sums;
   if (bias_gradient) {
     STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
-    params.bias_gradient_kind = bias_gradient_kind(params, *bias);
+    params.bias_gradient_kind = bias_gradient_kind(params, *bias, deterministic);
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
-      case BiasGradient::kDense:
       case BiasGradient::kShared:
+        bias_sums = bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
+        break;
+      case BiasGradient::kDense:
+      case BiasGradient::kInOrder:
         bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
         break;
       case BiasGradient::kKeys:

@@ -5,6 +5,7 @@
 #include "plan.h"
 #include "sm80/backward.cuh"
 #include "sm80/forward.cuh"
+#include "sm80/query_gradient.cuh"
 
 namespace megasoftmax {
 
@@ -30,7 +31,8 @@ cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, i
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   params.tiles = Divider(tiles);
-  params.batches_of_tile = Divider(batches);
+  params.tiled_batches = Divider(batches);
+  params.is_batch_first = params.bias.data != nullptr && params.batches_per_bias.divisor > 1;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, Together::kNot, 1, stream, params);
 }
@@ -62,13 +64,15 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
                                         cudaStream_t stream) {
-  MEGASOFTMAX_RETURN_IF_ERROR(
-      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
   if (params.bias_gradient != nullptr)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
-  MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
-      params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
+  const bool has_sums = params.query_gradient_sum != nullptr;
+  if (has_sums)
+    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
+        params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
   MEGASOFTMAX_RETURN_IF_ERROR(with_bias_kind(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionBackwardTiles, params);
     return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
@@ -78,10 +82,17 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
                                                key_tiles * Memory::kSlices, params.key_heads,
                                                params.batches, Memory::kThreads,
                                                Memory::bytes(kBias), stream, params));
+      if (!has_sums) {
+        using OfQueries = QueryGradientMemory<T, kIndex>;
+        MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
+            attention_query_gradient_in_order_kernel<T, kBias, kIndex>,
+            divide_up(params.queries, OfQueries::kQueries), params.heads, params.batches,
+            OfQueries::kThreads, OfQueries::bytes(kBias), stream, params));
+      }
       if constexpr (kBias != BiasKind::kNone) {
         const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
         const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
-        if (params.bias_gradient_kind == BiasGradient::kShared)
+        if (params.bias_gradient_kind == BiasGradient::kInOrder)
           return launch_tiles(attention_bias_gradient_kernel<T, kBias, kIndex>,
                               key_tiles * divide_up(params.queries, Memory::kQueries), bias_heads,
                               bias_batches, Memory::kThreads, Memory::bytes(kBias), stream, params);
@@ -93,6 +104,7 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
       return cudaSuccess;
     });
   }));
+  if (!has_sums) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
                      stream, params);
 }

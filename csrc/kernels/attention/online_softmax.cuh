@@ -28,34 +28,60 @@ struct OnlineSoftmax {
   template <int kN, int kColumns>
   __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
                                        Accumulators<kM, kColumns>& output) {
+    float largest[kM][2], magnitude = 0.f;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float largest = max[m][half];
+        float& row = largest[m][half];
+        row = max[m][half];
 #pragma unroll
         for (int n = 0; n < kN; ++n)
-          largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        if (__any_sync(~0u, largest != max[m][half])) {
-          const float factor = exp2_approximate((max[m][half] - largest) * c);
+          row = fmaxf(row, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        row = fmaxf(row, __shfl_xor_sync(~0u, row, 1));
+        row = fmaxf(row, __shfl_xor_sync(~0u, row, 2));
+        magnitude = fmaxf(magnitude, fabsf(row));
+      }
+    }
+    // (score - max) * c in one instruction instead of two: all weights of a row then have the
+    // same error, that of rounding max * c, which the sum has too. Where that is large, in two.
+    if (__any_sync(~0u, magnitude * c > kLargestOffset)) {
+      step_to<true>(largest, scores, output);
+    } else {
+      step_to<false>(largest, scores, output);
+    }
+  }
+
+ private:
+  static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
+
+  template <bool kExact, int kN, int kColumns>
+  __device__ __forceinline__ void step_to(const float (&largest)[kM][2],
+                                          Accumulators<kM, kN>& scores,
+                                          Accumulators<kM, kColumns>& output) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row = largest[m][half], offset = row * c;
+        if (__any_sync(~0u, row != max[m][half])) {
+          const float factor =
+              exp2_approximate(kExact ? (max[m][half] - row) * c : max[m][half] * c - offset);
           sum[m][half] *= factor;
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) {
             output[m][n][2 * half] *= factor;
             output[m][n][2 * half + 1] *= factor;
           }
-          max[m][half] = largest;
+          max[m][half] = row;
         }
-        // One instruction instead of two; its error is that of rounding max * c.
-        const float offset = largest * c;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            scores[m][n][i] = exp2_approximate(fmaf(scores[m][n][i], c, -offset));
-            sum[m][half] += scores[m][n][i];
+            float& score = scores[m][n][i];
+            score = exp2_approximate(kExact ? (score - row) * c : fmaf(score, c, -offset));
+            sum[m][half] += score;
           }
         }
       }
@@ -70,22 +96,22 @@ struct RowEnd {
   float log_sum;
   float lse;
 
-  // `sum` relative to `max`, over scale; `sink` -inf joins nothing.
-  __device__ RowEnd(float largest, float sum, float scale, float sink) {
-    const bool has_keys = sum != 0.f;  // true for NaN
-    max = has_keys ? largest : 0.f;
-    const float offset = max * scale;
-    const float reference = has_keys ? fmaxf(offset, sink) : sink;
-    if (!has_keys) {
-      factor = 0.f;
+  // `sum` relative to `largest`, over scale; `sink` -inf joins nothing. A row where nothing can be
+  // excluded is no number when nothing is left of it.
+  __device__ RowEnd(float largest, float sum, float scale, float sink, bool can_exclude) {
+    if (sum == 0.f) {
+      factor = can_exclude ? 0.f : NAN;
+      max = 0.f;
       log_sum = lse = sink == INFINITY ? NAN : sink;
       return;
     }
+    max = largest;
+    const float offset = max * scale, reference = fmaxf(offset, sink);
     const float share = exp2_approximate((offset - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     factor = share / total;
     log_sum = logf(total) + (reference - offset);
-    lse = offset + log_sum;
+    lse = reference + logf(total);
   }
 };
 

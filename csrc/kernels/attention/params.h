@@ -25,6 +25,7 @@ struct AttentionParams {
   SinkLogit sink;
   int window_left = -1, window_right = -1;  // as in Window
   float scale = 1;
+  bool can_exclude = false;  // a row of which nothing is left is 0, else no number
 
   // [3, batches, heads, queries]: the largest logit over scale, the log of the denominator
   // relative to it, their sum.
@@ -34,8 +35,21 @@ struct AttentionParams {
   // the scores by the first, which is exact, and the bias by 1 / rest. Without one it is 1.
   float power_of_two = 1, rest = 1;
 
-  // Set by the launcher: how many tiles a head has, and batches, of the grid's blocks.
-  Divider tiles, batches_of_tile;
+  // Set by the launcher: how the blocks of a grid lie over batches, tiles of a head, and heads.
+  // Batches that share a bias come one after the other, so that it stays in the L2 cache.
+  Divider tiles, tiled_batches;
+  bool is_batch_first = false;
+
+  __device__ void place(int block, int& tile, int& head, int& batch) const {
+    int rest;
+    if (is_batch_first) {
+      tiled_batches.split(block, rest, batch);
+      tiles.split(rest, head, tile);
+    } else {
+      tiles.split(block, rest, tile);
+      tiled_batches.split(rest, head, batch);
+    }
+  }
 
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
 };
@@ -46,7 +60,7 @@ struct AttentionForwardParams : AttentionParams {
 
 // What a backward needs of a row of scores.
 struct alignas(16) RowOfBackward {
-  float max;       // of scores in units of the kernels; 0 without a bias
+  float max;       // of scores
   float log2_sum;  // weights are 2^(c * (score - max) - log2_sum)
   float delta;     // the gradient of a score is its weight times what its weight's is beyond this
   float unused;
@@ -58,7 +72,8 @@ enum class BiasGradient {
   kDense,      // [batches, heads, queries, keys], in the type of the bias
   kKeys,       // its sums over queries: [batches, heads, keys], float32
   kQueries,    // its sums over keys: [batches, heads, queries], float32
-  kShared,     // as dense, [bias batches, bias heads, queries, keys], of what shares an entry
+  kShared,     // as dense, summed in float32 over what shares an entry of the bias, in any order
+  kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
   kDiagonals,  // its sums along diagonals, tile by tile of keys, see sm80/backward.cuh
 };
 
@@ -69,7 +84,8 @@ struct AttentionBackwardParams : AttentionParams {
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
 
-  // [batches, heads, queries, head_dim], float32, workspace.
+  // [batches, heads, queries, head_dim], float32, workspace; null: sums are to be made in the same
+  // order each time, by a launch of their own.
   float* query_gradient_sum = nullptr;
   Strided query_gradient, key_gradient, value_gradient;
 

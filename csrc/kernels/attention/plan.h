@@ -33,7 +33,8 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   return index;
 }
 
-inline void split_scale(AttentionParams& params) {
+// Sets what the launcher sets.
+inline void prepare(AttentionParams& params) {
   params.rest = params.scale;
   if (params.bias.data == nullptr) return;
   int exponent = 0;

@@ -48,9 +48,8 @@ __global__ void __launch_bounds__(128)
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
-  const float offset = params.bias.data == nullptr ? max * params.rest * kLog2E : 0.f;
-  params.rows_of_backward[row] = {params.bias.data == nullptr ? 0.f : max * params.power_of_two,
-                                  is_empty ? INFINITY : offset + log_sum * kLog2E, delta, 0.f};
+  params.rows_of_backward[row] = {max * params.power_of_two, is_empty ? INFINITY : log_sum * kLog2E,
+                                  delta, 0.f};
   const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
   const float sink_gradient =
       sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
@@ -100,8 +99,8 @@ __device__ __forceinline__ void find_score_gradients(
   const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
   const QueryTile query_tile{memory + Memory::kQueriesAt + stage};
   const QueryTile gradient_tile{memory + Memory::kGradients + stage};
-  const int key = static_cast<int>(threadIdx.x) / 32 * 16;
-  const RowOfBackward* const columns = rows + static_cast<int>(threadIdx.x) % 4 * 2;
+  const int thread = thread_index_anew(), key = thread / 32 * 16;
+  const RowOfBackward* const columns = rows + thread % 4 * 2;
   if constexpr (kBias == BiasKind::kTile) {
     using Fragments = TransposedFragments<BiasTile>;
     const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, key);
@@ -113,16 +112,8 @@ __device__ __forceinline__ void find_score_gradients(
     start_from_bias(weights, 1.f / params.rest, excluded,
                     TransposedFloatBias<FloatBias>(tile, key));
   }
-  if constexpr (kBias != BiasKind::kNone) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[0][n][i] -= columns[n * 8 + i % 2].max;
-    }
-  }
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, key),
                                  FragmentsAcross<QueryTile>(query_tile, 0));
-  excluded.apply(weights, -INFINITY);
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, key),
                                  FragmentsAcross<QueryTile>(gradient_tile, 0));
@@ -132,10 +123,11 @@ __device__ __forceinline__ void find_score_gradients(
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const RowOfBackward row = columns[n * 8 + i % 2];
-      weights[0][n][i] = exp2_approximate(fmaf(weights[0][n][i], c, -row.log2_sum));
+      weights[0][n][i] = exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
       gradients[0][n][i] = (gradients[0][n][i] - row.delta) * weights[0][n][i];
     }
   }
+  excluded.apply(weights, 0.f);
   excluded.apply(gradients, 0.f);
 }
 
@@ -143,7 +135,7 @@ __device__ __forceinline__ void find_score_gradients(
 template <class T, class Memory, int kN>
 __device__ inline void share_score_gradients(char* shared_memory,
                                              const Accumulators<1, kN>& gradients) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int thread = thread_index_anew(), lane = thread % 32;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -157,8 +149,9 @@ __device__ inline void share_score_gradients(char* shared_memory,
 }
 
 // The gradient of a bias that has an entry for each score, [..., queries, keys], of number `entry`
-// of its heads. In float32, from a warp's 16 keys, in rows: eight lanes write eight neighbours.
-template <int kN>
+// of its heads. In float32, from a warp's 16 keys, in rows: eight lanes write, or add to, eight
+// neighbours.
+template <bool kAdds, int kN>
 __device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
                                            const Accumulators<1, kN>& gradients, int64_t entry,
                                            int first_query, int first_key) {
@@ -171,8 +164,13 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
     for (int i = 0; i < 4; ++i) {
       const int key = first_key + thread / 32 * 16 + i / 2 * 8 + lane / 4;
       const int query = first_query + n * 8 + lane % 4 * 2 + i % 2;
-      if (key < params.keys && query < params.queries)
-        out[int64_t{query} * params.keys + key] = gradients[0][n][i];
+      if (key >= params.keys || query >= params.queries) continue;
+      float* const place = out + int64_t{query} * params.keys + key;
+      if constexpr (kAdds) {
+        atomicAdd(place, gradients[0][n][i]);
+      } else {
+        *place = gradients[0][n][i];
+      }
     }
   }
 }
@@ -258,6 +256,44 @@ __device__ inline void add_to_diagonals(const AttentionBackwardParams& params, c
   if (diagonal >= 0) sums[diagonal] += sum;
 }
 
+// dQ of a tile of queries from the block's keys: each warp makes some rows of some columns.
+template <class T, class Memory>
+__device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardParams& params,
+                                                      const char* shared_memory, int batch,
+                                                      int head, int first_query, int slice) {
+  using KeyTile = typename Memory::Keys;
+  using ScoreTile = typename Memory::Scores;
+  constexpr int kColumns = Memory::kSlice >= 64 ? 32 : 16, kColumnWarps = Memory::kSlice / kColumns;
+  constexpr int kRows = Memory::kQueries * kColumnWarps / (Memory::kThreads / 32);
+  static_assert(kRows % 16 == 0);
+  const uint32_t memory = shared_address(shared_memory);
+  const KeyTile key_tile{memory};
+  const ScoreTile score_tile{memory + Memory::kScores};
+  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+  const int column = warp % kColumnWarps * kColumns + slice;
+  const int first_row = warp / kColumnWarps * kRows;
+  float gradients[kRows / 16][kColumns / 8][4] = {};
+  multiply_transposed<T, Memory::kKeys>(gradients, FragmentsAcross<ScoreTile>(score_tile, 0),
+                                        FragmentsDown<KeyTile>(key_tile, 0), first_row, column);
+  float* const sums =
+      params.query_gradient_sum +
+      ((int64_t{batch} * params.heads + head) * params.queries + first_query) * params.head_dim;
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + m * 16 + half * 8 + lane / 4;
+      if (first_query + row >= params.queries) continue;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        if (column + n * 8 < params.head_dim)
+          add_to_global(sums + row * params.head_dim + column + n * 8 + lane % 4 * 2,
+                        gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
+      }
+    }
+  }
+}
+
 template <class T, BiasKind kBias, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
@@ -267,13 +303,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   using QueryTile = typename Memory::Queries;
   using ScoreTile = typename Memory::Scores;
   using BiasTile = typename Memory::Bias;
-  constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads, kSlice = Memory::kSlice;
+  constexpr int kThreads = Memory::kThreads, kSlice = Memory::kSlice;
   constexpr int kKeys = Memory::kKeys, kQueries = Memory::kQueries, kStages = Memory::kStages;
   constexpr int kN = kQueries / 8, kColumns = kSlice / 8;
-  // Of the product for dQ: how its queries and columns lie over warps.
-  constexpr int kWarpColumns = kSlice >= 64 ? 32 : 16, kColumnWarps = kSlice / kWarpColumns;
-  constexpr int kWarpQueries = kQueries * kColumnWarps / (kThreads / 32);
-  static_assert(kWarpQueries % 16 == 0);
   extern __shared__ __align__(1024) char shared_memory[];
   const uint32_t memory = shared_address(shared_memory);
   const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
@@ -285,12 +317,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
   auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kRows);
 
-  const int warp = static_cast<int>(threadIdx.x) / 32;
   int first_key, key_head, batch, slice, begin, end, all_visible_begin, all_visible_end;
   {
-    int tile, rest;
-    params.tiles.split(static_cast<int>(blockIdx.x), rest, tile);
-    params.batches_of_tile.split(rest, key_head, batch);
+    int tile;
+    params.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
     slice = tile % Memory::kSlices * kSlice;
     first_key = tile / Memory::kSlices * kKeys;
     const int last_key = min(first_key + kKeys, params.keys) - 1;
@@ -364,7 +394,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     wait_for_copies();
     __syncthreads();
     if (kBias != BiasKind::kNone && params.power_of_two != 1.f)
-      scale_rows<T, 16, KeyTile>(shared_memory, warp * 16, params.power_of_two);
+      scale_rows<T, 16, KeyTile>(shared_memory, static_cast<int>(threadIdx.x) / 32 * 16,
+                                 params.power_of_two);
   }
 
 #pragma unroll 1
@@ -381,7 +412,6 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     if (query < all_visible_begin || query > all_visible_end)
       excluded.template find<true>(params, batch, head, query,
                                    first_key + thread_index_anew() / 32 * 16);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     float scores[1][kN][4] = {}, score_gradients[1][kN][4] = {};
     find_score_gradients<T, kBias, Memory>(params, shared_memory, stage, rows + step % 2 * kQueries,
                                            excluded, scores, score_gradients, [] {});
@@ -389,13 +419,20 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     multiply_weights<T>(value_gradient, scores, FragmentsDown<QueryTile>(gradients, 0), slice);
     multiply_weights<T>(key_gradient, score_gradients, FragmentsDown<QueryTile>(queries, 0), slice);
     if constexpr (kBias != BiasKind::kNone) {
-      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys) {
+      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kShared) {
+        int bias_batch, bias_head, rest;
+        params.batches_per_bias.split(batch, bias_batch, rest);
+        params.heads_per_bias.split(head, bias_head, rest);
+        const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
+        store_bias_gradient<true>(params, score_gradients, bias_batch * bias_heads + bias_head,
+                                  query, first_key);
+      } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys) {
         add_to_key_sums(params, score_gradients, key_sums, batch, head, first_key,
                         (step + 1) % tiles_per_head == 0);
       } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDense &&
                  params.bias.type == DType::kFloat32) {
-        store_bias_gradient(params, score_gradients, int64_t{batch} * params.heads + head, query,
-                            first_key);
+        store_bias_gradient<false>(params, score_gradients, int64_t{batch} * params.heads + head,
+                                   query, first_key);
       }
     }
     __syncthreads();  // the gradients of scores are there, the bias is used up
@@ -413,29 +450,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       if (step + 1 < steps) copy_bias(step + 1);
     }
 
-    // dQ of some queries and columns.
-    const int column = warp % kColumnWarps * kWarpColumns + slice;
-    const int first_row = warp / kColumnWarps * kWarpQueries;
-    float query_gradient[kWarpQueries / 16][kWarpColumns / 8][4] = {};
-    multiply_transposed<T, kKeys>(query_gradient, FragmentsAcross<ScoreTile>(score_tile, 0),
-                                  FragmentsDown<KeyTile>(key_tile, 0), first_row, column);
-    float* const sums =
-        params.query_gradient_sum +
-        ((int64_t{batch} * params.heads + head) * params.queries + query) * params.head_dim;
-#pragma unroll
-    for (int m = 0; m < kWarpQueries / 16; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + m * 16 + half * 8 + lane / 4;
-        if (query + row >= params.queries) continue;
-#pragma unroll
-        for (int n = 0; n < kWarpColumns / 8; ++n) {
-          if (column + n * 8 < params.head_dim)
-            add_to_global(sums + row * params.head_dim + column + n * 8 + lane % 4 * 2,
-                          query_gradient[m][n][2 * half], query_gradient[m][n][2 * half + 1]);
-        }
-      }
-    }
+    if (params.query_gradient_sum != nullptr)
+      add_to_query_gradient<T, Memory>(params, shared_memory, batch, head, query, slice);
     if (kStages == 1 && step + 1 < steps) {
       __syncthreads();  // queries and gradients are used up
       copy_queries(step + 1);
@@ -444,33 +460,17 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   wait_for_copies();
   __syncthreads();
 
-  // Whole rows leave together, through what held keys and values.
-  const auto store = [&](char* tile, const float (&sums)[1][kColumns][4], float factor,
+  // Through what held keys and values.
+  const auto store = [&](int at, const float (&sums)[kColumns][4], float factor,
                          const Strided& tensor, int width) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<uint32_t*>(tile + KeyTile::offset(warp * 16 + half * 8 + lane / 4, n) +
-                                     lane % 4 * 4) =
-            round_pair<T>(sums[0][n][2 * half] * factor, sums[0][n][2 * half + 1] * factor);
-      }
-    }
-    __syncwarp();
-    auto* const out = static_cast<T*>(const_cast<void*>(tensor.data)) +
-                      batch * tensor.batch_stride + key_head * tensor.head_stride + slice;
-#pragma unroll
-    for (int i = lane; i < 16 * kColumns; i += 32) {
-      const int row = warp * 16 + i / kColumns, chunk = i % kColumns;
-      if (first_key + row < params.keys && slice + chunk * 8 < width)
-        *reinterpret_cast<uint4*>(out + (first_key + row) * tensor.query_stride + chunk * 8) =
-            *reinterpret_cast<const uint4*>(tile + KeyTile::offset(row, chunk));
-    }
+    store_rows<T, KeyTile>(
+        shared_memory + at, thread_index_anew() / 32 * 16, sums, {factor, factor},
+        static_cast<T*>(const_cast<void*>(tensor.data)) + batch * tensor.batch_stride +
+            key_head * tensor.head_stride + first_key * tensor.query_stride + slice,
+        tensor.query_stride, params.keys - first_key, width - slice);
   };
-  store(shared_memory, key_gradient, params.scale, params.key_gradient, params.head_dim);
-  store(shared_memory + Memory::kValues, value_gradient, 1.f, params.value_gradient,
-        params.value_dim);
+  store(0, key_gradient[0], params.scale, params.key_gradient, params.head_dim);
+  store(Memory::kValues, value_gradient[0], 1.f, params.value_gradient, params.value_dim);
 }
 
 // dB of a bias that batches or heads share: a block owns a tile of 64 queries and some keys of it,
@@ -490,12 +490,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
   int first_key, first_query, bias_head, bias_batch;
   {
-    int tile, of_head, key_tile;
-    params.tiles.split(static_cast<int>(blockIdx.x), of_head, tile);
-    params.batches_of_tile.split(of_head, bias_head, bias_batch);
+    int tile;
+    params.place(static_cast<int>(blockIdx.x), tile, bias_head, bias_batch);
     const int key_tiles = divide_up(params.keys, kKeys);
-    key_tile = tile % key_tiles;
-    first_key = key_tile * kKeys;
+    first_key = tile % key_tiles * kKeys;
     first_query = tile / key_tiles * kQueries;
   }
   const int64_t entry =
@@ -601,7 +599,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     if (member + 1 < members) copy_values_and_gradients(member + 1);
   }
   if (params.bias.type == DType::kFloat32) {
-    store_bias_gradient(params, sums, entry, first_query, first_key);
+    store_bias_gradient<false>(params, sums, entry, first_query, first_key);
   } else {
     share_score_gradients<T, Memory>(shared_memory, sums);
     __syncthreads();

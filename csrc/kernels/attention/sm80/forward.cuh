@@ -40,9 +40,8 @@ struct TileOfQueries {
   int first_query, head, batch;
 
   __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile) {
-    int tile, rest;
-    params.tiles.split(block_index_anew(), rest, tile);
-    params.batches_of_tile.split(rest, head, batch);
+    int tile;
+    params.place(block_index_anew(), tile, head, batch);
     // Of causal attention the last queries see most keys: they begin first.
     first_query = (static_cast<int>(params.tiles.divisor) - 1 - tile) * queries_per_tile;
   }
@@ -169,6 +168,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
   const int64_t rows = params.rows(),
                 first_row = (int64_t{batch} * params.heads + head) * params.queries + warp_query;
+  float factors[kM][2];
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -177,37 +177,26 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       float sum = softmax.sum[m][half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd row_end(softmax.max[m][half] / params.power_of_two, sum, params.scale, sink);
+      const RowEnd row_end(softmax.max[m][half] / params.power_of_two, sum, params.scale, sink,
+                           params.can_exclude);
       const int row = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && warp_query + row < params.queries) {
         params.statistics[first_row + row] = row_end.max;
         params.statistics[rows + first_row + row] = row_end.log_sum;
         params.statistics[2 * rows + first_row + row] = row_end.lse;
       }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const uint32_t pair = round_pair<T>(output[m][n][2 * half] * row_end.factor,
-                                            output[m][n][2 * half + 1] * row_end.factor);
-        *reinterpret_cast<uint32_t*>(
-            shared_memory + QueryTile::offset(warp * kWarpQueries + row, n) + lane % 4 * 4) = pair;
-      }
+      factors[m][half] = row_end.factor;
     }
   }
-  __syncwarp();
-  // Whole rows leave together, through what held this warp's queries.
-  auto* const output_rows = static_cast<T*>(const_cast<void*>(params.output.data)) +
-                            batch * params.output.batch_stride + head * params.output.head_stride;
-  constexpr int kChunks = QueryTile::kChunks;
+  // Through what held this warp's queries.
+  T* const output_rows = static_cast<T*>(const_cast<void*>(params.output.data)) +
+                         batch * params.output.batch_stride + head * params.output.head_stride +
+                         block.first_query * params.output.query_stride;
 #pragma unroll
-  for (int i = lane; i < kWarpQueries * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    if (warp_query + row < params.queries && chunk * 8 < params.value_dim) {
-      *reinterpret_cast<uint4*>(output_rows + (warp_query + row) * params.output.query_stride +
-                                chunk * 8) =
-          *reinterpret_cast<const uint4*>(shared_memory +
-                                          QueryTile::offset(warp * kWarpQueries + row, chunk));
-    }
-  }
+  for (int m = 0; m < kM; ++m)
+    store_rows<T, QueryTile>(shared_memory, warp * kWarpQueries + m * 16, output[m], factors[m],
+                             output_rows, params.output.query_stride,
+                             params.queries - block.first_query, params.value_dim);
 }
 
 }  // namespace megasoftmax

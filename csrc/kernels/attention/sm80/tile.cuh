@@ -149,6 +149,34 @@ __device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][
   a[3] = round_pair<T>(right[2], right[3]);
 }
 
+// Writes this warp's 16 rows of results, times a factor, to rows of a tensor, of which there are
+// `rows`, with `columns` columns, a multiple of 8: whole rows together, through what the warp has
+// of a tile, from its row `warp_row` on.
+template <class T, class Tile, int kN>
+__device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
+                                  const float (&factors)[2], T* tensor, int64_t row_stride,
+                                  int rows, int columns) {
+  const int lane = thread_index_anew() % 32;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      *reinterpret_cast<uint32_t*>(tile + Tile::offset(warp_row + half * 8 + lane / 4, n) +
+                                   lane % 4 * 4) =
+          round_pair<T>(results[n][2 * half] * factors[half],
+                        results[n][2 * half + 1] * factors[half]);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < 16 * kN; i += 32) {
+    const int row = warp_row + i / kN, chunk = i % kN;
+    if (row < rows && chunk * 8 < columns)
+      *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
+  }
+}
+
 // results += rows of `a` times rows of `b` transposed, from fragments of both. What the next
 // instructions need is loaded before those that go before.
 template <class T, int kColumns, int kM, int kN, class A, class B>

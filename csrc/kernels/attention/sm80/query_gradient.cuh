@@ -1,0 +1,134 @@
+#pragma once
+// dQ = scale * dS K by itself, for sums in the same order each time: a block owns a tile of queries
+// and takes one tile of keys after the other, as forward. Scores are computed once more for it.
+
+#include "backward.cuh"
+
+namespace megasoftmax {
+
+template <class T, int kIndex>
+struct QueryGradientMemory {
+  static constexpr int kDim = kAttentionBackwardTiles[kIndex].head_dim;
+  static constexpr int kQueries = 64, kKeys = 64, kThreads = 128;
+  using Rows = Tile<T, kQueries, kDim>;
+  using Bias = Tile<T, kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+
+  static constexpr int kGradients = Rows::kBytes, kKeysAt = 2 * Rows::kBytes;
+  static constexpr int kValues = 3 * Rows::kBytes, kBiasAt = 4 * Rows::kBytes;
+  static constexpr int bytes(BiasKind bias) {
+    return kBiasAt + (bias == BiasKind::kTile  ? Bias::kBytes
+                      : bias == BiasKind::kAny ? FloatBias::kBytes
+                                               : 0);
+  }
+};
+
+template <class T, BiasKind kBias, int kIndex>
+__global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
+    attention_query_gradient_in_order_kernel(
+        const __grid_constant__ AttentionBackwardParams params) {
+  using Memory = QueryGradientMemory<T, kIndex>;
+  using Rows = typename Memory::Rows;
+  constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
+  constexpr int kQueries = Memory::kQueries, kKeys = Memory::kKeys;
+  constexpr int kN = kKeys / 8, kColumns = kDim / 8;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const uint32_t memory = shared_address(shared_memory);
+  const Rows query_tile{memory}, gradient_tile{memory + Memory::kGradients};
+  const Rows key_tile{memory + Memory::kKeysAt}, value_tile{memory + Memory::kValues};
+
+  int head, batch, first_query, key_head;
+  {
+    int tile, rest;
+    params.place(static_cast<int>(blockIdx.x), tile, head, batch);
+    params.heads_per_key_head.split(head, key_head, rest);
+    first_query = tile * kQueries;
+  }
+  const int last_query = min(first_query + kQueries, params.queries) - 1;
+  const KeyRange first_sees = visible_keys(params, first_query),
+                 last_sees = visible_keys(params, last_query);
+  const auto copy = [&](const Rows& tile, const Strided& tensor, int of_head, int first, int rows,
+                        int columns) {
+    tile.template start_copy<kThreads>(
+        static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+            of_head * tensor.head_stride + first * tensor.query_stride,
+        tensor.query_stride, rows - first, columns);
+  };
+  copy(query_tile, params.query, head, first_query, params.queries, params.head_dim);
+  copy(gradient_tile, params.output_gradient, head, first_query, params.queries, params.value_dim);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  RowOfBackward rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = min(first_query + warp_row + half * 8 + lane / 4, params.queries - 1);
+    rows[half] =
+        params.rows_of_backward[(int64_t{batch} * params.heads + head) * params.queries + query];
+  }
+  wait_for_copies();
+  __syncthreads();
+  if (params.power_of_two != 1.f)
+    scale_rows<T, 16, Rows>(shared_memory, warp_row, params.power_of_two);
+
+  float query_gradient[1][kColumns][4] = {};
+  const float c = params.rest * kLog2E;
+#pragma unroll 1
+  for (int key = first_sees.begin / kKeys * kKeys; key < last_sees.end; key += kKeys) {
+    copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
+    copy(value_tile, params.value, key_head, key, params.keys, params.value_dim);
+    if constexpr (kBias != BiasKind::kNone) {
+      const BiasRows<T> bias(params, batch, head);
+      if constexpr (kBias == BiasKind::kTile) {
+        typename Memory::Bias{memory + Memory::kBiasAt}.template start_copy<kThreads>(
+            bias.row(first_query) + key, bias.query_stride, params.queries - first_query,
+            params.keys - key);
+      } else {
+        const typename Memory::FloatBias tile{
+            reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
+        tile.template fill<kThreads>(bias, first_query, key, params.queries, params.keys);
+      }
+    }
+    wait_for_copies();
+    __syncthreads();
+    Excluded<1, kN> excluded;
+    if (params.mask.data != nullptr || key < last_sees.begin || key + kKeys > first_sees.end ||
+        first_query + kQueries > params.queries)
+      excluded.template find<false>(params, batch, head, first_query + warp_row, key);
+    float weights[1][kN][4] = {}, gradients[1][kN][4] = {};
+    if constexpr (kBias == BiasKind::kTile) {
+      using Fragments = FragmentsDown<typename Memory::Bias>;
+      const Fragments fragments(typename Memory::Bias{memory + Memory::kBiasAt}, warp_row);
+      start_from_bias(weights, 1.f / params.rest, excluded, TileBias<T, Fragments>(fragments));
+    } else if constexpr (kBias == BiasKind::kAny) {
+      const typename Memory::FloatBias tile{
+          reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
+      start_from_bias(weights, 1.f / params.rest, excluded,
+                      FloatBias<typename Memory::FloatBias>(tile, warp_row));
+    }
+    multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
+                           FragmentsAcross<Rows>(key_tile, 0));
+    multiply_rows<T, kDim>(gradients, FragmentsDown<Rows>(gradient_tile, warp_row),
+                           FragmentsAcross<Rows>(value_tile, 0));
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const RowOfBackward& row = rows[i / 2];
+        gradients[0][n][i] = (gradients[0][n][i] - row.delta) *
+                             exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
+      }
+    }
+    excluded.apply(gradients, 0.f);
+    multiply_weights<T>(query_gradient, gradients, FragmentsDown<Rows>(key_tile, 0));
+    __syncthreads();  // keys, values and bias are used up
+  }
+  __syncwarp();
+  const Strided& tensor = params.query_gradient;
+  store_rows<T, Rows>(shared_memory, warp_row, query_gradient[0], {params.scale, params.scale},
+                      static_cast<T*>(const_cast<void*>(tensor.data)) +
+                          batch * tensor.batch_stride + head * tensor.head_stride +
+                          first_query * tensor.query_stride,
+                      tensor.query_stride, params.queries - first_query, params.head_dim);
+}
+
+}  // namespace megasoftmax
