@@ -11,7 +11,6 @@ What is done to a block is plain torch that autograd and vmap see through, witho
 so the backward function is differentiable itself, as often as wanted.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +88,8 @@ def attention_forward(
         output, statistics = _in_blocks(
             forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
         )
-    output = output.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    # A copy: autograd lets no output that is a view be changed in place.
+    output = output.transpose(1, 2).contiguous().transpose(1, 2).to(query.dtype, copy=True)
     return output, statistics.movedim(-1, 0).contiguous()
 
 
@@ -258,11 +258,12 @@ def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
         return None
     of_bias = (1, 1) if block.bias is None else block.bias.shape[:2]
     groups = heads // block.key.shape[1]
-    units = (
-        batches // of_bias[0] if of_bias[0] > 1 else 1,
-        math.lcm(groups, heads // of_bias[1]) if of_bias[1] > 1 else groups,
-        1,
+    batches_per_bias, heads_per_bias = (
+        size // entries if entries > 1 else 1
+        for size, entries in zip((batches, heads), of_bias, strict=True)
     )
+    wide, narrow = max(groups, heads_per_bias), min(groups, heads_per_bias)
+    units = (batches_per_bias, wide if wide % narrow == 0 else heads, 1)
     for dim, (size, unit) in enumerate(zip(block.query.shape, units, strict=False)):
         if unit < size:
             step = unit * max(1, BLOCK // (logits // size * unit))
@@ -324,7 +325,8 @@ def _weights(
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
-        z = (_grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]).reshape(z.shape)
+        biased = _grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]
+        z = biased.reshape(z.shape).to(compute)
     excluded = reference.excluded_by_window(
         queries,
         keys,
