@@ -12,6 +12,7 @@ so the backward function is differentiable itself, as often as wanted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def attention_forward(
         output = _times(p, block.value.to(compute))
         return output, torch.stack([first, relative_lse, lse], -1)
 
-    with torch.autocast(query.device.type, enabled=False):
+    with _full_precision(query.device.type):
         output, statistics = _in_blocks(
             forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
         )
@@ -181,7 +182,7 @@ def attention_backward(
         )
 
     whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
-    with torch.autocast(query.device.type, enabled=False):
+    with _full_precision(query.device.type):
         d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, ways)
     if bias_gradient:
         assert bias is not None
@@ -193,6 +194,13 @@ def attention_backward(
         d_bias,
         d_sink,
     )
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Without autocast, which would round what matrix products take."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 # Blocks: some batches, heads and queries, with all of their keys
