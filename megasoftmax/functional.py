@@ -389,6 +389,8 @@ def attention(
     relative = isinstance(bias, RelativeBias)
     table = bias.table if isinstance(bias, RelativeBias) else bias
     halves = reference_attention.HALVES
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        halves = ops_attention.HALVES_IN_BLOCKS
     against = dispatch.reasons_against_fused_attention
     if _is_fused(fused, against, query, key, value, scale):
         halves = ops_attention.HALVES

@@ -3,8 +3,13 @@
 Arguments and results are explained in `reference_attention`, whose functions compute on CPUs. Of
 the results of an op the strides are known too: those of a contiguous output [b, m, h, dv], and
 those that torch.empty_like gives the gradients of query, key and value.
+
+torch.ops.megasoftmax.attention_in_blocks_* are the reference on any device. Compiled code calls
+them: traced, the loops over blocks would be unrolled, which takes a compiler minutes.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,34 +18,13 @@ from torch import Tensor
 from megasoftmax import ops, reference, reference_attention
 
 _library = torch.library.Library("megasoftmax", "FRAGMENT")
-_library.define(
-    "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
-    "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
-    "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "attention_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
-    "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
-    "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
-    "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_forward = torch.ops.megasoftmax.attention_forward.default
-_backward = torch.ops.megasoftmax.attention_backward.default
 
 
-def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op without its autograd."""
-    return ops.below_autograd(_forward, *args)
-
-
-def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _call_backward(op: Callable[..., Any], *args: Any) -> Any:
     """The op; where a graph of it is asked for, one that refuses to be differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _BackwardFunction.apply(*args)
-    return ops.below_autograd(_backward, *args)
+        return _BackwardFunction.apply(op, *args)
+    return ops.below_autograd(op, *args)
 
 
 def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
@@ -55,22 +39,19 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _BackwardFunction(torch.autograd.Function):
-    """What autograd makes of the op, for transforms of functions too, which ops do not support."""
+    """What autograd makes of an op, for transforms of functions too, which ops do not support."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.below_autograd(_backward, *args)
+    def forward(op: Callable[..., Any], *args: Any) -> Any:
+        return ops.below_autograd(op, *args)
 
     setup_context = staticmethod(_save_nothing)
     backward = staticmethod(_refuse)
 
 
-HALVES = reference_attention.Halves(attention_forward, attention_backward)
-
-
-def _backward_on_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = reference_attention.BackwardSlots(*args)
     d_query, d_key, d_value, d_bias, d_sink = reference_attention.attention_backward(*args)
     return (
@@ -107,26 +88,46 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _gradients(ctx: Any, *grads: Tensor | None) -> Any:
-    return reference_attention.gradients(ctx, _backward, *grads)
+def _defined(name: str, dispatch_key: str) -> reference_attention.Halves:
+    """Defines a pair of ops, computed by the reference under a dispatch key: without autograd."""
+    _library.define(
+        f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
+        "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
+        "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    _library.define(
+        f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
+        "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
+        "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
+        "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
+        "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    forward = getattr(torch.ops.megasoftmax, f"{name}_forward").default
+    backward = getattr(torch.ops.megasoftmax, f"{name}_backward").default
+
+    def gradients(ctx: Any, *grads: Tensor | None) -> Any:
+        return reference_attention.gradients(ctx, backward, *grads)
+
+    save = reference_attention.save_for_gradients
+    _library.impl(f"{name}_forward", reference_attention.attention_forward, dispatch_key)
+    torch.library.register_fake(forward, _fake_forward, lib=_library)
+    torch.library.register_vmap(
+        forward, partial(reference_attention.batch_forward, forward), lib=_library
+    )
+    torch.library.register_autograd(forward, gradients, setup_context=save, lib=_library)
+
+    _library.impl(f"{name}_backward", _backward_in_its_layout, dispatch_key)
+    torch.library.register_fake(backward, _fake_backward, lib=_library)
+    torch.library.register_vmap(
+        backward, partial(reference_attention.batch_backward, backward), lib=_library
+    )
+    torch.library.register_autograd(backward, _refuse, setup_context=_save_nothing, lib=_library)
+    return reference_attention.Halves(
+        partial(ops.below_autograd, forward), partial(_call_backward, backward)
+    )
 
 
-def _batch_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return reference_attention.batch_forward(_forward, info, in_dims, *args)
-
-
-def _batch_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return reference_attention.batch_backward(_backward, info, in_dims, *args)
-
-
-_library.impl("attention_forward", reference_attention.attention_forward, "CPU")
-torch.library.register_fake(_forward, _fake_forward, lib=_library)
-torch.library.register_vmap(_forward, _batch_forward, lib=_library)
-torch.library.register_autograd(
-    _forward, _gradients, setup_context=reference_attention.save_for_gradients, lib=_library
-)
-
-_library.impl("attention_backward", _backward_on_cpu, "CPU")
-torch.library.register_fake(_backward, _fake_backward, lib=_library)
-torch.library.register_vmap(_backward, _batch_backward, lib=_library)
-torch.library.register_autograd(_backward, _refuse, setup_context=_save_nothing, lib=_library)
+HALVES = _defined("attention", "CPU")
+HALVES_IN_BLOCKS = _defined("attention_in_blocks", "CompositeExplicitAutograd")

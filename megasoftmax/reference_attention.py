@@ -13,6 +13,7 @@ so the backward function is differentiable itself, as often as wanted.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,9 @@ def attention_forward(
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
         Statistics [3, b, h, m], float32 (float64 for float64 queries), contiguous: the largest z of
-        the row divided by `scale`; the logarithm of the denominator relative to it, sink included;
-        and that of the denominator, the log-sum-exp.
+        the row over r, where scale = r * 2^e and 1 <= |r| < 2, in which kernels count; the
+        logarithm of the denominator relative to that z, sink included; and that of the
+        denominator, the log-sum-exp.
 
         A row with nothing left has output 0 where mask, bias, causality, a window or a sink is
         given, and where there are no keys, else NaN; its statistics are 0 and twice the sink or
@@ -80,16 +82,16 @@ def attention_forward(
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
-        finite = torch.finfo(compute)
-        first = (largest / scale if scale else largest).clamp(finite.min, finite.max)
+        first = largest / (2 * math.frexp(scale)[0] or 1)
         output = _times(p, block.value.to(compute))
         return output, torch.stack([first, relative_lse, lse], -1)
 
-    with torch.autocast(query.device.type, enabled=False):
+    with _full_precision(query.device.type):
         output, statistics = _in_blocks(
             forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
         )
-    output = output.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    # A copy: autograd lets no output that is a view be changed in place.
+    output = output.transpose(1, 2).contiguous().transpose(1, 2).to(query.dtype, copy=True)
     return output, statistics.movedim(-1, 0).contiguous()
 
 
@@ -181,7 +183,7 @@ def attention_backward(
         )
 
     whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
-    with torch.autocast(query.device.type, enabled=False):
+    with _full_precision(query.device.type):
         d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, ways)
     if bias_gradient:
         assert bias is not None
@@ -193,6 +195,13 @@ def attention_backward(
         d_bias,
         d_sink,
     )
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Without autocast, which would round what matrix products take."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 # Blocks: some batches, heads and queries, with all of their keys
@@ -258,11 +267,12 @@ def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
         return None
     of_bias = (1, 1) if block.bias is None else block.bias.shape[:2]
     groups = heads // block.key.shape[1]
-    units = (
-        batches // of_bias[0] if of_bias[0] > 1 else 1,
-        math.lcm(groups, heads // of_bias[1]) if of_bias[1] > 1 else groups,
-        1,
+    batches_per_bias, heads_per_bias = (
+        size // entries if entries > 1 else 1
+        for size, entries in zip((batches, heads), of_bias, strict=True)
     )
+    wide, narrow = max(groups, heads_per_bias), min(groups, heads_per_bias)
+    units = (batches_per_bias, wide if wide % narrow == 0 else heads, 1)
     for dim, (size, unit) in enumerate(zip(block.query.shape, units, strict=False)):
         if unit < size:
             step = unit * max(1, BLOCK // (logits // size * unit))
@@ -324,7 +334,8 @@ def _weights(
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
-        z = (_grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]).reshape(z.shape)
+        biased = _grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]
+        z = biased.reshape(z.shape).to(compute)
     excluded = reference.excluded_by_window(
         queries,
         keys,

@@ -34,6 +34,12 @@ def dtypes_on(device: str) -> list[torch.dtype]:
     return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
 
 
+def closeness(dtype: torch.dtype) -> dict[str, float]:
+    """Kernels may add up gradients in another order each time."""
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    return {"rtol": tolerance, "atol": tolerance}
+
+
 def tensors(
     device: str,
     dtype: torch.dtype = torch.float32,
@@ -628,7 +634,7 @@ def test_gradient_of_one_alone(wanted: str, device: str) -> None:
             torch.manual_seed(0)
             g = torch.randn_like(output)
             found.append(torch.autograd.grad(output, leaves[wanted], g)[0])
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*found, **closeness(dtype))
 
 
 # Memory
@@ -641,6 +647,18 @@ def test_output_lies_as_projections_take_it(device: str) -> None:
         flat = output.transpose(1, 2).flatten(2)
         assert flat.data_ptr() == output.data_ptr()
         assert flat.shape == (2, 5, 32)
+
+
+def test_tensors_without_memory() -> None:
+    """Shapes alone, as models are planned with."""
+    q, k, v = (each.to("meta").requires_grad_() for each in tensors("cpu", dims=(8, 16)))
+    output, lse = megasoftmax.attention(q, k, v, causal=True, return_lse=True)
+    assert output.shape == (2, 4, 5, 16)
+    assert output.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 4, 5)
+    output.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
 
 
 def test_arguments_are_not_modified(device: str) -> None:
@@ -667,7 +685,7 @@ def test_incoming_gradients_of_any_strides(device: str) -> None:
         for other in (_laid_out(g, "[b, s, h, d]"), spread.copy_(g), _laid_out(g, "offset")):
             found = check(q, k, v, g=other)
             for name, each in found.items():
-                torch.testing.assert_close(each, expected[name], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(each, expected[name], **closeness(dtype))
         check(q, k, v, g=g[:, :, :, :1].expand(g.shape))
         check(q, k, v, g=g[:1, :1, :1, :1].expand(g.shape))
 
@@ -714,7 +732,7 @@ def test_same_bits_from_run_to_run(
 
 
 def test_statistics(device: str) -> None:
-    """The largest logit over the scale, the denominator relative to it, and the log-sum-exp."""
+    """The largest logit over 1.2, as 0.3 = 1.2 / 4, the denominator relative to it, and the lse."""
     for dtype in dtypes_on(device):
         q, k, v = tensors(device, dtype)
         mask = coin(2, 1, 5, 13, device=device)[:, :, :, :]
@@ -736,6 +754,6 @@ def test_statistics(device: str) -> None:
             left = largest > -INF
             first, relative, lse = statistics.double().unbind()
             assert first.isfinite().all()
-            torch.testing.assert_close(first[left], (largest / 0.3)[left], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(first[left], (largest / 1.2)[left], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(lse, expected.dense.lse, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(0.3 * first + relative, lse, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(1.2 * first + relative, lse, rtol=1e-5, atol=1e-5)

@@ -272,6 +272,136 @@ def test_gpu_runs_topk_fused(k, arguments, is_fused):
     assert ("megasoftmax::softmax_topk_backward" in names) == is_fused
 
 
+# Attention
+
+
+def attention_tensors(heads=4, queries=3, keys=5, dims=(8, 8), batch=2, **options):
+    return (
+        torch.empty(batch, heads, queries, dims[0], **options),
+        torch.empty(batch, heads, keys, dims[0], **options),
+        torch.empty(batch, heads, keys, dims[1], **options),
+    )
+
+
+def attention_names(*args, **kwargs):
+    found = why_not_fused(megasoftmax.attention, *args, **kwargs)
+    return [reason.constraint for reason in found]
+
+
+def test_all_reasons_of_attention_come_in_order(monkeypatch):
+    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    tensors = attention_tensors(dims=(257, 300), dtype=torch.float32)
+    assert attention_names(*tensors, scale=-1.0) == [
+        "device",
+        "compiled part",
+        "dtype",
+        "head dimension of query and key",
+        "head dimension of value",
+        "scale",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (256, 256), (1, 256)])
+def test_no_reason_against_attention(as_if_fused, dtype, dims):
+    query, key, value = attention_tensors(dims=dims, dtype=dtype)
+    assert attention_names(query, key, value, causal=True, window=(1, 1), sink=0.0) == []
+    for options in ({"dtype": dtype}, {"dtype": torch.float32}, {"dtype": torch.float64}):
+        bias = torch.zeros(4, 3, 1, **options, requires_grad=True)
+        table = megasoftmax.RelativeBias(torch.zeros(1, 7, **options, requires_grad=True))
+        mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+        assert attention_names(query, key, value, bias=bias, mask=mask, return_lse=True) == []
+        assert attention_names(query, key, value, bias=table) == []
+    apart = (each.mT.contiguous().mT for each in (query, key, value))
+    assert attention_names(*apart) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtypes_of_attention(as_if_fused, dtype):
+    found = why_not_fused(megasoftmax.attention, *attention_tensors(dtype=dtype))
+    assert found == (Reason("dtype", str(dtype), "float16 or bfloat16"),)
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_fused"),
+    [
+        (None, True),
+        (1, True),
+        (1e4, True),
+        (1.1e4, False),
+        (2.0**-126, True),
+        (2.0**-127, False),
+        (0.0, False),
+        (-0.5, False),
+    ],
+)
+def test_scale_of_attention(as_if_fused, scale, is_fused):
+    found = attention_names(*attention_tensors(dtype=torch.float16), scale=scale)
+    assert found == ([] if is_fused else ["scale"])
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ((_extension.MAX_HEAD_DIM, _extension.MAX_HEAD_DIM), []),
+        ((_extension.MAX_HEAD_DIM + 1, 8), ["head dimension of query and key"]),
+        ((8, _extension.MAX_HEAD_DIM + 1), ["head dimension of value"]),
+    ],
+)
+def test_head_dims(as_if_fused, dims, expected):
+    assert attention_names(*attention_tensors(dims=dims, dtype=torch.float16)) == expected
+
+
+def test_head_dim_is_limited_as_the_header_says():
+    header = (_build.CSRC / "kernels/attention/limits.h").read_text()
+    assert f"int kMaxHeadDim = {_extension.MAX_HEAD_DIM};" in header
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"queries": 1, "keys": 2**31 - 2}, []),
+        ({"queries": 1, "keys": 2**31 - 1}, ["queries + keys"]),
+        ({"queries": 2**31 - 2, "keys": 1}, []),
+        ({"batch": 2**30 - 1, "heads": 2}, []),
+        ({"batch": 2**30, "heads": 2}, ["batches x heads"]),
+    ],
+)
+def test_sizes_for_attention(as_if_fused, sizes, expected):
+    tensors = attention_tensors(**sizes, dtype=torch.float16, device="meta")
+    assert attention_names(*tensors) == expected
+
+
+def test_fused_attention_lists_the_reasons(as_if_fused):
+    with pytest.raises(ValueError, match="fused: cannot be True here") as error:
+        megasoftmax.attention(*attention_tensors(dims=(512, 8)), fused=True)
+    assert "dtype: expected float16 or bfloat16, got torch.float32" in str(error.value)
+    assert "head dimension of query and key: expected at most 256, got 512" in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("arguments", "is_fused"),
+    [
+        ({}, True),
+        ({"causal": True, "sink": 0.5}, True),
+        ({"scale": -1.0}, False),
+        ({"fused": False}, False),
+    ],
+    ids=str,
+)
+def test_gpu_runs_attention_fused(arguments, is_fused):
+    tensors = [
+        torch.randn_like(each).requires_grad_()
+        for each in attention_tensors(dtype=torch.bfloat16, device="cuda")
+    ]
+    with torch.profiler.profile() as profile:
+        megasoftmax.attention(*tensors, **arguments).sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert ("megasoftmax::attention_forward" in names) == is_fused
+    assert ("megasoftmax::attention_backward" in names) == is_fused
+
+
 # What the public functions make of it
 
 
@@ -293,6 +423,7 @@ def test_cpu_call_asks_nothing(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         megasoftmax.softmax(torch.zeros(SHAPE))
+        megasoftmax.attention(*[torch.zeros(SHAPE)] * 3)
 
 
 @pytest.mark.gpu

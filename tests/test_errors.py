@@ -320,6 +320,287 @@ def test_bad_input_of_topk_launches_nothing(monkeypatch):
             megasoftmax.softmax_topk(**({"logits": floats(*SHAPE), "k": 2} | arguments))
 
 
+# Of attention
+ATTENTION_SHAPES = {"query": (2, 4, 3, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 6)}
+
+
+def attention_arguments(**changes):
+    tensors = {name: floats(*shape) for name, shape in ATTENTION_SHAPES.items()}
+    return tensors | changes
+
+
+ATTENTION_CASES = {
+    "query is a list": ({"query": [[0.0]]}, TypeError, "query", "a tensor", "list"),
+    "query of integers": (
+        {"query": torch.zeros(2, 4, 3, 8, dtype=torch.int64)},
+        TypeError,
+        "query",
+        "float16, bfloat16, float32 or float64",
+        "torch.int64",
+    ),
+    "query without batch": (
+        {"query": floats(4, 3, 8)},
+        ValueError,
+        "query",
+        "[batch, heads, queries, head_dim]",
+        "(4, 3, 8)",
+    ),
+    "key is None": ({"key": None}, TypeError, "key", "a tensor of torch.float32", "NoneType"),
+    "key of another type": (
+        {"key": floats(2, 2, 5, 8).half()},
+        TypeError,
+        "key",
+        "torch.float32, as query",
+        "torch.float16",
+    ),
+    "key of another batch": (
+        {"key": floats(3, 2, 5, 8)},
+        ValueError,
+        "key",
+        "[2, key_heads, keys, 8]",
+        "(3, 2, 5, 8)",
+    ),
+    "key of another head_dim": (
+        {"key": floats(2, 2, 5, 6)},
+        ValueError,
+        "key",
+        "[2, key_heads, keys, 8]",
+        "(2, 2, 5, 6)",
+    ),
+    "key of three dimensions": (
+        {"key": floats(2, 5, 8)},
+        ValueError,
+        "key",
+        "[2, key_heads, keys, 8]",
+        "(2, 5, 8)",
+    ),
+    "key elsewhere": (
+        {"key": torch.zeros(2, 2, 5, 8, device="meta")},
+        ValueError,
+        "key",
+        "device cpu, as query",
+        "meta",
+    ),
+    "key heads that do not divide": (
+        {"key": floats(2, 3, 5, 8), "value": floats(2, 3, 5, 6)},
+        ValueError,
+        "key",
+        "heads that divide 4",
+        "3",
+    ),
+    "no key heads": (
+        {"key": floats(2, 0, 5, 8), "value": floats(2, 0, 5, 6)},
+        ValueError,
+        "key",
+        "heads that divide 4",
+        "0",
+    ),
+    "value of another type": (
+        {"value": floats(2, 2, 5, 6).double()},
+        TypeError,
+        "value",
+        "torch.float32, as query",
+        "torch.float64",
+    ),
+    "value of other keys": (
+        {"value": floats(2, 2, 4, 6)},
+        ValueError,
+        "value",
+        "[2, 2, 5, value_dim]",
+        "(2, 2, 4, 6)",
+    ),
+    "value of other heads": (
+        {"value": floats(2, 4, 5, 6)},
+        ValueError,
+        "value",
+        "[2, 2, 5, value_dim]",
+        "(2, 4, 5, 6)",
+    ),
+    "scale is a tensor": (
+        {"scale": torch.tensor(0.5)},
+        TypeError,
+        "scale",
+        "a number",
+        "torch.float32",
+    ),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
+    "mask is additive": (
+        {"mask": floats(2, 4, 3, 5)},
+        TypeError,
+        "mask",
+        "a bool tensor, True = excluded",
+        "torch.float32",
+    ),
+    "mask of key heads": (
+        {"mask": bools(2, 2, 3, 5)},
+        ValueError,
+        "mask",
+        "(2, 4, 3, 5)",
+        "(2, 2, 3, 5)",
+    ),
+    "mask of other keys": (
+        {"mask": bools(2, 1, 1, 6)},
+        ValueError,
+        "mask",
+        "(2, 4, 3, 5)",
+        "(2, 1, 1, 6)",
+    ),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
+    "bias of bools": ({"bias": bools(3, 5)}, TypeError, "bias", "float16", "torch.bool"),
+    "bias of other queries": (
+        {"bias": floats(4, 5, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 3, 5)",
+        "(4, 5, 5)",
+    ),
+    "bias of some queries": (
+        {"query": floats(2, 4, 6, 8), "bias": floats(4, 3, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 6, 5)",
+        "(4, 3, 5)",
+    ),
+    "bias heads that do not divide": (
+        {"bias": floats(2, 3, 3, 5)},
+        ValueError,
+        "bias",
+        "the first two sizes may be divided",
+        "(2, 3, 3, 5)",
+    ),
+    "bias of more batches": (
+        {"bias": floats(4, 4, 3, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 3, 5)",
+        "(4, 4, 3, 5)",
+    ),
+    "bias without heads": (
+        {"bias": floats(2, 0, 3, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 3, 5)",
+        "(2, 0, 3, 5)",
+    ),
+    "bias of five dimensions": (
+        {"bias": floats(1, 2, 4, 3, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 3, 5)",
+        "(1, 2, 4, 3, 5)",
+    ),
+    "bias elsewhere": (
+        {"bias": torch.zeros(3, 5, device="meta")},
+        ValueError,
+        "bias",
+        "device cpu, as query",
+        "meta",
+    ),
+    "table is a list": (
+        {"bias": megasoftmax.RelativeBias([0.0])},
+        TypeError,
+        "bias.table",
+        "a tensor",
+        "list",
+    ),
+    "table without heads": (
+        {"bias": megasoftmax.RelativeBias(floats(7))},
+        ValueError,
+        "bias.table",
+        "[heads, 7] or [batch, heads, 7]",
+        "(7,)",
+    ),
+    "table that is too short": (
+        {"bias": megasoftmax.RelativeBias(floats(4, 5))},
+        ValueError,
+        "bias.table",
+        "[heads, 7] or [batch, heads, 7]",
+        "(4, 5)",
+    ),
+    "table of one distance": (
+        {"bias": megasoftmax.RelativeBias(floats(4, 1))},
+        ValueError,
+        "bias.table",
+        "[heads, 7] or [batch, heads, 7]",
+        "(4, 1)",
+    ),
+    "table of three heads": (
+        {"bias": megasoftmax.RelativeBias(floats(3, 7))},
+        ValueError,
+        "bias.table",
+        "(2, 4, 7)",
+        "(3, 7)",
+    ),
+    "table of four dimensions": (
+        {"bias": megasoftmax.RelativeBias(floats(1, 2, 4, 7))},
+        ValueError,
+        "bias.table",
+        "[heads, 7] or [batch, heads, 7]",
+        "(1, 2, 4, 7)",
+    ),
+    "causal is a number": ({"causal": 1}, TypeError, "causal", "a bool", "int"),
+    "window of three": ({"window": (1, 2, 3)}, ValueError, "window", "(left, right)", "(1, 2, 3)"),
+    "window below -1": (
+        {"window": (0, -2)},
+        ValueError,
+        "window",
+        "two integers from -1 on",
+        "(0, -2)",
+    ),
+    "sink of key heads": (
+        {"sink": floats(2)},
+        ValueError,
+        "sink",
+        "one element or [4], one per head",
+        "(2,)",
+    ),
+    "sink elsewhere": (
+        {"sink": torch.zeros(4, device="meta")},
+        ValueError,
+        "sink",
+        "device cpu, as query",
+        "meta",
+    ),
+    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_message_of_attention(case):
+    arguments, error, name, expected, actual = ATTENTION_CASES[case]
+    pattern = f"^{re.escape(name)}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
+    arguments = attention_arguments(**arguments)
+    with pytest.raises(error, match=pattern):
+        megasoftmax.attention(**arguments)
+    with pytest.raises(error, match=pattern):
+        megasoftmax.why_not_fused(megasoftmax.attention, **arguments)
+
+
+def test_options_of_attention_are_named():
+    with pytest.raises(TypeError, match="positional"):
+        megasoftmax.attention(*attention_arguments().values(), floats(3, 5))
+
+
+def test_bad_input_of_attention_launches_nothing(monkeypatch):
+    def forbidden(*arguments):
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(megasoftmax.functional.reference_attention, "call", forbidden)
+    for arguments, error, *_ in ATTENTION_CASES.values():
+        with pytest.raises(error):
+            megasoftmax.attention(**attention_arguments(**arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["key", "value", "bias", "mask", "sink"])
+def test_attention_of_two_devices(name):
+    arguments = {each: tensor.cuda() for each, tensor in attention_arguments().items()}
+    others = {"bias": floats(3, 5), "mask": bools(3, 5), "sink": floats(4)}
+    arguments[name] = (others | attention_arguments())[name]
+    with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as query, got cpu"):
+        megasoftmax.attention(**arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("arguments", "name"),

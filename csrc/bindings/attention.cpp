@@ -150,11 +150,13 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.scale = static_cast<float>(scale);
 }
 
-// [batches, heads, queries, columns], in memory [batches, queries, heads, columns].
+// [batches, heads, queries, columns], in memory [batches, queries, heads, columns]. Not a view,
+// which autograd would not let users change in place.
 Tensor new_output(const Tensor& query, int64_t columns) {
-  return torch::stable::transpose(new_tensor({query.size(0), query.size(2), query.size(1), columns},
-                                             query.scalar_type(), query),
-                                  1, 2);
+  const int64_t heads = query.size(1), queries = query.size(2);
+  return new_tensor({query.size(0), heads, queries, columns},
+                    {heads * queries * columns, columns, heads * columns, 1}, query.scalar_type(),
+                    query);
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,

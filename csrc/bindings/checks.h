@@ -51,7 +51,17 @@ inline DType dtype_of(ScalarType type, const char* argument) {
   }
 }
 
-// A contiguous tensor. Not torch::stable::empty, which looks its operator up by name at every call.
+// Not torch::stable::empty, which looks its operator up by name at every call.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                         ScalarType type, const Tensor& on_device_of) {
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
+      aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// A contiguous one.
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type,
                          const Tensor& on_device_of) {
   std::vector<int64_t> strides(sizes.size());
@@ -60,11 +70,7 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type,
     strides[i] = stride;
     stride *= std::max<int64_t>(sizes[i], 1);
   }
-  AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
-      aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle));
-  return Tensor(handle);
+  return new_tensor(sizes, strides, type, on_device_of);
 }
 
 inline Tensor new_workspace(int64_t bytes, const Tensor& on_device_of) {

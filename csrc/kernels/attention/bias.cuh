@@ -1,12 +1,7 @@
 #pragma once
 // The bias: what the product of queries and keys starts from, divided by the scale.
-//
-// Numbers beyond kLargestLogit count as that, so that a finite bias never becomes infinite; entries
-// of -inf are excluded, after the product.
 
 #include "../common/vector.cuh"
-#include "exclusion.cuh"
-#include "limits.h"
 #include "plan.h"
 #include "sm80/tile.cuh"
 
@@ -80,30 +75,19 @@ struct FloatBiasTile {
 };
 
 // Where elements [m][n] and [m][n + 1] start from, of a tile of the bias as it lies in memory.
-// `largest` is the largest magnitude of what was loaded.
 template <class T, class Fragments>
 struct TileBias {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const Fragments& fragments;
-  Pair largest = {};
 
-  __device__ explicit TileBias(const Fragments& fragments) : fragments(fragments) {}
-  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
-    uint32_t words[4];
-    fragments.load(words, m * 16, n * 8);
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      pack.words[i] = words[i];
-      largest = __hmax2(largest, __habs2(reinterpret_cast<const Pair&>(words[i])));
-    }
+    fragments.load(pack.words, m * 16, n * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       left[i] = pack[i];
       right[i] = pack[4 + i];
     }
   }
-  __device__ float magnitude() const { return fmaxf(__low2float(largest), __high2float(largest)); }
 };
 
 // The same of a tile in float32; `row` is the first that this lane's warp has.
@@ -111,10 +95,8 @@ template <class FloatTile>
 struct FloatBias {
   const FloatTile& tile;
   int row;
-  float largest = 0.f;
 
-  __device__ FloatBias(const FloatTile& tile, int row) : tile(tile), row(row) {}
-  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -124,11 +106,9 @@ struct FloatBias {
       for (int i = 0; i < 2; ++i) {
         left[2 * half + i] = entries[i];
         right[2 * half + i] = entries[8 + i];
-        largest = fmaxf(largest, fmaxf(fabsf(entries[i]), fabsf(entries[8 + i])));
       }
     }
   }
-  __device__ float magnitude() const { return largest; }
 };
 
 // Both with keys in rows and queries in columns.
@@ -147,58 +127,34 @@ template <class FloatTile>
 struct TransposedFloatBias {
   const FloatTile& tile;
   int first_key;
-  float largest = 0.f;
 
-  __device__ TransposedFloatBias(const FloatTile& tile, int first_key)
-      : tile(tile), first_key(first_key) {}
-  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) {
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float entry = tile.row(n * 8 + i / 4 * 8 + lane % 4 * 2 +
-                                   i % 2)[first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
-      (i < 4 ? left : right)[i % 4] = entry;
-      largest = fmaxf(largest, fabsf(entry));
+      (i < 4 ? left : right)[i % 4] =
+          tile.row(n * 8 + i / 4 * 8 + lane % 4 * 2 + i % 2)
+              [first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
     }
   }
-  __device__ float magnitude() const { return largest; }
 };
 
-// Sets scores to bias * factor; adds entries of -inf to what is excluded.
+// Sets scores to bias * factor.
 template <int kM, int kN, class Bias>
 __device__ __forceinline__ void start_from_bias(Accumulators<kM, kN>& scores, float factor,
-                                                Excluded<kM, kN>& excluded, Bias&& bias) {
+                                                const Bias& bias) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int n = 0; n < kN; n += 2) bias.load(m, n, scores[m][n], scores[m][n + 1]);
   }
-  if (factor != 1.f) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] *= factor;
-      }
-    }
-  }
-  // By the whole warp, as loads of fragments are.
-  if (!__any_sync(~0u, bias.magnitude() * factor > kLargestLogit)) return;
+  if (factor == 1.f) return;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      float entries[2][4];
-      bias.load(m, n, entries[0], entries[1]);
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float entry = entries[i / 4][i % 4];
-        float& score = scores[m][n + i / 4][i % 4];
-        if (entry == -INFINITY) excluded.add(m, n + i / 4, i % 4);
-        if (fabsf(score) > kLargestLogit && entry != INFINITY)
-          score = copysignf(kLargestLogit, score);
-      }
+      for (int i = 0; i < 4; ++i) scores[m][n][i] *= factor;
     }
   }
 }

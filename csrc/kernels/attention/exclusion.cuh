@@ -1,7 +1,7 @@
 #pragma once
-// Which keys a query does not see: by length, window, mask, and a bias of -inf. Found before the
-// product, while registers are free, and applied after it, so that nothing that a score holds
-// matters where it is excluded.
+// Which keys a query does not see: by length, window and mask. Found before the product, while
+// registers are free, and applied after it, so that nothing that a score holds matters where it is
+// excluded.
 
 #include "params.h"
 #include "sm80/tile.cuh"

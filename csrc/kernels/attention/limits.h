@@ -4,9 +4,7 @@
 namespace megasoftmax {
 
 inline constexpr int kMaxHeadDim = 256;
-// c = scale * log2(e) times the largest logit over scale that kernels tell from others stays
-// finite.
-inline constexpr float kMaxScale = 1e4f, kLargestLogit = 1e30f;
+inline constexpr float kMaxScale = 1e4f;
 
 // A block of queries against one tile of keys after the other, forward.
 struct AttentionTile {

@@ -4,7 +4,6 @@
 
 #include "../common/math.cuh"
 #include "../common/sink.cuh"
-#include "limits.h"
 #include "params.h"
 #include "sm80/tile.cuh"
 
@@ -19,7 +18,7 @@ struct OnlineSoftmax {
   __device__ explicit OnlineSoftmax(float scale) : c(scale * kLog2E) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      max[m][0] = max[m][1] = -kLargestLogit;
+      max[m][0] = max[m][1] = kLowest;
       sum[m][0] = sum[m][1] = 0.f;
     }
   }
@@ -92,13 +91,13 @@ struct OnlineSoftmax {
 // What remains of a row: its factor and its statistics.
 struct RowEnd {
   float factor;  // of the weighted sum of values
-  float max;     // over scale
+  float max;     // of scores
   float log_sum;
   float lse;
 
-  // `sum` relative to `largest`, over scale; `sink` -inf joins nothing. A row where nothing can be
+  // `sum` relative to `largest`, the largest score; `rest` makes it a logit; `sink` -inf joins nothing. A row where nothing can be
   // excluded is no number when nothing is left of it.
-  __device__ RowEnd(float largest, float sum, float scale, float sink, bool can_exclude) {
+  __device__ RowEnd(float largest, float sum, float rest, float sink, bool can_exclude) {
     if (sum == 0.f) {
       factor = can_exclude ? 0.f : NAN;
       max = 0.f;
@@ -106,7 +105,7 @@ struct RowEnd {
       return;
     }
     max = largest;
-    const float offset = max * scale, reference = fmaxf(offset, sink);
+    const float offset = max * rest, reference = fmaxf(offset, sink);
     const float share = exp2_approximate((offset - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     factor = share / total;

@@ -33,16 +33,17 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   return index;
 }
 
-// Sets what the launcher sets.
-inline void prepare(AttentionParams& params) {
-  params.rest = params.scale;
-  if (params.bias.data == nullptr) return;
+// Sets what the launcher sets of the scale.
+inline void split_scale(AttentionParams& params) {
   int exponent = 0;
-  const float fraction = std::frexp(params.scale, &exponent);  // from 0.5 to 1
-  // float16 has no room for larger numbers.
-  if (exponent > 1 && params.query.type == DType::kFloat16) return;
-  params.power_of_two = std::ldexp(1.f, exponent - 1);
-  params.rest = 2 * fraction;
+  const float r = 2 * std::frexp(params.scale, &exponent);
+  const float power_of_two = std::ldexp(1.f, exponent - 1);
+  // float16 has no room for products with large numbers.
+  const bool is_split = params.bias.data != nullptr &&
+                        (params.query.type == DType::kBFloat16 || power_of_two <= 1);
+  params.power_of_two = is_split ? power_of_two : 1;
+  params.rest = is_split ? r : params.scale;
+  params.to_statistics = is_split ? 1 : power_of_two;
 }
 
 inline bool is_valid(const AttentionParams& params) {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(128)
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
-  params.rows_of_backward[row] = {max * params.power_of_two, is_empty ? INFINITY : log_sum * kLog2E,
+  params.rows_of_backward[row] = {max / params.to_statistics, is_empty ? INFINITY : log_sum * kLog2E,
                                   delta, 0.f};
   const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
   const float sink_gradient =
@@ -104,13 +104,12 @@ __device__ __forceinline__ void find_score_gradients(
   if constexpr (kBias == BiasKind::kTile) {
     using Fragments = TransposedFragments<BiasTile>;
     const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, key);
-    start_from_bias(weights, 1.f / params.rest, excluded, TileBias<T, Fragments>(fragments));
+    start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
   } else if constexpr (kBias == BiasKind::kAny) {
     using FloatBias = typename Memory::FloatBias;
     const FloatBias tile{reinterpret_cast<float*>(shared_memory + Memory::kBiasAt),
                          params.is_relative};
-    start_from_bias(weights, 1.f / params.rest, excluded,
-                    TransposedFloatBias<FloatBias>(tile, key));
+    start_from_bias(weights, 1.f / params.rest, TransposedFloatBias<FloatBias>{tile, key});
   }
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, key),
                                  FragmentsAcross<QueryTile>(query_tile, 0));
@@ -118,6 +117,7 @@ __device__ __forceinline__ void find_score_gradients(
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, key),
                                  FragmentsAcross<QueryTile>(gradient_tile, 0));
   const float c = params.rest * kLog2E;
+  bool is_finite = true;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -125,6 +125,18 @@ __device__ __forceinline__ void find_score_gradients(
       const RowOfBackward row = columns[n * 8 + i % 2];
       weights[0][n][i] = exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
       gradients[0][n][i] = (gradients[0][n][i] - row.delta) * weights[0][n][i];
+      is_finite = is_finite && fabsf(row.delta) < INFINITY;
+    }
+  }
+  // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
+  // where delta is.
+  if (!is_finite) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (weights[0][n][i] == 0.f) gradients[0][n][i] = 0.f;
+      }
     }
   }
   excluded.apply(weights, 0.f);

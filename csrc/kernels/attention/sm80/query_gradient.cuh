@@ -98,12 +98,11 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
     if constexpr (kBias == BiasKind::kTile) {
       using Fragments = FragmentsDown<typename Memory::Bias>;
       const Fragments fragments(typename Memory::Bias{memory + Memory::kBiasAt}, warp_row);
-      start_from_bias(weights, 1.f / params.rest, excluded, TileBias<T, Fragments>(fragments));
+      start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
       const typename Memory::FloatBias tile{
           reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      start_from_bias(weights, 1.f / params.rest, excluded,
-                      FloatBias<typename Memory::FloatBias>(tile, warp_row));
+      start_from_bias(weights, 1.f / params.rest, FloatBias<typename Memory::FloatBias>{tile, warp_row});
     }
     multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
                            FragmentsAcross<Rows>(key_tile, 0));
@@ -114,8 +113,9 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const RowOfBackward& row = rows[i / 2];
-        gradients[0][n][i] = (gradients[0][n][i] - row.delta) *
-                             exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
+        const float weight =
+            exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
+        gradients[0][n][i] = weight == 0.f ? 0.f : (gradients[0][n][i] - row.delta) * weight;
       }
     }
     excluded.apply(gradients, 0.f);
