@@ -174,6 +174,13 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
+  Tensor parts;
+  params.splits = attention_forward_splits(params);
+  if (params.splits > 0) {
+    parts = new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float,
+                       query);
+    params.parts = static_cast<float*>(parts.data_ptr());
+  }
   check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));

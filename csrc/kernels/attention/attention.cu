@@ -6,6 +6,17 @@
 
 namespace megasoftmax {
 
+int attention_forward_splits(const AttentionParams& params) {
+  thread_local int device = -1, multiprocessors = 0;
+  int current = 0;
+  cudaGetDevice(&current);
+  if (current != device) {
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, current);
+    device = current;
+  }
+  return forward_splits(params, multiprocessors);
+}
+
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;

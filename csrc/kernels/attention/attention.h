@@ -7,6 +7,9 @@
 
 namespace megasoftmax {
 
+// Parts that the forward wants room for, see AttentionForwardParams::parts; 0: none.
+int attention_forward_splits(const AttentionParams& params);
+
 // The type of the queries selects the instance.
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream);
 

@@ -4,6 +4,7 @@
 #include "../common/launch.cuh"
 #include "plan.h"
 #include "sm80/backward.cuh"
+#include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/query_gradient.cuh"
 
@@ -48,8 +49,28 @@ cudaError_t launch_flat(void (*kernel)(Parameters...), int64_t count, int thread
                 0, Together::kNot, 1, stream, arguments...);
 }
 
+template <class T, bool kHasBias>
+cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
+  const int64_t rows = params.heads_per_key_head.divisor * params.queries;
+  params.row_tiles = Divider(divide_up<int64_t>(rows, 16));
+  params.keys_per_split =
+      divide_up(divide_up(params.keys, params.splits), kDecodeKeys) * kDecodeKeys;
+  const int index = tile_for(kAttentionForwardTiles, params);
+  MEGASOFTMAX_RETURN_IF_ERROR(with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
+    constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
+    using Memory = DecodeMemory<T, kDim>;
+    return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
+                        params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
+                        Memory::kThreads, Memory::kBytes, stream, params);
+  }));
+  return launch_flat(attention_combine_kernel<T>, params.rows() * 32, 128, stream, params);
+}
+
 template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
+  if (params.parts != nullptr)
+    return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
+                                       : launch_decode<T, false>(params, stream);
   return with_bias_kind(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionForwardTiles, params);
     return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {

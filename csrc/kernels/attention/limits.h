@@ -27,6 +27,13 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 };
 // clang-format on
 
+// Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
+// at a time, of which so many steps are on their way.
+inline constexpr int kMaxDecodeQueries = 16, kDecodeWarps = 4, kDecodeKeys = 16;
+constexpr int decode_stages(int head_dim) { return head_dim > 128 ? 2 : 4; }
+// Blocks for each multiprocessor that keys are split for, and the fewest keys of a block.
+inline constexpr int kDecodeBlocksPerSm = 8, kMinSplitKeys = 512;
+
 // A block of keys against one tile of queries after the other, backward.
 struct AttentionBackwardTile {
   int head_dim;
@@ -41,8 +48,8 @@ struct AttentionBackwardTile {
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM
-    {        32,     8,      64,    32,         1},
-    {        64,     8,      64,    64,         1},
+    {        32,     4,      64,    32,         4},
+    {        64,     4,      64,    64,         3},
     {       128,     8,      64,   128,         1},
     {       256,     4,      64,   128,         1},
 };

@@ -58,6 +58,12 @@ struct AttentionParams {
 
 struct AttentionForwardParams : AttentionParams {
   Strided output;
+
+  // [splits, rows, value_dim + 2], float32, workspace: of each part of the keys the weighted sums of
+  // values, and the largest score and the sum of weights. Null: keys are not split.
+  float* parts = nullptr;
+  int splits = 0, keys_per_split = 0;
+  Divider row_tiles;  // of a key head; set by the launcher, like keys_per_split
 };
 
 // What a backward needs of a row of scores.

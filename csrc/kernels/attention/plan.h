@@ -46,6 +46,19 @@ inline void split_scale(AttentionParams& params) {
   params.to_statistics = is_split ? 1 : power_of_two;
 }
 
+// Few queries take a kernel of their own, with the keys split among blocks: into how many parts.
+// 0 for more queries.
+inline int forward_splits(const AttentionParams& params, int multiprocessors) {
+  if (params.queries > kMaxDecodeQueries) return 0;
+  const int64_t row_tiles =
+      divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, 16);
+  const int64_t blocks = params.batches * params.key_heads * row_tiles;
+  const int64_t wanted = divide_up<int64_t>(int64_t{multiprocessors} * kDecodeBlocksPerSm,
+                                            std::max<int64_t>(blocks, 1));
+  return static_cast<int>(
+      std::clamp<int64_t>(wanted, 1, std::max(params.keys / kMinSplitKeys, 1)));
+}
+
 inline bool is_valid(const AttentionParams& params) {
   return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
          params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&

@@ -24,12 +24,23 @@ struct Tile {
     return row * kRowBytes + (chunk ^ turn) * 16;
   }
 
-  // Starts to copy a block's threads' rows; what lies beyond `rows` and `columns` becomes 0.
+  // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes 0.
   template <int kThreads>
   __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns) const {
+    start_copy_by<kThreads>(thread_index_anew(), source, row_stride, rows, columns);
+  }
+  // The same by a warp.
+  __device__ void start_copy_of_warp(const T* source, int64_t row_stride, int rows,
+                                     int columns) const {
+    start_copy_by<32>(thread_index_anew() % 32, source, row_stride, rows, columns);
+  }
+
+ private:
+  template <int kThreads>
+  __device__ void start_copy_by(int thread, const T* source, int64_t row_stride, int rows,
+                                int columns) const {
     constexpr int kRowsAtATime = kThreads / kChunks;
     static_assert(kRows % kRowsAtATime == 0);
-    const int thread = thread_index_anew();
     const int chunk = thread % kChunks, first = thread / kChunks;
     const int bytes = min(max(columns - chunk * 8, 0), 8) * 2;
     const T* row = source + first * row_stride + chunk * 8;

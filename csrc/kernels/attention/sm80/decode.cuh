@@ -1,0 +1,246 @@
+#pragma once
+// Attention of few queries and many keys, which is bound by reading keys and values.
+//
+// A warp owns 16 rows, the queries of all heads that share their keys, and takes every so many 16
+// keys, through a ring of copies of its own, without a barrier. The warps of a block, and then the
+// blocks among which the keys of a head are split, add up what they have. Keys and values are read
+// once.
+
+#include "../../common/vector.cuh"
+#include "../bias.cuh"
+#include "../exclusion.cuh"
+#include "../limits.h"
+#include "../online_softmax.cuh"
+#include "tile.cuh"
+
+namespace megasoftmax {
+
+template <class T, int kDim_>
+struct DecodeMemory {
+  static constexpr int kDim = kDim_, kStages = decode_stages(kDim), kThreads = 32 * kDecodeWarps;
+  using Rows = Tile<T, 16, kDim>;
+  static constexpr int kStageBytes = 2 * Rows::kBytes;
+  static constexpr int kRing = kDecodeWarps * kStages * kStageBytes;
+  // Of the end: what each warp has of its rows.
+  static constexpr int kPitch = kDim + 4;
+  static constexpr int kSums = kDecodeWarps * 16 * (kPitch + 2) * 4;
+  static constexpr int kBytes = kRing > kSums ? kRing : kSums;
+};
+
+// A packed row: a query of one of the heads that share keys.
+struct DecodeRow {
+  int head, query;
+  bool is_row;
+
+  __device__ DecodeRow(const AttentionParams& params, int key_head, int row) {
+    const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+    is_row = row < heads * params.queries;
+    const int of_group = min(row / params.queries, heads - 1);
+    head = key_head * heads + of_group;
+    query = is_row ? row - of_group * params.queries : 0;
+  }
+};
+
+template <class T, bool kHasBias, int kDim>
+__global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
+    attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
+  using Memory = DecodeMemory<T, kDim>;
+  using Rows = typename Memory::Rows;
+  constexpr int kStages = Memory::kStages, kColumns = kDim / 8, kN = kDecodeKeys / 8;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int split, first_row, key_head, batch;
+  {
+    int tile;
+    params.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
+    int row_tile;
+    params.row_tiles.split(tile, split, row_tile);
+    first_row = row_tile * 16;
+  }
+  const int begin = split * params.keys_per_split;
+  const int end = min(begin + params.keys_per_split, params.keys);
+
+  // Queries, as matrices `a`.
+  uint32_t queries[kDim / 16][4];
+  const T factor = from_float<T>(params.power_of_two);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
+    const T* const source = static_cast<const T*>(params.query.data) +
+                            batch * params.query.batch_stride +
+                            row.head * params.query.head_stride +
+                            row.query * params.query.query_stride;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+        const int column = step * 16 + right * 8 + lane % 4 * 2;
+        Pair pair = {};
+        if (row.is_row && column < params.head_dim)
+          pair = __hmul2(*reinterpret_cast<const Pair*>(source + column), Pair{factor, factor});
+        queries[step][2 * right + half] = reinterpret_cast<const uint32_t&>(pair);
+      }
+    }
+  }
+
+  const uint32_t ring = shared_address(shared_memory) + warp * kStages * Memory::kStageBytes;
+  const auto start_copy = [&](int step) {
+    const int key = begin + (step * kDecodeWarps + warp) * kDecodeKeys;
+    if (key < end) {
+      const Rows keys{ring + step % kStages * Memory::kStageBytes};
+      const Rows values{keys.address + Rows::kBytes};
+      const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
+        tile.start_copy_of_warp(
+            static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                key_head * tensor.head_stride + key * tensor.query_stride,
+            tensor.query_stride, params.keys - key, columns);
+      };
+      copy(keys, params.key, params.head_dim);
+      copy(values, params.value, params.value_dim);
+    }
+    end_copies();
+  };
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) start_copy(step);
+
+  float output[1][kColumns][4] = {};
+  OnlineSoftmax<1> softmax(params.rest);
+  constexpr int kKeysPerStep = kDecodeWarps * kDecodeKeys;
+#pragma unroll 1
+  for (int step = 0; begin + (step * kDecodeWarps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + step * kKeysPerStep + warp * kDecodeKeys;
+    start_copy(step + kStages - 1);
+    float scores[1][kN][4] = {};
+    Excluded<1, kN> excluded;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
+      const KeyRange visible = visible_keys(params, row.query);
+      const bool* const mask = params.mask.data == nullptr
+                                   ? nullptr
+                                   : static_cast<const bool*>(params.mask.data) +
+                                         batch * params.mask.batch_stride +
+                                         row.head * params.mask.head_stride +
+                                         row.query * params.mask.query_stride;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = key + n * 8 + lane % 4 * 2 + i;
+          const bool is_visible = row.is_row && column < end && visible.contains(column);
+          if (!is_visible || (mask != nullptr && mask[column * params.mask.column_stride]))
+            excluded.add(0, n, 2 * half + i);
+          if constexpr (kHasBias) {
+            const BiasRows<T> bias(params, batch, row.head);
+            if (is_visible) scores[0][n][2 * half + i] = bias(row.query, column) / params.rest;
+          }
+        }
+      }
+    }
+    wait_for_older_copies<kStages - 1>();
+    __syncwarp();
+    const Rows keys{ring + step % kStages * Memory::kStageBytes};
+    const FragmentsAcross<Rows> key_fragments(keys, 0);
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      uint32_t pair[4];
+      key_fragments.load(pair, 0, i * 16);
+      multiply_add<T>(scores[0][0], queries[i], pair[0], pair[1]);
+      multiply_add<T>(scores[0][1], queries[i], pair[2], pair[3]);
+    }
+    excluded.apply(scores, -INFINITY);
+    softmax.step(scores, output);
+    multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));
+    __syncwarp();  // the stage is used up
+  }
+  wait_for_copies();
+  __syncthreads();
+
+  // What the warps have of each row.
+  constexpr int kPitch = Memory::kPitch;
+  auto* const sums = reinterpret_cast<float*>(shared_memory);
+  float* const ends = sums + kDecodeWarps * 16 * kPitch;  // largest score and sum of weights
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp * 16 + half * 8 + lane / 4;
+    float sum = softmax.sum[0][half];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (lane % 4 == 0) {
+      ends[2 * row] = softmax.max[0][half];
+      ends[2 * row + 1] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+      *reinterpret_cast<float2*>(sums + row * kPitch + n * 8 + lane % 4 * 2) = {
+          output[0][n][2 * half], output[0][n][2 * half + 1]};
+  }
+  __syncthreads();
+  const float c = params.rest * kLog2E;
+  for (int row = warp; row < 16; row += kDecodeWarps) {
+    const DecodeRow place(params, key_head, first_row + row);
+    if (!place.is_row) continue;
+    float max = kLowest, sum = 0.f, shares[kDecodeWarps];
+#pragma unroll
+    for (int i = 0; i < kDecodeWarps; ++i) max = fmaxf(max, ends[2 * (i * 16 + row)]);
+#pragma unroll
+    for (int i = 0; i < kDecodeWarps; ++i) {
+      shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * c);
+      sum += ends[2 * (i * 16 + row) + 1] * shares[i];
+    }
+    const int64_t row_of_all =
+        (int64_t{batch} * params.heads + place.head) * params.queries + place.query;
+    float* const part = params.parts + (split * params.rows() + row_of_all) * (params.value_dim + 2);
+    if (lane == 0) {
+      part[params.value_dim] = max;
+      part[params.value_dim + 1] = sum;
+    }
+    for (int column = lane; column < params.value_dim; column += 32) {
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kDecodeWarps; ++i)
+        total += sums[(i * 16 + row) * kPitch + column] * shares[i];
+      part[column] = total;
+    }
+  }
+}
+
+// Rows from the parts of all splits, a warp each.
+template <class T>
+__global__ void __launch_bounds__(128)
+    attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
+  const int64_t rows = params.rows(), row = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t of_head = row / params.queries, batch = of_head / params.heads;
+  const int head = static_cast<int>(of_head - batch * params.heads);
+  const int query = static_cast<int>(row - of_head * params.queries);
+  const int pitch = params.value_dim + 2;
+  const auto part = [&](int split) { return params.parts + (split * rows + row) * pitch; };
+  const float c = params.rest * kLog2E;
+  float max = kLowest, sum = 0.f;
+  for (int split = 0; split < params.splits; ++split)
+    max = fmaxf(max, part(split)[params.value_dim]);
+  for (int split = 0; split < params.splits; ++split)
+    sum += part(split)[params.value_dim + 1] *
+           exp2_approximate((part(split)[params.value_dim] - max) * c);
+  const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
+  const RowEnd row_end(max, sum, params.rest, sink, params.can_exclude);
+  if (lane == 0) {
+    params.statistics[row] = row_end.max * params.to_statistics;
+    params.statistics[rows + row] = row_end.log_sum;
+    params.statistics[2 * rows + row] = row_end.lse;
+  }
+  T* const out = static_cast<T*>(const_cast<void*>(params.output.data)) +
+                 batch * params.output.batch_stride + head * params.output.head_stride +
+                 query * params.output.query_stride;
+  for (int column = lane; column < params.value_dim; column += 32) {
+    float total = 0.f;
+    for (int split = 0; split < params.splits; ++split)
+      total += part(split)[column] * exp2_approximate((part(split)[params.value_dim] - max) * c);
+    out[column] = from_float<T>(total * row_end.factor);
+  }
+}
+
+}  // namespace megasoftmax
