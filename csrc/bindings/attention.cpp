@@ -177,8 +177,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   Tensor parts;
   params.splits = attention_forward_splits(params);
   if (params.splits > 0) {
-    parts = new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float,
-                       query);
+    parts =
+        new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }
   check_cuda(attention_forward(params, current_stream(query)), "attention_forward");

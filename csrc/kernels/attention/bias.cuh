@@ -40,7 +40,8 @@ struct BiasRows {
 // A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
 template <int kQueries, int kKeys>
 struct FloatBiasTile {
-  static constexpr int kPitch = kKeys + 8;  // so that eight rows lie in different banks
+  // So that neighbouring rows lie in different banks, as far as there is room.
+  static constexpr int kPitch = kKeys + (kKeys > 64 ? 4 : 8);
   static constexpr int kBytes = kQueries * kPitch * 4;
 
   float* values;
@@ -115,26 +116,26 @@ struct FloatBias {
 template <class Tile>
 struct TransposedFragments {
   FragmentsAcross<Tile> fragments;
-  int first_key;
+  int first_key, first_query;
 
-  __device__ TransposedFragments(const Tile& tile, int first_key)
-      : fragments(tile, 0), first_key(first_key) {}
+  __device__ TransposedFragments(const Tile& tile, int first_key, int first_query)
+      : fragments(tile, 0), first_key(first_key), first_query(first_query) {}
   __device__ void load(uint32_t (&words)[4], int row, int column) const {
-    fragments.load_transposed(words, column, first_key + row);
+    fragments.load_transposed(words, first_query + column, first_key + row);
   }
 };
 template <class FloatTile>
 struct TransposedFloatBias {
   const FloatTile& tile;
-  int first_key;
+  int first_key, first_query;
 
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       (i < 4 ? left : right)[i % 4] =
-          tile.row(n * 8 + i / 4 * 8 + lane % 4 * 2 + i % 2)
-              [first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
+          tile.row(first_query + n * 8 + i / 4 * 8 + lane % 4 * 2 +
+                   i % 2)[first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
     }
   }
 };

@@ -82,6 +82,19 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
   });
 }
 
+// A kernel of a block of keys: with two stages where they fit shared memory.
+template <class Memory>
+cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tiles, int64_t heads,
+                           int64_t batches, cudaStream_t stream, AttentionBackwardParams params) {
+  int device = 0, shared_bytes = 0;
+  MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  params.stages = Memory::bytes(2) <= shared_bytes ? 2 : 1;
+  return launch_tiles(kernel, tiles, heads, batches, Memory::kThreads, Memory::bytes(params.stages),
+                      stream, params);
+}
+
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
                                         cudaStream_t stream) {
@@ -97,12 +110,11 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
   MEGASOFTMAX_RETURN_IF_ERROR(with_bias_kind(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionBackwardTiles, params);
     return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
-      using Memory = BackwardMemory<T, kIndex>;
+      using Memory = BackwardMemory<T, kBias, kIndex>;
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
-      MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(attention_backward_kernel<T, kBias, kIndex>,
-                                               key_tiles * Memory::kSlices, params.key_heads,
-                                               params.batches, Memory::kThreads,
-                                               Memory::bytes(kBias), stream, params));
+      MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
+          attention_backward_kernel<T, kBias, kIndex>, key_tiles * Memory::kSlices,
+          params.key_heads, params.batches, stream, params));
       if (!has_sums) {
         using OfQueries = QueryGradientMemory<T, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
@@ -114,9 +126,9 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
         const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
         const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
         if (params.bias_gradient_kind == BiasGradient::kInOrder)
-          return launch_tiles(attention_bias_gradient_kernel<T, kBias, kIndex>,
-                              key_tiles * divide_up(params.queries, Memory::kQueries), bias_heads,
-                              bias_batches, Memory::kThreads, Memory::bytes(kBias), stream, params);
+          return launch_of_keys<Memory>(attention_bias_gradient_kernel<T, kBias, kIndex>,
+                                        key_tiles * divide_up(params.queries, Memory::kQueries),
+                                        bias_heads, bias_batches, stream, params);
         if (params.bias_gradient_kind == BiasGradient::kDiagonals)
           return launch_flat(attention_diagonals_kernel,
                              bias_batches * bias_heads * (params.queries + params.keys - 1), 256,

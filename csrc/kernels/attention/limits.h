@@ -29,8 +29,9 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
 // at a time, of which so many steps are on their way.
-inline constexpr int kMaxDecodeQueries = 16, kDecodeWarps = 4, kDecodeKeys = 16;
-constexpr int decode_stages(int head_dim) { return head_dim > 128 ? 2 : 4; }
+inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
+constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
+constexpr int decode_stages(int head_dim) { return head_dim > 64 ? 2 : 4; }
 // Blocks for each multiprocessor that keys are split for, and the fewest keys of a block.
 inline constexpr int kDecodeBlocksPerSm = 8, kMinSplitKeys = 512;
 

@@ -95,8 +95,8 @@ struct RowEnd {
   float log_sum;
   float lse;
 
-  // `sum` relative to `largest`, the largest score; `rest` makes it a logit; `sink` -inf joins nothing. A row where nothing can be
-  // excluded is no number when nothing is left of it.
+  // `sum` relative to `largest`, the largest score; `rest` makes it a logit; `sink` -inf joins
+  // nothing. A row where nothing can be excluded is no number when nothing is left of it.
   __device__ RowEnd(float largest, float sum, float rest, float sink, bool can_exclude) {
     if (sum == 0.f) {
       factor = can_exclude ? 0.f : NAN;

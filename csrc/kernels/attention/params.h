@@ -59,8 +59,8 @@ struct AttentionParams {
 struct AttentionForwardParams : AttentionParams {
   Strided output;
 
-  // [splits, rows, value_dim + 2], float32, workspace: of each part of the keys the weighted sums of
-  // values, and the largest score and the sum of weights. Null: keys are not split.
+  // [splits, rows, value_dim + 2], float32, workspace: of each part of the keys the weighted sums
+  // of values, and the largest score and the sum of weights. Null: keys are not split.
   float* parts = nullptr;
   int splits = 0, keys_per_split = 0;
   Divider row_tiles;  // of a key head; set by the launcher, like keys_per_split
@@ -89,6 +89,8 @@ struct AttentionBackwardParams : AttentionParams {
   Strided output, output_gradient;
   const float* lse_gradient = nullptr;  // [batches, heads, queries], or null
   float* sink_gradient = nullptr;       // the same, of each row; or null
+
+  int stages = 1;  // set by the launcher: tiles of queries in shared memory at a time
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
 

@@ -39,8 +39,8 @@ inline void split_scale(AttentionParams& params) {
   const float r = 2 * std::frexp(params.scale, &exponent);
   const float power_of_two = std::ldexp(1.f, exponent - 1);
   // float16 has no room for products with large numbers.
-  const bool is_split = params.bias.data != nullptr &&
-                        (params.query.type == DType::kBFloat16 || power_of_two <= 1);
+  const bool is_split =
+      params.bias.data != nullptr && (params.query.type == DType::kBFloat16 || power_of_two <= 1);
   params.power_of_two = is_split ? power_of_two : 1;
   params.rest = is_split ? r : params.scale;
   params.to_statistics = is_split ? 1 : power_of_two;
@@ -55,8 +55,7 @@ inline int forward_splits(const AttentionParams& params, int multiprocessors) {
   const int64_t blocks = params.batches * params.key_heads * row_tiles;
   const int64_t wanted = divide_up<int64_t>(int64_t{multiprocessors} * kDecodeBlocksPerSm,
                                             std::max<int64_t>(blocks, 1));
-  return static_cast<int>(
-      std::clamp<int64_t>(wanted, 1, std::max(params.keys / kMinSplitKeys, 1)));
+  return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max(params.keys / kMinSplitKeys, 1)));
 }
 
 inline bool is_valid(const AttentionParams& params) {

@@ -17,13 +17,14 @@ namespace megasoftmax {
 
 template <class T, int kDim_>
 struct DecodeMemory {
-  static constexpr int kDim = kDim_, kStages = decode_stages(kDim), kThreads = 32 * kDecodeWarps;
+  static constexpr int kDim = kDim_, kStages = decode_stages(kDim);
+  static constexpr int kWarps = decode_warps(kDim), kThreads = 32 * kWarps;
   using Rows = Tile<T, 16, kDim>;
   static constexpr int kStageBytes = 2 * Rows::kBytes;
-  static constexpr int kRing = kDecodeWarps * kStages * kStageBytes;
+  static constexpr int kRing = kWarps * kStages * kStageBytes;
   // Of the end: what each warp has of its rows.
   static constexpr int kPitch = kDim + 4;
-  static constexpr int kSums = kDecodeWarps * 16 * (kPitch + 2) * 4;
+  static constexpr int kSums = kWarps * 16 * (kPitch + 2) * 4;
   static constexpr int kBytes = kRing > kSums ? kRing : kSums;
 };
 
@@ -46,7 +47,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   using Memory = DecodeMemory<T, kDim>;
   using Rows = typename Memory::Rows;
-  constexpr int kStages = Memory::kStages, kColumns = kDim / 8, kN = kDecodeKeys / 8;
+  constexpr int kStages = Memory::kStages, kWarps = Memory::kWarps;
+  constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   int split, first_row, key_head, batch;
@@ -66,10 +68,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
-    const T* const source = static_cast<const T*>(params.query.data) +
-                            batch * params.query.batch_stride +
-                            row.head * params.query.head_stride +
-                            row.query * params.query.query_stride;
+    const T* const source =
+        static_cast<const T*>(params.query.data) + batch * params.query.batch_stride +
+        row.head * params.query.head_stride + row.query * params.query.query_stride;
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
@@ -86,15 +87,14 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * Memory::kStageBytes;
   const auto start_copy = [&](int step) {
-    const int key = begin + (step * kDecodeWarps + warp) * kDecodeKeys;
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     if (key < end) {
       const Rows keys{ring + step % kStages * Memory::kStageBytes};
       const Rows values{keys.address + Rows::kBytes};
       const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
-        tile.start_copy_of_warp(
-            static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-                key_head * tensor.head_stride + key * tensor.query_stride,
-            tensor.query_stride, params.keys - key, columns);
+        tile.start_copy_of_warp(static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                                    key_head * tensor.head_stride + key * tensor.query_stride,
+                                tensor.query_stride, params.keys - key, columns);
       };
       copy(keys, params.key, params.head_dim);
       copy(values, params.value, params.value_dim);
@@ -106,9 +106,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.rest);
-  constexpr int kKeysPerStep = kDecodeWarps * kDecodeKeys;
+  constexpr int kKeysPerStep = kWarps * kDecodeKeys;
 #pragma unroll 1
-  for (int step = 0; begin + (step * kDecodeWarps + warp) * kDecodeKeys < end; ++step) {
+  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
     const int key = begin + step * kKeysPerStep + warp * kDecodeKeys;
     start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
@@ -117,12 +117,11 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int half = 0; half < 2; ++half) {
       const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
       const KeyRange visible = visible_keys(params, row.query);
-      const bool* const mask = params.mask.data == nullptr
-                                   ? nullptr
-                                   : static_cast<const bool*>(params.mask.data) +
-                                         batch * params.mask.batch_stride +
-                                         row.head * params.mask.head_stride +
-                                         row.query * params.mask.query_stride;
+      const bool* const mask =
+          params.mask.data == nullptr
+              ? nullptr
+              : static_cast<const bool*>(params.mask.data) + batch * params.mask.batch_stride +
+                    row.head * params.mask.head_stride + row.query * params.mask.query_stride;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -142,12 +141,19 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     __syncwarp();
     const Rows keys{ring + step % kStages * Memory::kStageBytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
+    float odd_steps[1][kN][4] = {};  // so that half as many products wait for each other
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
+      auto& sums = i % 2 == 0 ? scores[0] : odd_steps[0];
       uint32_t pair[4];
       key_fragments.load(pair, 0, i * 16);
-      multiply_add<T>(scores[0][0], queries[i], pair[0], pair[1]);
-      multiply_add<T>(scores[0][1], queries[i], pair[2], pair[3]);
+      multiply_add<T>(sums[0], queries[i], pair[0], pair[1]);
+      multiply_add<T>(sums[1], queries[i], pair[2], pair[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[0][n][i] += odd_steps[0][n][i];
     }
     excluded.apply(scores, -INFINITY);
     softmax.step(scores, output);
@@ -160,7 +166,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   // What the warps have of each row.
   constexpr int kPitch = Memory::kPitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + kDecodeWarps * 16 * kPitch;  // largest score and sum of weights
+  float* const ends = sums + kWarps * 16 * kPitch;  // largest score and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + half * 8 + lane / 4;
@@ -178,20 +184,21 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   }
   __syncthreads();
   const float c = params.rest * kLog2E;
-  for (int row = warp; row < 16; row += kDecodeWarps) {
+  for (int row = warp; row < 16; row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kDecodeWarps];
+    float max = kLowest, sum = 0.f, shares[kWarps];
 #pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) max = fmaxf(max, ends[2 * (i * 16 + row)]);
+    for (int i = 0; i < kWarps; ++i) max = fmaxf(max, ends[2 * (i * 16 + row)]);
 #pragma unroll
-    for (int i = 0; i < kDecodeWarps; ++i) {
+    for (int i = 0; i < kWarps; ++i) {
       shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * c);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
     const int64_t row_of_all =
         (int64_t{batch} * params.heads + place.head) * params.queries + place.query;
-    float* const part = params.parts + (split * params.rows() + row_of_all) * (params.value_dim + 2);
+    float* const part =
+        params.parts + (split * params.rows() + row_of_all) * (params.value_dim + 2);
     if (lane == 0) {
       part[params.value_dim] = max;
       part[params.value_dim + 1] = sum;
@@ -199,8 +206,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int column = lane; column < params.value_dim; column += 32) {
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < kDecodeWarps; ++i)
-        total += sums[(i * 16 + row) * kPitch + column] * shares[i];
+      for (int i = 0; i < kWarps; ++i) total += sums[(i * 16 + row) * kPitch + column] * shares[i];
       part[column] = total;
     }
   }

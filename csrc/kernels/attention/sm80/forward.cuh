@@ -144,9 +144,11 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     float scores[kM][kN][4] = {};
     if constexpr (kBias == BiasKind::kTile) {
-      start_from_bias(scores, 1.f / params.rest, TileBias<T, FragmentsDown<BiasTile>>{bias_fragments});
+      start_from_bias(scores, 1.f / params.rest,
+                      TileBias<T, FragmentsDown<BiasTile>>{bias_fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
-      start_from_bias(scores, 1.f / params.rest, FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
+      start_from_bias(scores, 1.f / params.rest,
+                      FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
     }
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
     excluded.apply(scores, -INFINITY);
@@ -175,8 +177,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       float sum = softmax.sum[m][half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd row_end(softmax.max[m][half], sum, params.rest, sink,
-                           params.can_exclude);
+      const RowEnd row_end(softmax.max[m][half], sum, params.rest, sink, params.can_exclude);
       const int row = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && warp_query + row < params.queries) {
         params.statistics[first_row + row] = row_end.max * params.to_statistics;

@@ -1,6 +1,7 @@
 #pragma once
-// dQ = scale * dS K by itself, for sums in the same order each time: a block owns a tile of queries
-// and takes one tile of keys after the other, as forward. Scores are computed once more for it.
+// dQ = scale * dS K, from the sums of backward.cuh or, for sums in the same order each time, by
+// itself: then a block owns a tile of queries and takes one tile of keys after the other, as
+// forward. Scores are computed once more for it.
 
 #include "backward.cuh"
 
@@ -102,7 +103,8 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
     } else if constexpr (kBias == BiasKind::kAny) {
       const typename Memory::FloatBias tile{
           reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      start_from_bias(weights, 1.f / params.rest, FloatBias<typename Memory::FloatBias>{tile, warp_row});
+      start_from_bias(weights, 1.f / params.rest,
+                      FloatBias<typename Memory::FloatBias>{tile, warp_row});
     }
     multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
                            FragmentsAcross<Rows>(key_tile, 0));
@@ -113,8 +115,7 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const RowOfBackward& row = rows[i / 2];
-        const float weight =
-            exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
+        const float weight = exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
         gradients[0][n][i] = weight == 0.f ? 0.f : (gradients[0][n][i] - row.delta) * weight;
       }
     }
@@ -129,6 +130,28 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
                           batch * tensor.batch_stride + head * tensor.head_stride +
                           first_query * tensor.query_stride,
                       tensor.query_stride, params.queries - first_query, params.head_dim);
+}
+
+// dQ from its sums, a chunk of 8 columns per thread.
+template <class T>
+__global__ void __launch_bounds__(256)
+    attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  const int chunks = params.head_dim / 8;
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (i >= params.rows() * chunks) return;
+  const int64_t row = i / chunks, of_head = row / params.queries;
+  const int column = static_cast<int>(i - row * chunks) * 8;
+  const int query = static_cast<int>(row - of_head * params.queries);
+  const float factor = params.scale / params.power_of_two;
+  const float* const sums = params.query_gradient_sum + row * params.head_dim + column;
+  float values[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values[j] = sums[j] * factor;
+  const Strided& tensor = params.query_gradient;
+  auto* const out = static_cast<T*>(const_cast<void*>(tensor.data)) +
+                    of_head / params.heads * tensor.batch_stride +
+                    of_head % params.heads * tensor.head_stride + query * tensor.query_stride;
+  *reinterpret_cast<Pack<T, 8>*>(out + column) = Pack<T, 8>::round(values);
 }
 
 }  // namespace megasoftmax

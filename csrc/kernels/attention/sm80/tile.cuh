@@ -24,7 +24,8 @@ struct Tile {
     return row * kRowBytes + (chunk ^ turn) * 16;
   }
 
-  // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes 0.
+  // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes
+  // 0.
   template <int kThreads>
   __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns) const {
     start_copy_by<kThreads>(thread_index_anew(), source, row_stride, rows, columns);
@@ -162,18 +163,18 @@ __device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][
 
 // Writes this warp's 16 rows of results, times a factor, to rows of a tensor, of which there are
 // `rows`, with `columns` columns, a multiple of 8: whole rows together, through what the warp has
-// of a tile, from its row `warp_row` on.
+// of a tile, from its row `warp_row` and chunk `first_chunk` on.
 template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
-                                  int rows, int columns) {
+                                  int rows, int columns, int first_chunk = 0) {
   const int lane = thread_index_anew() % 32;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<uint32_t*>(tile + Tile::offset(warp_row + half * 8 + lane / 4, n) +
-                                   lane % 4 * 4) =
+      *reinterpret_cast<uint32_t*>(
+          tile + Tile::offset(warp_row + half * 8 + lane / 4, first_chunk + n) + lane % 4 * 4) =
           round_pair<T>(results[n][2 * half] * factors[half],
                         results[n][2 * half + 1] * factors[half]);
     }
@@ -181,7 +182,7 @@ __device__ inline void store_rows(char* tile, int warp_row, const float (&result
   __syncwarp();
 #pragma unroll
   for (int i = lane; i < 16 * kN; i += 32) {
-    const int row = warp_row + i / kN, chunk = i % kN;
+    const int row = warp_row + i / kN, chunk = first_chunk + i % kN;
     if (row < rows && chunk * 8 < columns)
       *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
@@ -223,15 +224,15 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
   }
 }
 
-// results += weights times the rows of a tile, of which columns from `first_column` on count.
+// results += weights times the rows of a tile.
 template <class T, int kM, int kN, int kColumns, class Down>
 __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
                                                  const Accumulators<kM, kN>& weights,
-                                                 const Down& all_rows, int first_column = 0) {
+                                                 const Down& all_rows) {
   constexpr int kSteps = kN / 2, kPairs = kColumns / 2;
   const Down rows = all_rows.anew();
   uint32_t a[kM][4], pairs[2][4];
-  rows.load_transposed(pairs[0], 0, first_column);
+  rows.load_transposed(pairs[0], 0, 0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -240,14 +241,48 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
     for (int n = 0; n < kPairs; ++n) {
       const int now = (step * kPairs + n) % 2;
       if (n + 1 < kPairs) {
-        rows.load_transposed(pairs[1 - now], step * 16, first_column + (n + 1) * 16);
+        rows.load_transposed(pairs[1 - now], step * 16, (n + 1) * 16);
       } else if (step + 1 < kSteps) {
-        rows.load_transposed(pairs[1 - now], (step + 1) * 16, first_column);
+        rows.load_transposed(pairs[1 - now], (step + 1) * 16, 0);
       }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         multiply_add<T>(results[m][2 * n], a[m], pairs[now][0], pairs[now][1]);
         multiply_add<T>(results[m][2 * n + 1], a[m], pairs[now][2], pairs[now][3]);
+      }
+    }
+  }
+}
+
+// results += a b, of tiles of both, `b` from `first_column` of its columns on.
+template <class T, int kInner, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, const A& rows_of_a,
+                                               const B& rows_of_b, int first_column) {
+  constexpr int kSteps = kInner / 16, kPairs = kN / 2;
+  const A a = rows_of_a.anew();
+  const B b = rows_of_b.anew();
+  uint32_t rows[2][kM][4], pairs[2][4];
+  const auto load_rows = [&](int step) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * 16);
+  };
+  load_rows(0);
+  b.load_transposed(pairs[0], 0, first_column);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int now = (step * kPairs + n) % 2;
+      if (n + 1 < kPairs) {
+        b.load_transposed(pairs[1 - now], step * 16, first_column + (n + 1) * 16);
+      } else if (step + 1 < kSteps) {
+        load_rows(step + 1);
+        b.load_transposed(pairs[1 - now], (step + 1) * 16, first_column);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply_add<T>(results[m][2 * n], rows[step % 2][m], pairs[now][0], pairs[now][1]);
+        multiply_add<T>(results[m][2 * n + 1], rows[step % 2][m], pairs[now][2], pairs[now][3]);
       }
     }
   }

@@ -1,0 +1,134 @@
+#pragma once
+// A tile of keys and one of queries in backward: weights and gradients of their scores.
+//
+// Scores are transposed, with keys in rows. A warp has 32 keys and half of the queries; with the
+// warp beside it, which has the others, it then shares the sums of its keys, half of the columns
+// each.
+
+#include "../../common/math.cuh"
+#include "../../common/vector.cuh"
+#include "../bias.cuh"
+#include "../exclusion.cuh"
+#include "../limits.h"
+#include "../params.h"
+#include "tile.cuh"
+
+namespace megasoftmax {
+
+template <class T, BiasKind kBias, int kIndex>
+struct BackwardMemory {
+  static constexpr AttentionBackwardTile kTile = kAttentionBackwardTiles[kIndex];
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
+  static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
+  using KeyTile = Tile<T, kKeys, kDim>;
+  using QueryTile = Tile<T, kQueries, kDim>;
+  using ScoreTile = Tile<T, kKeys, kQueries>;
+  using BiasTile = Tile<T, kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+
+  // Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
+  // gradients of outputs of each stage.
+  static constexpr int kValues = KeyTile::kBytes, kWeights = 2 * KeyTile::kBytes;
+  static constexpr int kScores = kWeights + ScoreTile::kBytes, kRows = kScores + ScoreTile::kBytes;
+  static constexpr int kBiasAt = kRows + 2 * kQueries * static_cast<int>(sizeof(RowOfBackward));
+  static constexpr int kBiasBytes = kBias == BiasKind::kTile  ? BiasTile::kBytes
+                                    : kBias == BiasKind::kAny ? FloatBias::kBytes
+                                                              : 0;
+  static constexpr int kStagesAt = divide_up(kBiasAt + kBiasBytes, 1024) * 1024;
+  static constexpr int kStageBytes = 2 * QueryTile::kBytes;
+  static constexpr int bytes(int stages) { return kStagesAt + stages * kStageBytes; }
+};
+
+// This warp's place in a tile.
+struct BackwardWarp {
+  int key, query, half;  // of two
+
+  __device__ BackwardWarp() {
+    const int warp = thread_index_anew() / 32;
+    half = warp % 2;
+    key = warp / 2 * 32;
+    query = half * 32;
+  }
+};
+
+using ScoresOfWarp = Accumulators<2, 4>;
+
+// Calls `between` when the queries and the keys are used up.
+template <class T, BiasKind kBias, class Memory, class Between>
+__device__ __forceinline__ void find_score_gradients(
+    const AttentionParams& params, char* shared_memory, int stage, const RowOfBackward* rows,
+    Excluded<2, 4>& excluded, ScoresOfWarp& weights, ScoresOfWarp& gradients, Between&& between) {
+  using KeyTile = typename Memory::KeyTile;
+  using QueryTile = typename Memory::QueryTile;
+  using BiasTile = typename Memory::BiasTile;
+  const uint32_t memory = shared_address(shared_memory);
+  const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
+  const QueryTile query_tile{memory + Memory::kStagesAt + stage * Memory::kStageBytes};
+  const QueryTile gradient_tile{query_tile.address + QueryTile::kBytes};
+  const BackwardWarp warp;
+  if constexpr (kBias == BiasKind::kTile) {
+    using Fragments = TransposedFragments<BiasTile>;
+    const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, warp.key, warp.query);
+    start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
+  } else if constexpr (kBias == BiasKind::kAny) {
+    using FloatBias = typename Memory::FloatBias;
+    const FloatBias tile{reinterpret_cast<float*>(shared_memory + Memory::kBiasAt),
+                         params.is_relative};
+    start_from_bias(weights, 1.f / params.rest,
+                    TransposedFloatBias<FloatBias>{tile, warp.key, warp.query});
+  }
+  multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
+                                 FragmentsAcross<QueryTile>(query_tile, warp.query));
+  between();
+  multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
+                                 FragmentsAcross<QueryTile>(gradient_tile, warp.query));
+  const float c = params.rest * kLog2E;
+  const RowOfBackward* const columns = rows + warp.query + thread_index_anew() % 4 * 2;
+  bool is_finite = true;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+#pragma unroll
+    for (int right = 0; right < 2; ++right) {
+      const RowOfBackward row = columns[n * 8 + right];
+      is_finite = is_finite && fabsf(row.delta) < INFINITY;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float &weight = weights[i / 2][n][i % 2 * 2 + right],
+              &gradient = gradients[i / 2][n][i % 2 * 2 + right];
+        weight = exp2_approximate(fmaf(weight - row.max, c, -row.log2_sum));
+        gradient = (gradient - row.delta) * weight;
+      }
+    }
+  }
+  // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
+  // where delta is.
+  if (!is_finite) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      if (weights[i / 16][i / 4 % 4][i % 4] == 0.f) gradients[i / 16][i / 4 % 4][i % 4] = 0.f;
+    }
+  }
+  excluded.apply(weights, 0.f);
+  excluded.apply(gradients, 0.f);
+}
+
+// To where all warps find them: a tile at an offset of the shared memory.
+template <class T, class ScoreTile>
+__device__ inline void share_scores(char* tile, const ScoresOfWarp& scores) {
+  const BackwardWarp warp;
+  const int lane = thread_index_anew() % 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<uint32_t*>(
+            tile + ScoreTile::offset(warp.key + m * 16 + half * 8 + lane / 4, warp.query / 8 + n) +
+            lane % 4 * 4) = round_pair<T>(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
+      }
+    }
+  }
+}
+
+}  // namespace megasoftmax

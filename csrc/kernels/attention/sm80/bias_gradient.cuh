@@ -1,0 +1,288 @@
+#pragma once
+// dB = dS, or its sums over what shares an entry of the bias.
+
+#include "backward_tile.cuh"
+
+namespace megasoftmax {
+
+// Of a bias that has an entry for each score, [..., queries, keys], number `entry` of its heads. In
+// float32, from registers: eight lanes write, or add to, eight neighbours.
+template <bool kAdds>
+__device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
+                                           const ScoresOfWarp& gradients, int64_t entry,
+                                           int first_query, int first_key) {
+  float* const out =
+      static_cast<float*>(params.bias_gradient) + entry * params.queries * params.keys;
+  const BackwardWarp warp;
+  const int lane = thread_index_anew() % 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first_key + warp.key + m * 16 + i / 2 * 8 + lane / 4;
+        const int query = first_query + warp.query + n * 8 + lane % 4 * 2 + i % 2;
+        if (key >= params.keys || query >= params.queries) continue;
+        float* const place = out + int64_t{query} * params.keys + key;
+        if constexpr (kAdds) {
+          atomicAdd(place, gradients[m][n][i]);
+        } else {
+          *place = gradients[m][n][i];
+        }
+      }
+    }
+  }
+}
+
+// In 16 bits, from the block's tile: each warp 16 queries and 64 keys.
+template <class T, class ScoreTile>
+__device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
+                                           const ScoreTile& tile, int64_t entry, int first_query,
+                                           int first_key) {
+  T* const out = static_cast<T*>(params.bias_gradient) + entry * params.queries * params.keys;
+  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+  constexpr int kQueryBlocks = ScoreTile::kColumns / 16;
+  const FragmentsAcross<ScoreTile> fragments(tile, 0);
+  const bool has_pairs = params.keys % 2 == 0;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    const int row = warp % kQueryBlocks * 16, column = (warp / kQueryBlocks * 4 + block) * 16;
+    uint32_t pairs[4];
+    fragments.load_transposed(pairs, column, row);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int query = first_query + row + i % 2 * 8 + lane / 4;
+      const int key = first_key + column + i / 2 * 8 + lane % 4 * 2;
+      if (query >= params.queries) continue;
+      T* const pair = out + int64_t{query} * params.keys + key;
+      if (has_pairs) {
+        if (key < params.keys) *reinterpret_cast<uint32_t*>(pair) = pairs[i];
+      } else {
+        if (key < params.keys) pair[0] = reinterpret_cast<const T*>(pairs + i)[0];
+        if (key + 1 < params.keys) pair[1] = reinterpret_cast<const T*>(pairs + i)[1];
+      }
+    }
+  }
+}
+
+// Sums over queries; what a warp has of its keys is added with the last tile of a head, once by
+// each of two warps, so that their order does not matter.
+__device__ inline void add_to_key_sums(const AttentionBackwardParams& params,
+                                       const ScoresOfWarp& gradients, float (&sums)[2][2],
+                                       int batch, int head, int first_key, bool is_last) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[m][i / 2] += gradients[m][n][i];
+    }
+  }
+  if (!is_last) return;
+  const BackwardWarp warp;
+  const int lane = thread_index_anew() % 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = sums[m][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int key = first_key + warp.key + m * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && key < params.keys)
+        atomicAdd(static_cast<float*>(params.bias_gradient) +
+                      (int64_t{batch} * params.heads + head) * params.keys + key,
+                  sum);
+      sums[m][half] = 0.f;
+    }
+  }
+}
+
+// Sums along diagonals, each by one thread in one order. Each tile of keys has sums of its own:
+// [batches, heads, tiles, kKeys - 1 + queries], of which number d is that of key - first key -
+// query = d - (queries - 1).
+template <class T, class ScoreTile>
+__device__ inline void add_to_diagonals(const AttentionBackwardParams& params, const char* scores,
+                                        int batch, int head, int tile, int first_query) {
+  constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
+  const int thread = thread_index_anew();
+  const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
+  float* const sums = static_cast<float*>(params.bias_gradient) +
+                      ((int64_t{batch} * params.heads + head) * tiles + tile) * diagonals;
+  // Key - query inside the tile.
+  const int distance = thread - (kQueries - 1);
+  if (distance >= kKeys) return;
+  float sum = 0.f;
+  const int begin = max(distance, 0), end = min(distance + kQueries, kKeys);
+  for (int key = begin; key < end; ++key) {
+    const int query = key - distance;
+    sum += to_float(
+        *reinterpret_cast<const T*>(scores + ScoreTile::offset(key, query / 8) + query % 8 * 2));
+  }
+  const int64_t diagonal = distance - first_query + params.queries - 1;
+  if (diagonal >= 0) sums[diagonal] += sum;
+}
+
+// dB of a bias that batches or heads share: a block owns a tile of 64 queries and some keys of it,
+// and takes all that share it in turn, always in the same order.
+template <class T, BiasKind kBias, int kIndex>
+__global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
+                                  kAttentionBackwardTiles[kIndex].blocks_per_sm)
+    attention_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  using Memory = BackwardMemory<T, kBias, kIndex>;
+  using KeyTile = typename Memory::KeyTile;
+  using QueryTile = typename Memory::QueryTile;
+  constexpr int kThreads = Memory::kThreads, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const uint32_t memory = shared_address(shared_memory);
+  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kRows);
+
+  int first_key, first_query, bias_head, bias_batch;
+  {
+    int tile;
+    params.place(static_cast<int>(blockIdx.x), tile, bias_head, bias_batch);
+    const int key_tiles = divide_up(params.keys, kKeys);
+    first_key = tile % key_tiles * kKeys;
+    first_query = tile / key_tiles * kQueries;
+  }
+  const int64_t entry =
+      int64_t{bias_batch} * (params.heads / params.heads_per_bias.divisor) + bias_head;
+  const int heads = static_cast<int>(params.heads_per_bias.divisor);
+  const int members = heads * static_cast<int>(params.batches_per_bias.divisor);
+  const auto place_of = [&](int member, int& head, int& batch) {
+    batch = bias_batch * static_cast<int>(params.batches_per_bias.divisor) + member / heads;
+    head = bias_head * heads + member % heads;
+  };
+  const int last_query = min(first_query + kQueries, params.queries) - 1;
+  // Outside of a window nothing but 0 remains, which is there.
+  if (visible_keys(params, last_query).end <= first_key ||
+      visible_keys(params, first_query).begin >= first_key + kKeys)
+    return;
+
+  const auto copy = [&](int at, const Strided& tensor, int member, bool is_of_keys, int columns) {
+    int head, batch, key_head, rest;
+    place_of(member, head, batch);
+    params.heads_per_key_head.split(head, key_head, rest);
+    const int first = is_of_keys ? first_key : first_query;
+    const T* const source = static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                            (is_of_keys ? key_head : head) * tensor.head_stride +
+                            first * tensor.query_stride;
+    if (is_of_keys) {
+      KeyTile{memory + at}.template start_copy<kThreads>(source, tensor.query_stride,
+                                                         params.keys - first, columns);
+    } else {
+      QueryTile{memory + at}.template start_copy<kThreads>(source, tensor.query_stride,
+                                                           params.queries - first, columns);
+    }
+  };
+  const auto copy_keys_and_queries = [&](int member) {
+    copy(0, params.key, member, true, params.head_dim);
+    copy(Memory::kStagesAt, params.query, member, false, params.head_dim);
+    const int thread = thread_index_anew();
+    if (thread < kQueries) {
+      int head, batch;
+      place_of(member, head, batch);
+      const int64_t row =
+          (int64_t{batch} * params.heads + head) * params.queries + first_query + thread;
+      start_copy_of(shared_address(rows + member % 2 * kQueries + thread),
+                    params.rows_of_backward + min(row, params.rows() - 1),
+                    first_query + thread < params.queries ? 16 : 0);
+    }
+    end_copies();
+  };
+  const auto copy_values_and_gradients = [&](int member) {
+    copy(Memory::kValues, params.value, member, true, params.value_dim);
+    copy(Memory::kStagesAt + QueryTile::kBytes, params.output_gradient, member, false,
+         params.value_dim);
+    end_copies();
+  };
+
+  {
+    const BiasRows<T> bias(params, bias_batch * static_cast<int>(params.batches_per_bias.divisor),
+                           bias_head * heads);
+    if constexpr (kBias == BiasKind::kTile) {
+      typename Memory::BiasTile{memory + Memory::kBiasAt}.template start_copy<kThreads>(
+          bias.row(first_query) + first_key, bias.query_stride, params.queries - first_query,
+          params.keys - first_key);
+    } else {
+      const typename Memory::FloatBias tile{
+          reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
+      tile.template fill<kThreads>(bias, first_query, first_key, params.queries, params.keys);
+    }
+  }
+  const bool is_all_inside =
+      first_key + kKeys <= params.keys && first_query + kQueries <= params.queries &&
+      params.mask.data == nullptr && visible_keys(params, first_query).end >= first_key + kKeys &&
+      visible_keys(params, last_query).begin <= first_key;
+  ScoresOfWarp sums = {};
+  copy_keys_and_queries(0);
+  copy_values_and_gradients(0);
+#pragma unroll 1
+  for (int member = 0; member < members; ++member) {
+    wait_for_older_copies<1>();
+    __syncthreads();  // keys and queries are there
+    if (params.power_of_two != 1.f) {
+      scale_rows<T, 16, KeyTile>(shared_memory, static_cast<int>(threadIdx.x) / 32 * 16,
+                                 params.power_of_two);
+      __syncthreads();
+    }
+    Excluded<2, 4> excluded;
+    if (!is_all_inside) {
+      int head, batch;
+      place_of(member, head, batch);
+      const BackwardWarp warp;
+      excluded.template find<true>(params, batch, head, first_query + warp.query,
+                                   first_key + warp.key);
+    }
+    ScoresOfWarp scores = {}, gradients = {};
+    find_score_gradients<T, kBias, Memory>(
+        params, shared_memory, 0, rows + member % 2 * kQueries, excluded, scores, gradients, [&] {
+          wait_for_copies();
+          __syncthreads();  // values and gradients are there, keys and queries are used up
+          if (member + 1 < members) copy_keys_and_queries(member + 1);
+        });
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      sums[i / 16][i / 4 % 4][i % 4] += gradients[i / 16][i / 4 % 4][i % 4];
+    __syncthreads();  // values and gradients are used up
+    if (member + 1 < members) copy_values_and_gradients(member + 1);
+  }
+  if (params.bias.type == DType::kFloat32) {
+    store_bias_gradient<false>(params, sums, entry, first_query, first_key);
+  } else {
+    share_scores<T, typename Memory::ScoreTile>(shared_memory + Memory::kScores, sums);
+    __syncthreads();
+    store_bias_gradient<T>(params, typename Memory::ScoreTile{memory + Memory::kScores}, entry,
+                           first_query, first_key);
+  }
+}
+
+// The gradient of a relative bias from sums of diagonals, an entry per thread.
+static __global__ void __launch_bounds__(256)
+    attention_diagonals_kernel(const __grid_constant__ AttentionBackwardParams params, int tile,
+                               float* table) {
+  const int entries = params.queries + params.keys - 1;
+  const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
+  const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (i >= bias_batches * bias_heads * entries) return;
+  const int64_t of_table = i / entries;
+  const int entry = static_cast<int>(i - of_table * entries);
+  const int64_t first_head = of_table % bias_heads * params.heads_per_bias.divisor;
+  const int64_t first_batch = of_table / bias_heads * params.batches_per_bias.divisor;
+  const int tiles = divide_up(params.keys, tile), diagonals = tile - 1 + params.queries;
+  float sum = 0.f;
+  for (int64_t batch = first_batch; batch < first_batch + params.batches_per_bias.divisor;
+       ++batch) {
+    for (int64_t head = first_head; head < first_head + params.heads_per_bias.divisor; ++head) {
+      const float* const sums = static_cast<const float*>(params.bias_gradient) +
+                                (batch * params.heads + head) * tiles * diagonals;
+      for (int t = max(entry - diagonals + tile, 0) / tile; t < tiles && t * tile <= entry; ++t)
+        sum += sums[int64_t{t} * diagonals + entry - t * tile];
+    }
+  }
+  table[i] = sum;
+}
+
+}  // namespace megasoftmax
