@@ -31,9 +31,10 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // at a time, of which so many steps are on their way.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
 constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
-constexpr int decode_stages(int head_dim) { return head_dim > 64 ? 2 : 4; }
-// Blocks for each multiprocessor that keys are split for, and the fewest keys of a block.
-inline constexpr int kDecodeBlocksPerSm = 8, kMinSplitKeys = 512;
+inline constexpr int kDecodeStages = 2;
+// Keys are split for one block per multiprocessor, if each has the second number of them then; for
+// as many as the first where each has the third.
+inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysOfSplit = 4096;
 
 // A block of keys against one tile of queries after the other, backward.
 struct AttentionBackwardTile {

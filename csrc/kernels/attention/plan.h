@@ -53,9 +53,13 @@ inline int forward_splits(const AttentionParams& params, int multiprocessors) {
   const int64_t row_tiles =
       divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, 16);
   const int64_t blocks = params.batches * params.key_heads * row_tiles;
-  const int64_t wanted = divide_up<int64_t>(int64_t{multiprocessors} * kDecodeBlocksPerSm,
-                                            std::max<int64_t>(blocks, 1));
-  return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max(params.keys / kMinSplitKeys, 1)));
+  const auto splits_for = [&](int64_t blocks_per_sm, int fewest_keys) {
+    return std::clamp<int64_t>(
+        divide_up<int64_t>(multiprocessors * blocks_per_sm, std::max<int64_t>(blocks, 1)), 1,
+        std::max(params.keys / fewest_keys, 1));
+  };
+  return static_cast<int>(
+      std::max(splits_for(1, kFewestKeysOfSplit), splits_for(kMaxDecodeBlocksPerSm, kKeysOfSplit)));
 }
 
 inline bool is_valid(const AttentionParams& params) {

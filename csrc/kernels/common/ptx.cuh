@@ -30,10 +30,23 @@ __device__ inline uint32_t signs_of_halves(uint32_t halves) {
   return signs;
 }
 
+// The address of shared memory that the instructions below take.
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
 // Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies.
+__device__ inline void start_copy(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
 __device__ inline void start_copy(void* shared, const void* global) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  start_copy(shared_address(shared), global);
+}
+// Copies the first `bytes` of 16, of which the rest become 0.
+__device__ inline void start_copy_of(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Copies in groups: ends one, and waits for all but the last kPending of them.
@@ -63,17 +76,6 @@ __device__ inline int block_index_anew() {
 __device__ inline uint32_t unknown(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-// The address of shared memory that the instructions below take.
-__device__ inline uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-// Copies the first `bytes` of 16, of which the rest become 0.
-__device__ inline void start_copy_of(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(bytes)
-               : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements, whose rows of 16 bytes lane i = 8 * matrix + row points to:

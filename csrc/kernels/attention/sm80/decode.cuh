@@ -17,7 +17,7 @@ namespace megasoftmax {
 
 template <class T, int kDim_>
 struct DecodeMemory {
-  static constexpr int kDim = kDim_, kStages = decode_stages(kDim);
+  static constexpr int kDim = kDim_, kStages = kDecodeStages;
   static constexpr int kWarps = decode_warps(kDim), kThreads = 32 * kWarps;
   using Rows = Tile<T, 16, kDim>;
   static constexpr int kStageBytes = 2 * Rows::kBytes;

@@ -47,16 +47,6 @@ struct TileOfQueries {
   }
 };
 
-// Starts to copy the tile of the bias at a key.
-template <class T, class Memory>
-__device__ inline void start_copy_of_bias(const typename Memory::Bias& tile,
-                                          const AttentionParams& params, int key) {
-  const TileOfQueries block(params, Memory::kQueries);
-  const BiasRows<T> bias(params, block.batch, block.head);
-  tile.template start_copy<Memory::kThreads>(bias.row(block.first_query) + key, bias.query_stride,
-                                             params.queries - block.first_query, params.keys - key);
-}
-
 template <class T, BiasKind kBias, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
@@ -77,10 +67,12 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const typename Memory::FloatBias float_bias{
       reinterpret_cast<float*>(shared_memory + Memory::kBiasOffset), params.is_relative};
 
-  int begin, end, all_visible_begin, all_visible_end;
+  int begin, end, all_visible_begin, all_visible_end, first_query;
   const T *key_rows, *value_rows;
+  [[maybe_unused]] const T* bias_rows = nullptr;
   {
     const TileOfQueries block(params, kQueries);
+    first_query = block.first_query;
     const int last_query = min(block.first_query + kQueries, params.queries) - 1;
     const KeyRange first_sees = visible_keys(params, block.first_query),
                    last_sees = visible_keys(params, last_query);
@@ -94,6 +86,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                key_head * params.key.head_stride;
     value_rows = static_cast<const T*>(params.value.data) +
                  block.batch * params.value.batch_stride + key_head * params.value.head_stride;
+    if constexpr (kBias == BiasKind::kTile)
+      bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
     query_tile.template start_copy<kThreads>(
         static_cast<const T*>(params.query.data) + block.batch * params.query.batch_stride +
             block.head * params.query.head_stride + block.first_query * params.query.query_stride,
@@ -103,7 +97,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     key_tile.template start_copy<kThreads>(key_rows + key * params.key.query_stride,
                                            params.key.query_stride, params.keys - key,
                                            params.head_dim);
-    if constexpr (kBias == BiasKind::kTile) start_copy_of_bias<T, Memory>(bias_tile, params, key);
+    if constexpr (kBias == BiasKind::kTile)
+      bias_tile.template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
+                                              params.queries - first_query, params.keys - key);
     end_copies();
     if constexpr (kBias == BiasKind::kAny) {
       const TileOfQueries block(params, kQueries);

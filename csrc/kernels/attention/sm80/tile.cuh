@@ -43,16 +43,25 @@ struct Tile {
     constexpr int kRowsAtATime = kThreads / kChunks;
     static_assert(kRows % kRowsAtATime == 0);
     const int chunk = thread % kChunks, first = thread / kChunks;
-    const int bytes = min(max(columns - chunk * 8, 0), 8) * 2;
     const T* row = source + first * row_stride + chunk * 8;
+    // One offset serves all rows where the turns repeat.
+    const auto place_of = [&](int i) {
+      return address + (kRowsAtATime % 8 == 0 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
+                                              : offset(first + i * kRowsAtATime, chunk));
+    };
+    if (rows >= kRows && columns >= kColumns) {
+#pragma unroll
+      for (int i = 0; i < kRows / kRowsAtATime; ++i) {
+        megasoftmax::start_copy(place_of(i), row);
+        row += kRowsAtATime * row_stride;
+      }
+      return;
+    }
+    const int bytes = min(max(columns - chunk * 8, 0), 8) * 2;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtATime; ++i) {
       const bool is_inside = first + i * kRowsAtATime < rows && bytes > 0;
-      // One offset serves all rows where the turns repeat.
-      const uint32_t place = kRowsAtATime % 8 == 0
-                                 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
-                                 : offset(first + i * kRowsAtATime, chunk);
-      start_copy_of(address + place, is_inside ? row : source, is_inside ? bytes : 0);
+      start_copy_of(place_of(i), is_inside ? row : source, is_inside ? bytes : 0);
       row += kRowsAtATime * row_stride;
     }
   }
