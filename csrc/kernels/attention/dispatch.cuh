@@ -75,9 +75,20 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
     const int index = tile_for(kAttentionForwardTiles, params);
     return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kIndex>;
+      // A second tile of the bias must not cost a block.
+      int device = 0, shared_bytes = 0;
+      MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
+      MEGASOFTMAX_RETURN_IF_ERROR(cudaDeviceGetAttribute(
+          &shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+      constexpr int kReserved = 1024;  // of each block
+      AttentionForwardParams launched = params;
+      launched.bias_stages =
+          Memory::kTile.blocks_per_sm * (Memory::bytes(kBias, 2) + kReserved) <= shared_bytes ? 2
+                                                                                              : 1;
       return launch_tiles(attention_forward_kernel<T, kBias, kIndex>,
                           divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
-                          Memory::kThreads, Memory::bytes(kBias), stream, params);
+                          Memory::kThreads, Memory::bytes(kBias, launched.bias_stages), stream,
+                          launched);
     });
   });
 }

@@ -64,6 +64,8 @@ struct AttentionForwardParams : AttentionParams {
   float* parts = nullptr;
   int splits = 0, keys_per_split = 0;
   Divider row_tiles;  // of a key head; set by the launcher, like keys_per_split
+
+  int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
 };
 
 // What a backward needs of a row of scores.

@@ -28,8 +28,8 @@ struct ForwardMemory {
 
   // Queries, keys, values, bias.
   static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
-  static constexpr int bytes(BiasKind bias) {
-    return kBiasOffset + (bias == BiasKind::kTile  ? Bias::kBytes
+  static constexpr int bytes(BiasKind bias, int bias_stages) {
+    return kBiasOffset + (bias == BiasKind::kTile  ? bias_stages * Bias::kBytes
                           : bias == BiasKind::kAny ? FloatBias::kBytes
                                                    : 0);
   }
@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const QueryTile query_tile{shared_address(shared_memory)};
   const KeyTile key_tile{query_tile.address + QueryTile::kBytes};
   const KeyTile value_tile{key_tile.address + KeyTile::kBytes};
-  const BiasTile bias_tile{query_tile.address + Memory::kBiasOffset};
   const typename Memory::FloatBias float_bias{
       reinterpret_cast<float*>(shared_memory + Memory::kBiasOffset), params.is_relative};
 
@@ -93,29 +92,41 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
             block.head * params.query.head_stride + block.first_query * params.query.query_stride,
         params.query.query_stride, params.queries - block.first_query, params.head_dim);
   }
-  const auto copy_keys = [&](int key) {
-    key_tile.template start_copy<kThreads>(key_rows + key * params.key.query_stride,
-                                           params.key.query_stride, params.keys - key,
-                                           params.head_dim);
-    if constexpr (kBias == BiasKind::kTile)
-      bias_tile.template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
-                                              params.queries - first_query, params.keys - key);
-    end_copies();
-    if constexpr (kBias == BiasKind::kAny) {
+  // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
+  // which has the keys.
+  const bool is_bias_ahead = kBias == BiasKind::kTile && params.bias_stages == 2;
+  const auto bias_tile_of = [&](int key) {
+    const int stage = is_bias_ahead ? key / kKeys % 2 : 0;
+    return BiasTile{query_tile.address + Memory::kBiasOffset + stage * BiasTile::kBytes};
+  };
+  const auto copy_bias = [&](int key) {
+    if constexpr (kBias == BiasKind::kTile) {
+      bias_tile_of(key).template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
+                                                      params.queries - first_query,
+                                                      params.keys - key);
+    } else if constexpr (kBias == BiasKind::kAny) {
       const TileOfQueries block(params, kQueries);
       float_bias.template fill<kThreads>(BiasRows<T>(params, block.batch, block.head),
                                          block.first_query, key, params.queries, params.keys);
     }
   };
+  const auto copy_keys = [&](int key) {
+    key_tile.template start_copy<kThreads>(key_rows + key * params.key.query_stride,
+                                           params.key.query_stride, params.keys - key,
+                                           params.head_dim);
+  };
 
   float output[kM][kColumns][4] = {};
   OnlineSoftmax<kM> softmax(params.rest);
-  if (begin < end) copy_keys(begin);
+  if (begin < end) {
+    copy_keys(begin);
+    copy_bias(begin);
+    end_copies();
+  }
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpQueries;
   const FragmentsDown<QueryTile> query_fragments(query_tile, warp_row);
   const FragmentsAcross<KeyTile> key_fragments(key_tile, 0);
   const FragmentsDown<KeyTile> value_fragments(value_tile, 0);
-  const FragmentsDown<BiasTile> bias_fragments(bias_tile, warp_row);
 
   if (kBias != BiasKind::kNone && params.power_of_two != 1.f) {
     wait_for_copies();
@@ -131,6 +142,10 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                              params.value.query_stride, params.keys - key,
                                              params.value_dim);
     end_copies();
+    if (is_bias_ahead) {
+      if (key + kKeys < end) copy_bias(key + kKeys);
+      end_copies();
+    }
 
     Excluded<kM, kN> excluded;
     if (key < all_visible_begin || key > all_visible_end) {
@@ -140,8 +155,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     float scores[kM][kN][4] = {};
     if constexpr (kBias == BiasKind::kTile) {
-      start_from_bias(scores, 1.f / params.rest,
-                      TileBias<T, FragmentsDown<BiasTile>>{bias_fragments});
+      const FragmentsDown<BiasTile> fragments(bias_tile_of(key), warp_row);
+      start_from_bias(scores, 1.f / params.rest, TileBias<T, FragmentsDown<BiasTile>>{fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
       start_from_bias(scores, 1.f / params.rest,
                       FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
@@ -149,9 +164,17 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
     excluded.apply(scores, -INFINITY);
 
-    wait_for_copies();
+    if (is_bias_ahead) {
+      wait_for_older_copies<1>();
+    } else {
+      wait_for_copies();
+    }
     __syncthreads();  // values are there, keys and bias are used up
-    if (key + kKeys < end) copy_keys(key + kKeys);
+    if (key + kKeys < end) {
+      copy_keys(key + kKeys);
+      if (!is_bias_ahead) copy_bias(key + kKeys);
+      end_copies();
+    }
     softmax.step(scores, output);
     multiply_weights<T>(output, scores, value_fragments);
   }
