@@ -6,6 +6,10 @@ namespace megasoftmax {
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr float kMaxScale = 1e4f;
 
+// What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
+// With more registers for them fewer blocks would run at a time.
+inline constexpr int kMaxSpilledBytes = 200;
+
 // A block of queries against one tile of keys after the other, forward.
 struct AttentionTile {
   int head_dim;  // of queries, keys and values; shorter ones are filled up with 0
