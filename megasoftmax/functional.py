@@ -336,8 +336,8 @@ def attention(
       bias, causal or window is given or where there are no keys, and with a sink a log-sum-exp of
       the sink. A plain row of -inf is NaN.
     * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
-    * Products with P and with gradients of z are plain matrix products: NaN or inf in a value
-      reaches the output of queries that do not see it, as 0 * NaN.
+    * Products with P and with gradients of z are plain matrix products: NaN or inf in a value can
+      reach the output of queries that do not see it, as 0 * NaN.
 
     Differentiable with respect to query, key, value, bias and a sink that is a tensor. Incoming
     gradients are not modified. A second derivative takes `fused=False`, and is refused otherwise.
@@ -346,7 +346,8 @@ def attention(
 
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
-            strides. Kernels take the 16-bit types and head dimensions up to 256.
+            strides. Kernels take the 16-bit types and head dimensions up to 256; of query, key and
+            value they copy what does not consist of dense rows that begin at multiples of 16 bytes.
         key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
             head i reads key head i // (heads / key_heads).
         value: [batch, key_heads, keys, value_dim], of the same dtype.
@@ -357,7 +358,8 @@ def attention(
             Its gradient, in its own type, is summed in float32 over what was broadcast.
         mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
             not materialised.
-        scale: factor of the products, finite; by default head_dim ** -0.5. Never rounded.
+        scale: factor of the products, finite; by default head_dim ** -0.5. Never rounded to their
+            type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
@@ -366,7 +368,7 @@ def attention(
             or a number. 0 gives the off-by-one softmax.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
-            False runs plain torch, a block of queries after the other.
+            False runs plain torch, a block of batches, heads and queries after the other.
 
     Returns:
         The output [batch, heads, queries, value_dim], in the dtype of the query. In memory it lies

@@ -344,8 +344,9 @@ class FusedAttention(torch.nn.Module):
 
         output = attention(query, key, value).transpose(1, 2).flatten(2)  # a view: [b, m, h dv]
 
-    Positions are counted from the end: the last query stands at the last key, for causality, window
-    and the biases alike, so that decoding with a cache needs no argument.
+    It runs fused where that function does, and has no dropout. Positions are counted from the end:
+    the last query stands at the last key, for causality, window and the biases alike, so
+    that decoding with a cache needs no argument.
 
     Args:
         heads: of the query.
