@@ -861,7 +861,7 @@ def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     for size, wanted in zip(
         reversed(shape), reversed(target), strict=False
     ):  # all() takes twice as long
-        if size not in (1, wanted):
+        if size != 1 and size != wanted:  # not `in`: sizes may be symbolic
             return False
     return True
 
