@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "../kernels/attention/limits.h"
 #include "checks.h"
 
 namespace megasoftmax {
@@ -79,7 +80,8 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                   "key and value do not fit query, or each other");
   STD_TORCH_CHECK(key_heads > 0 ? heads % key_heads == 0 : heads == 0,
                   "the heads of query must be a multiple of those of key");
-  STD_TORCH_CHECK(queries + keys < INT32_MAX, "queries and keys must fit 31 bits");
+  STD_TORCH_CHECK(queries + keys <= kMaxPositions, "queries and keys together must be at most ",
+                  kMaxPositions);
   params.batches = batches;
   params.heads = heads;
   params.key_heads = key_heads;

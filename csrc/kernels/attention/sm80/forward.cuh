@@ -24,7 +24,7 @@ struct ForwardMemory {
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
   using Bias = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys, kDim <= 128 ? 8 : 4>;
 
   // Queries, keys, values, bias.
   static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
