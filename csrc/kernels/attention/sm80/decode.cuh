@@ -106,8 +106,6 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.rest);
-  // Not a quotient: large numbers must begin with the same bits in backward.
-  [[maybe_unused]] const float bias_factor = 1.f / params.rest;
   constexpr int kKeysPerStep = kWarps * kDecodeKeys;
 #pragma unroll 1
   for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
@@ -134,7 +132,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
             excluded.add(0, n, 2 * half + i);
           if constexpr (kHasBias) {
             const BiasRows<T> bias(params, batch, row.head);
-            if (is_visible) scores[0][n][2 * half + i] = bias(row.query, column) * bias_factor;
+            if (is_visible)
+              scores[0][n][2 * half + i] = bias(row.query, column) * params.bias_factor;
           }
         }
       }

@@ -142,10 +142,10 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     float scores[kM][kN][4] = {};
     if constexpr (kBias == BiasKind::kTile) {
-      start_from_bias(scores, 1.f / params.rest,
+      start_from_bias(scores, params.bias_factor,
                       TileBias<T, FragmentsDown<BiasTile>>{bias_fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
-      start_from_bias(scores, 1.f / params.rest,
+      start_from_bias(scores, params.bias_factor,
                       FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
     }
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
