@@ -35,9 +35,8 @@ struct AttentionParams {
   // bias it is r of scale = r * 2^e, 1 <= r < 2, as far as the type of the queries has room:
   // multiplying an operand of the scores by the first is exact, and the bias over r never
   // overflows. Without one the first is 1. Statistics have logits over r in either case: scores
-  // times `to_statistics`. All kernels take the bias times `bias_factor`, one over the rest: so
-  // large ones have the same bits in forward and backward.
-  float power_of_two = 1, rest = 1, to_statistics = 1, bias_factor = 1;
+  // times `to_statistics`.
+  float power_of_two = 1, rest = 1, to_statistics = 1;
 
   // Set by the launcher: how the blocks of a grid lie over batches, tiles of a head, and heads.
   // Batches that share a bias come one after the other, so that it stays in the L2 cache.

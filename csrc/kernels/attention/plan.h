@@ -44,7 +44,6 @@ inline void split_scale(AttentionParams& params) {
     params.power_of_two = has_room ? power_of_two : std::clamp(power_of_two, 0x1p-14f, 1.f);
   params.rest = params.scale / params.power_of_two;
   params.to_statistics = power_of_two / params.power_of_two;
-  params.bias_factor = 1 / params.rest;
 }
 
 // Few queries take a kernel of their own, with the keys split among blocks: into how many parts.

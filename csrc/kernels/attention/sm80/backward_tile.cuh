@@ -69,12 +69,12 @@ __device__ __forceinline__ void find_score_gradients(
   if constexpr (kBias == BiasKind::kTile) {
     using Fragments = TransposedFragments<BiasTile>;
     const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, warp.key, warp.query);
-    start_from_bias(weights, params.bias_factor, TileBias<T, Fragments>{fragments});
+    start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
   } else if constexpr (kBias == BiasKind::kAny) {
     using FloatBias = typename Memory::FloatBias;
     const FloatBias tile{reinterpret_cast<float*>(shared_memory + Memory::kBiasAt),
                          params.is_relative};
-    start_from_bias(weights, params.bias_factor,
+    start_from_bias(weights, 1.f / params.rest,
                     TransposedFloatBias<FloatBias>{tile, warp.key, warp.query});
   }
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),

@@ -142,10 +142,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     float scores[kM][kN][4] = {};
     if constexpr (kBias == BiasKind::kTile) {
-      start_from_bias(scores, params.bias_factor,
+      start_from_bias(scores, 1.f / params.rest,
                       TileBias<T, FragmentsDown<BiasTile>>{bias_fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
-      // The bias_factor, bit by bit; as a parameter it costs 28 bytes of spills at head_dim 128.
       start_from_bias(scores, 1.f / params.rest,
                       FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
     }

@@ -99,11 +99,11 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
     if constexpr (kBias == BiasKind::kTile) {
       using Fragments = FragmentsDown<typename Memory::Bias>;
       const Fragments fragments(typename Memory::Bias{memory + Memory::kBiasAt}, warp_row);
-      start_from_bias(weights, params.bias_factor, TileBias<T, Fragments>{fragments});
+      start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
       const typename Memory::FloatBias tile{
           reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      start_from_bias(weights, params.bias_factor,
+      start_from_bias(weights, 1.f / params.rest,
                       FloatBias<typename Memory::FloatBias>{tile, warp_row});
     }
     multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
