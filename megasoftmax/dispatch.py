@@ -7,17 +7,23 @@ import torch
 from torch import Tensor
 
 from megasoftmax import _extension
-from megasoftmax._extension import LIMITS, MAX_HEAD_DIM, MAX_K, MIN_CAPABILITY
+from megasoftmax._extension import (
+    LIMITS,
+    MAX_ATTENTION_SCALE,
+    MAX_HEAD_DIM,
+    MAX_K,
+    MAX_POSITIONS,
+    MIN_CAPABILITY,
+    MIN_SHARED_BYTES,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Kernels multiply it by log2(e).
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
-# Of attention: kernels count in 32 bits, and divide a bias by the scale.
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
-MAX_COUNT = 2**31 - 1
-MAX_ATTENTION_SCALE = 1e4
+MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
 
 Window = tuple[int, int]
 
@@ -94,12 +100,13 @@ def reasons_against_fused_attention(
     """The same for attention."""
     found = (
         *_of_any_tensor(query),
+        _shared_memory(query),
         _attention_dtype(query.dtype),
         _head_dim("query and key", query.shape[-1]),
         _head_dim("value", value.shape[-1]),
         _attention_scale(scale),
-        _count("batches x heads", query.shape[0] * query.shape[1]),
-        _count("queries + keys", query.shape[2] + key.shape[2]),
+        _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
+        _count("queries + keys", query.shape[2] + key.shape[2], MAX_POSITIONS),
     )
     return tuple(reason for reason in found if reason is not None) if any(found) else ()
 
@@ -148,6 +155,28 @@ def _too_old_capability(index: int) -> str | None:
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
 
 
+def _shared_memory(tensor: Tensor) -> Reason | None:
+    """Tiles of attention; what a block may have does not grow with the compute capability."""
+    too_little = _too_little_shared_memory(tensor.device.index) if tensor.is_cuda else None
+    if too_little is None:
+        return None
+    return Reason("shared memory", f"{too_little} bytes a block", f"at least {MIN_SHARED_BYTES}")
+
+
+_too_little: dict[int, int | None] = {}
+
+
+def _too_little_shared_memory(index: int) -> int | None:
+    if index not in _too_little:
+        properties = torch.cuda.get_device_properties(index)
+        found = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # by stubs
+        _too_little[index] = found if found < MIN_SHARED_BYTES else None
+    return _too_little[index]
+
+
+_too_little_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
+
+
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
@@ -172,7 +201,7 @@ def _attention_dtype(dtype: torch.dtype) -> Reason | None:
 def _attention_scale(scale: float) -> Reason | None:
     if _TINIEST <= scale <= MAX_ATTENTION_SCALE:
         return None
-    return Reason("scale", str(scale), f"a normal float32 from 0 to {MAX_ATTENTION_SCALE:g}")
+    return Reason("scale", str(scale), f"a normal float32 from 0 to {MAX_ATTENTION_SCALE}")
 
 
 def _head_dim(name: str, size: int) -> Reason | None:
@@ -181,8 +210,8 @@ def _head_dim(name: str, size: int) -> Reason | None:
     return Reason(f"head dimension of {name}", str(size), f"at most {MAX_HEAD_DIM}")
 
 
-def _count(name: str, count: int) -> Reason | None:
-    return None if count <= MAX_COUNT else Reason(name, str(count), f"at most {MAX_COUNT}")
+def _count(name: str, count: int, most: int) -> Reason | None:
+    return None if count <= most else Reason(name, str(count), f"at most {most}")
 
 
 def _k(k: int) -> Reason | None:

@@ -446,6 +446,21 @@ def test_other_sizes_of_zero(empty: str, device: str) -> None:
             assert found.shape == each.shape
 
 
+@pytest.mark.parametrize("empty", ["batch", "heads of queries"])
+def test_gradients_of_what_no_query_meets(empty: str, device: str) -> None:
+    for dtype in dtypes_on(device):
+        shape = {"batch": 0} if empty == "batch" else {"heads": (0, 2)}
+        inputs = [each.requires_grad_() for each in tensors(device, dtype, **shape)]
+        heads = inputs[0].shape[1]
+        for sizes in ((1, heads, 5, 13), (1, heads, 1, 13), (1, heads, 5, 1), (1, heads, 17)):
+            table = normal(*sizes, device=device, dtype=dtype, seed=4).requires_grad_()
+            bias = RelativeBias(table) if len(sizes) == 3 else table
+            output = attention_on(device, dtype)(*inputs, bias=bias)
+            found = torch.autograd.grad(output.sum(), [*inputs, table])
+            for gradient, each in zip(found, [*inputs, table], strict=True):
+                assert torch.equal(gradient, torch.zeros_like(each))
+
+
 def test_sinks_of_either_infinity(device: str) -> None:
     for dtype in dtypes_on(device):
         q, k, v = tensors(device, dtype)
@@ -559,6 +574,24 @@ def test_row_of_lowest_biases_is_uniform(device: str) -> None:
                 q[:1, :, 3:4], k[:1, :, 9:].contiguous(), v[:1, :, 9:].contiguous()
             )[0, :, 0],
         )
+
+
+@pytest.mark.parametrize("head_dim", [24, 96, 128])
+@pytest.mark.parametrize("queries", [5, 40])
+def test_gradients_of_rows_of_lowest_biases(queries: int, head_dim: int, device: str) -> None:
+    """In float32, where scales are no power of 2: forward and backward begin with the same bits."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, lengths=(queries, 13), dims=(head_dim, 8))
+        inputs = [each.requires_grad_() for each in (q, k, v)]
+        bias = torch.zeros(1, 1, queries, 13, device=device)
+        bias[..., 1::2, :] = torch.finfo(torch.float32).min
+        output = attention_on(device, dtype)(*inputs, bias=bias)
+        mean = v.detach().float().mean(2, keepdim=True).repeat_interleave(2, 1)
+        rows = output[:, :, 1::2].detach().float()
+        torch.testing.assert_close(rows, mean.expand(rows.shape), rtol=0.01, atol=0.01)
+        of_value = torch.autograd.grad(output[:, :, 1::2].sum(), inputs)[2]
+        expected = torch.full_like(of_value, 2 * (queries // 2) / 13)
+        torch.testing.assert_close(of_value, expected, rtol=0.01, atol=0.01)
 
 
 # Numbers
@@ -688,6 +721,16 @@ def test_incoming_gradients_of_any_strides(device: str) -> None:
                 torch.testing.assert_close(each, expected[name], **closeness(dtype))
         check(q, k, v, g=g[:, :, :, :1].expand(g.shape))
         check(q, k, v, g=g[:1, :1, :1, :1].expand(g.shape))
+
+
+def test_heads_that_lie_together(device: str) -> None:
+    """As of a projection "b n (d h)": to torch, tensors of channels last."""
+    for dtype in dtypes_on(device):
+        given = tensors(device, dtype, dims=(5, 3))
+        apart = [each.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for each in given]
+        expected, found = check(*given), check(*apart)
+        for name, each in found.items():
+            torch.testing.assert_close(each, expected[name], **closeness(dtype))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

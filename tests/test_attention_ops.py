@@ -197,6 +197,16 @@ def test_gradients_lie_as_their_tensors(device):
             assert gradient.stride() == tensor.stride()
 
 
+def test_gradients_of_misaligned_tensors_lie_as_declared(device):
+    arguments = list(backward_arguments(device, **CASES["[b, s, h, d]"]))
+    for i in (2, 3, 4):
+        rows = arguments[i].transpose(1, 2)
+        moved = torch.nn.functional.pad(rows.flatten(), (1, 0))[1:]
+        arguments[i] = moved.view(rows.shape).transpose(1, 2)
+    for gradient, tensor in zip(attention_backward(*arguments), arguments[2:5], strict=False):
+        assert gradient.stride() == torch.empty_like(tensor).stride()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_forward(case):
     """Of the statistics the log-sum-exp alone has a gradient."""

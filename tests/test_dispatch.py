@@ -16,8 +16,8 @@ SHAPE = (2, 3, 4, 5)
 @pytest.fixture
 def as_if_fused(monkeypatch):
     """Of the constraints only those that are about a GPU hold on any machine."""
-    for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda scores: None)
+    for name in ("_device", "_compiled_part", "_compute_capability", "_shared_memory"):
+        monkeypatch.setattr(dispatch, name, lambda tensor: None)
 
 
 def names(*args, **kwargs):
@@ -74,16 +74,47 @@ def test_compute_capability(capability, monkeypatch):
     assert dispatch._compute_capability(scores) == expected
 
 
-def test_compiled_code_asks_the_driver_once(monkeypatch):
+# Compute capabilities 8.0; 9.0 and 10.x; 8.6, 8.9 and 12.x; 7.5
+@pytest.mark.parametrize("kilobytes", [163, 227, 99, 64])
+def test_shared_memory(kilobytes, monkeypatch):
+    monkeypatch.setattr(dispatch, "_too_little", {})
+    properties = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    query = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
+    actual = f"{kilobytes * 1024} bytes a block"
+    expected = Reason("shared memory", actual, "at least 166912") if kilobytes < 163 else None
+    assert dispatch._shared_memory(query) == expected
+
+
+@pytest.mark.gpu
+def test_shared_memory_of_this_gpu():
+    attribute = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    too_little = attribute < _extension.MIN_SHARED_BYTES
+    tensors = attention_tensors(dtype=torch.float16, device="cuda")
+    assert attention_names(*tensors) == (["shared memory"] if too_little else [])
+
+
+@pytest.mark.parametrize(
+    ("ask", "driver", "answer"),
+    [
+        ("_too_old_capability", "get_device_capability", (9, 0)),
+        (
+            "_too_little_shared_memory",
+            "get_device_properties",
+            SimpleNamespace(shared_memory_per_block_optin=2**18),
+        ),
+    ],
+)
+def test_compiled_code_asks_the_driver_once(ask, driver, answer, monkeypatch):
     calls = []
     monkeypatch.setattr(dispatch, "_too_old", {})
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda index: calls.append(index) or (9, index)
-    )
+    monkeypatch.setattr(dispatch, "_too_little", {})
+    monkeypatch.setattr(torch.cuda, driver, lambda index: calls.append(index) or answer)
+    is_there = getattr(dispatch, ask)
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x + (dispatch._too_old_capability(1) is None)
+        return x + (is_there(1) is None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -352,17 +383,20 @@ def test_head_dims(as_if_fused, dims, expected):
     assert attention_names(*attention_tensors(dims=dims, dtype=torch.float16)) == expected
 
 
-def test_head_dim_is_limited_as_the_header_says():
+def test_attention_is_limited_as_the_header_says():
     header = (_build.CSRC / "kernels/attention/limits.h").read_text()
     assert f"int kMaxHeadDim = {_extension.MAX_HEAD_DIM};" in header
+    assert f"int kMaxScale = {_extension.MAX_ATTENTION_SCALE};" in header
+    assert f"int kMaxPositions = {_extension.MAX_POSITIONS};" in header
+    assert f"int kMinSharedBytes = {_extension.MIN_SHARED_BYTES};" in header
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"queries": 1, "keys": 2**31 - 2}, []),
-        ({"queries": 1, "keys": 2**31 - 1}, ["queries + keys"]),
-        ({"queries": 2**31 - 2, "keys": 1}, []),
+        ({"queries": 1, "keys": _extension.MAX_POSITIONS - 1}, []),
+        ({"queries": 1, "keys": _extension.MAX_POSITIONS}, ["queries + keys"]),
+        ({"queries": _extension.MAX_POSITIONS - 1, "keys": 1}, []),
         ({"batch": 2**30 - 1, "heads": 2}, []),
         ({"batch": 2**30, "heads": 2}, ["batches x heads"]),
     ],

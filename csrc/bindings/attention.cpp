@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "../kernels/attention/limits.h"
 #include "checks.h"
 
 namespace megasoftmax {
@@ -26,14 +27,15 @@ Tensor aligned(const Tensor& tensor, int64_t columns) {
   for (int64_t i = 0; i < 3; ++i)
     is_aligned &= tensor.stride(i) % kAlignment == 0 || tensor.size(i) == 1;
   const int64_t missing = columns - tensor.size(3);
+  if (missing == 0 && (is_aligned || tensor.numel() == 0)) return tensor;
+  const Tensor rows = torch::stable::contiguous(tensor);
   if (missing > 0) {
+    // Of contiguous rows: what looks like channels last would be padded as that.
     const std::array<int64_t, 2> at_end{0, missing};
-    return torch::stable::pad(tensor, at_end);
+    return torch::stable::pad(rows, at_end);
   }
-  // A clone, not contiguous(), which returns a misaligned view of a contiguous tensor as it is.
-  return is_aligned || tensor.numel() == 0
-             ? tensor
-             : torch::stable::clone(torch::stable::contiguous(tensor));
+  // A misaligned view of a contiguous tensor is contiguous as it is.
+  return rows.data_ptr() == tensor.data_ptr() ? torch::stable::clone(rows) : rows;
 }
 
 Strided rows_of(const Tensor& tensor) {
@@ -79,7 +81,8 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                   "key and value do not fit query, or each other");
   STD_TORCH_CHECK(key_heads > 0 ? heads % key_heads == 0 : heads == 0,
                   "the heads of query must be a multiple of those of key");
-  STD_TORCH_CHECK(queries + keys < INT32_MAX, "queries and keys must fit 31 bits");
+  STD_TORCH_CHECK(queries + keys <= kMaxPositions, "queries and keys together must be at most ",
+                  kMaxPositions);
   params.batches = batches;
   params.heads = heads;
   params.key_heads = key_heads;
@@ -141,11 +144,10 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     }
   }
   params.sink = sink_of(sink, sink_value, query);
-  // What no query meets is no limit.
+  // What no query meets is no limit: the last stands at the last key, the first queries - 1 before.
   const Window window = window_of(causal, window_left, window_right);
-  const int64_t farthest = queries + keys;
-  params.window_left = window.left >= farthest ? -1 : static_cast<int>(window.left);
-  params.window_right = window.right >= farthest ? -1 : static_cast<int>(window.right);
+  params.window_left = window.left >= keys - 1 ? -1 : static_cast<int>(window.left);
+  params.window_right = window.right >= queries - 1 ? -1 : static_cast<int>(window.right);
   params.can_exclude = mask || bias || window.is_limited() || params.sink.is_present() || keys == 0;
   params.scale = static_cast<float>(scale);
 }
@@ -190,9 +192,10 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   return {std::move(output), std::move(statistics)};
 }
 
-// The type of `tensor`, without the columns that it lacks.
-Tensor narrowed(Tensor& gradient, const Tensor& tensor) {
-  if (gradient.size(3) == tensor.size(3)) return gradient;
+// The gradient of `tensor`, laid out as empty_like() has it: of the tensor itself as it is, of a
+// copy that was `taken` in its place without the columns that it lacks.
+Tensor laid_out(Tensor& gradient, const Tensor& tensor, const Tensor& taken) {
+  if (taken.data_ptr() == tensor.data_ptr() && taken.size(3) == tensor.size(3)) return gradient;
   Tensor result = torch::stable::empty_like(tensor);
   torch::stable::copy_(result, torch::stable::narrow(gradient, 3, 0, tensor.size(3)));
   return result;
@@ -283,8 +286,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
   Tensor bias_result = bias_sums;
+  STD_TORCH_CHECK(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
+  // Without a query's head nothing is launched, but keys or a bias may be there.
+  if (params.batches == 0 || params.heads == 0) {
+    if (bias_gradient) bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
+    Tensor of_query = torch::stable::empty_like(query), of_key = torch::stable::empty_like(key),
+           of_value = torch::stable::empty_like(value);
+    for (Tensor* gradient : {&of_key, &of_value, &bias_result}) torch::stable::zero_(*gradient);
+    return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
+            std::move(sink_rows)};
+  }
   if (bias_gradient) {
-    STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
     params.bias_gradient_kind = bias_gradient_kind(params, *bias, deterministic);
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
@@ -320,8 +332,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());
   }
-  return {narrowed(query_gradient, query), narrowed(key_gradient, key),
-          narrowed(value_gradient, value), std::move(bias_result), std::move(sink_rows)};
+  return {laid_out(query_gradient, query, inputs.query), laid_out(key_gradient, key, inputs.key),
+          laid_out(value_gradient, value, inputs.value), std::move(bias_result),
+          std::move(sink_rows)};
 }
 
 }  // namespace

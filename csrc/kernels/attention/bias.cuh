@@ -38,10 +38,11 @@ struct BiasRows {
 };
 
 // A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
-template <int kQueries, int kKeys>
+// With 8 columns of padding neighbouring rows lie in different banks; with 4, where there is no
+// more room, some of them.
+template <int kQueries, int kKeys, int kPadding>
 struct FloatBiasTile {
-  // So that neighbouring rows lie in different banks, as far as there is room.
-  static constexpr int kPitch = kKeys + (kKeys > 64 ? 4 : 8);
+  static constexpr int kPitch = kKeys + kPadding;
   static constexpr int kBytes = kQueries * kPitch * 4;
 
   float* values;

@@ -42,8 +42,8 @@ cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, i
 template <class... Parameters, class... Arguments>
 cudaError_t launch_flat(void (*kernel)(Parameters...), int64_t count, int threads,
                         cudaStream_t stream, Arguments... arguments) {
+  if (count <= 0) return cudaSuccess;
   const int64_t blocks = divide_up<int64_t>(count, threads);
-  if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 0, Together::kNot, 1, stream, arguments...);
@@ -59,6 +59,7 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   MEGASOFTMAX_RETURN_IF_ERROR(with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
     using Memory = DecodeMemory<T, kDim>;
+    static_assert(Memory::kBytes <= kMinSharedBytes);
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
                         params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
                         Memory::kThreads, Memory::kBytes, stream, params);
@@ -75,6 +76,7 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
     const int index = tile_for(kAttentionForwardTiles, params);
     return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kIndex>;
+      static_assert(Memory::bytes(kBias, 1) <= kMinSharedBytes);
       // A second tile of the bias must not cost a block.
       int device = 0, shared_bytes = 0;
       MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
@@ -122,12 +124,14 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
     const int index = tile_for(kAttentionBackwardTiles, params);
     return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
       using Memory = BackwardMemory<T, kBias, kIndex>;
+      static_assert(Memory::bytes(1) <= kMinSharedBytes);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
       MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
           attention_backward_kernel<T, kBias, kIndex>, key_tiles * Memory::kSlices,
           params.key_heads, params.batches, stream, params));
       if (!has_sums) {
         using OfQueries = QueryGradientMemory<T, kIndex>;
+        static_assert(OfQueries::bytes(kBias) <= kMinSharedBytes);
         MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
             attention_query_gradient_in_order_kernel<T, kBias, kIndex>,
             divide_up(params.queries, OfQueries::kQueries), params.heads, params.batches,

@@ -4,7 +4,11 @@
 namespace megasoftmax {
 
 inline constexpr int kMaxHeadDim = 256;
-inline constexpr float kMaxScale = 1e4f;
+inline constexpr int kMaxScale = 10000;
+// Of queries and keys together: what tiles reach beyond them fits 31 bits too.
+inline constexpr int kMaxPositions = 2147000000;
+// What a block must be able to have, 163 KB: compute capability 8.0, 9.0, 10.x, not 8.6, 8.9, 12.x.
+inline constexpr int kMinSharedBytes = 166912;
 
 // What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
 // With more registers for them fewer blocks would run at a time.

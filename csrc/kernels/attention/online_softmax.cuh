@@ -62,10 +62,12 @@ struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float row = largest[m][half], offset = row * c;
+        const float row = largest[m][half], offset = __fmul_rn(row, c);
         if (__any_sync(~0u, row != max[m][half])) {
-          const float factor =
-              exp2_approximate(kExact ? (max[m][half] - row) * c : max[m][half] * c - offset);
+          // Rounded as the offset was: fused, a row whose maximum stays would have a factor that is
+          // not 1, again with each tile.
+          const float factor = exp2_approximate(kExact ? (max[m][half] - row) * c
+                                                       : __fmul_rn(max[m][half], c) - offset);
           sum[m][half] *= factor;
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) {
@@ -105,7 +107,8 @@ struct RowEnd {
       return;
     }
     max = largest;
-    const float offset = max * rest, reference = fmaxf(offset, sink);
+    // A bias of the lowest number divided by `rest` may be a little lower times `rest`.
+    const float offset = fmaxf(max * rest, kLowest), reference = fmaxf(offset, sink);
     const float share = exp2_approximate((offset - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     factor = share / total;

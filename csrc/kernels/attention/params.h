@@ -32,9 +32,10 @@ struct AttentionParams {
   float* statistics = nullptr;
 
   // Set by the launcher: scale = power_of_two * rest. Scores are logits over the second. With a
-  // bias it is r of scale = r * 2^e, 1 <= r < 2: multiplying an operand of the scores by the first
-  // is exact, and the bias over r never overflows. Without one the first is 1. Statistics have
-  // logits over r in either case: scores times `to_statistics`.
+  // bias it is r of scale = r * 2^e, 1 <= r < 2, as far as the type of the queries has room:
+  // multiplying an operand of the scores by the first is exact, and the bias over r never
+  // overflows. Without one the first is 1. Statistics have logits over r in either case: scores
+  // times `to_statistics`.
   float power_of_two = 1, rest = 1, to_statistics = 1;
 
   // Set by the launcher: how the blocks of a grid lie over batches, tiles of a head, and heads.

@@ -36,14 +36,14 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
 // Sets what the launcher sets of the scale.
 inline void split_scale(AttentionParams& params) {
   int exponent = 0;
-  const float r = 2 * std::frexp(params.scale, &exponent);
+  std::frexp(params.scale, &exponent);
   const float power_of_two = std::ldexp(1.f, exponent - 1);
-  // float16 has no room for products with large numbers.
-  const bool is_split =
-      params.bias.data != nullptr && (params.query.type == DType::kBFloat16 || power_of_two <= 1);
-  params.power_of_two = is_split ? power_of_two : 1;
-  params.rest = is_split ? r : params.scale;
-  params.to_statistics = is_split ? 1 : power_of_two;
+  // float16 has no room for products with large numbers, and rounds tiny ones to 0.
+  const bool has_room = params.query.type == DType::kBFloat16;
+  if (params.bias.data != nullptr)
+    params.power_of_two = has_room ? power_of_two : std::clamp(power_of_two, 0x1p-14f, 1.f);
+  params.rest = params.scale / params.power_of_two;
+  params.to_statistics = power_of_two / params.power_of_two;
 }
 
 // Few queries take a kernel of their own, with the keys split among blocks: into how many parts.

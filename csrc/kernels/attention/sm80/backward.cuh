@@ -47,10 +47,12 @@ __global__ void __launch_bounds__(128)
   const float sink_gradient =
       sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
   if (params.sink_gradient != nullptr) params.sink_gradient[row] = sink_gradient;
-  // All logits and the sink together have the gradient of the log-sum-exp.
+  // All logits and the sink together have the gradient of the log-sum-exp; no number where delta is
+  // none.
   if (params.bias_gradient_kind == BiasGradient::kQueries) {
     const float of_lse = params.lse_gradient == nullptr ? 0.f : params.lse_gradient[row];
-    static_cast<float*>(params.bias_gradient)[row] = is_empty ? 0.f : of_lse - sink_gradient;
+    static_cast<float*>(params.bias_gradient)[row] =
+        is_empty ? 0.f : of_lse - sink_gradient + 0.f * delta;
   }
 }
 
@@ -239,8 +241,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
         store_bias_gradient<T>(params, score_tile, int64_t{batch} * params.heads + head, query,
                                first_key);
       } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDiagonals) {
-        add_to_diagonals<T, ScoreTile>(params, shared_memory + Memory::kScores, batch, head,
-                                       first_key / kKeys, query);
+        add_to_diagonals<T, kThreads, ScoreTile>(params, shared_memory + Memory::kScores, batch,
+                                                 head, first_key / kKeys, query);
       }
     }
     {

@@ -24,7 +24,7 @@ struct BackwardMemory {
   using QueryTile = Tile<T, kQueries, kDim>;
   using ScoreTile = Tile<T, kKeys, kQueries>;
   using BiasTile = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys, kDim <= 64 ? 8 : 4>;
 
   // Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
   // gradients of outputs of each stage.

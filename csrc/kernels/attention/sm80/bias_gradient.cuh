@@ -102,10 +102,11 @@ __device__ inline void add_to_key_sums(const AttentionBackwardParams& params,
 // Sums along diagonals, each by one thread in one order. Each tile of keys has sums of its own:
 // [batches, heads, tiles, kKeys - 1 + queries], of which number d is that of key - first key -
 // query = d - (queries - 1).
-template <class T, class ScoreTile>
+template <class T, int kThreads, class ScoreTile>
 __device__ inline void add_to_diagonals(const AttentionBackwardParams& params, const char* scores,
                                         int batch, int head, int tile, int first_query) {
   constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
+  static_assert(kKeys + kQueries - 1 <= kThreads);
   const int thread = thread_index_anew();
   const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
   float* const sums = static_cast<float*>(params.bias_gradient) +

@@ -132,7 +132,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
             excluded.add(0, n, 2 * half + i);
           if constexpr (kHasBias) {
             const BiasRows<T> bias(params, batch, row.head);
-            if (is_visible) scores[0][n][2 * half + i] = bias(row.query, column) / params.rest;
+            // Not a quotient: large numbers must begin with the same bits in backward.
+            if (is_visible)
+              scores[0][n][2 * half + i] = bias(row.query, column) * (1.f / params.rest);
           }
         }
       }

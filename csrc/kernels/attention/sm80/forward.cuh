@@ -24,7 +24,7 @@ struct ForwardMemory {
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
   using Bias = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys, kDim <= 128 ? 8 : 4>;
 
   // Queries, keys, values, bias.
   static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
@@ -87,10 +87,12 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                  block.batch * params.value.batch_stride + key_head * params.value.head_stride;
     if constexpr (kBias == BiasKind::kTile)
       bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
-    query_tile.template start_copy<kThreads>(
-        static_cast<const T*>(params.query.data) + block.batch * params.query.batch_stride +
-            block.head * params.query.head_stride + block.first_query * params.query.query_stride,
-        params.query.query_stride, params.queries - block.first_query, params.head_dim);
+    // Where no key is visible the tile holds results at once, which a late copy would overwrite.
+    if (begin < end)
+      query_tile.template start_copy<kThreads>(
+          static_cast<const T*>(params.query.data) + block.batch * params.query.batch_stride +
+              block.head * params.query.head_stride + block.first_query * params.query.query_stride,
+          params.query.query_stride, params.queries - block.first_query, params.head_dim);
   }
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
   // which has the keys.
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const FragmentsAcross<KeyTile> key_fragments(key_tile, 0);
   const FragmentsDown<KeyTile> value_fragments(value_tile, 0);
 
-  if (kBias != BiasKind::kNone && params.power_of_two != 1.f) {
+  if (kBias != BiasKind::kNone && params.power_of_two != 1.f && begin < end) {
     wait_for_copies();
     __syncthreads();
     scale_rows<T, kWarpQueries, QueryTile>(shared_memory, warp_row, params.power_of_two);
@@ -178,7 +180,6 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     softmax.step(scores, output);
     multiply_weights<T>(output, scores, value_fragments);
   }
-  wait_for_copies();
 
   const TileOfQueries block(params, kQueries);
   const int head = block.head, batch = block.batch;

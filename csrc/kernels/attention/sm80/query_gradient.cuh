@@ -13,7 +13,7 @@ struct QueryGradientMemory {
   static constexpr int kQueries = 64, kKeys = 64, kThreads = 128;
   using Rows = Tile<T, kQueries, kDim>;
   using Bias = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys>;
+  using FloatBias = FloatBiasTile<kQueries, kKeys, 8>;
 
   static constexpr int kGradients = Rows::kBytes, kKeysAt = 2 * Rows::kBytes;
   static constexpr int kValues = 3 * Rows::kBytes, kBiasAt = 4 * Rows::kBytes;
