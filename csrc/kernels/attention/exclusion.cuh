@@ -29,13 +29,6 @@ __device__ inline KeyRange visible_from(const AttentionParams& params, int key) 
                                  : min(diagonal + params.window_left + 1, params.queries)};
 }
 
-// Do all queries of a tile see all of its keys, by length and window?
-__device__ inline bool is_all_visible(const AttentionParams& params, int first_query, int queries,
-                                      int first_key, int keys) {
-  return visible_keys(params, first_query + queries - 1).begin <= first_key &&
-         visible_keys(params, first_query).end >= first_key + keys;
-}
-
 // A bit for each of a lane's elements.
 template <int kM, int kN>
 struct Excluded {

@@ -47,7 +47,7 @@ inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysO
 // A block of keys against one tile of queries after the other, backward.
 struct AttentionBackwardTile {
   int head_dim;
-  int warps;  // 16 keys each
+  int warps;  // two have 32 keys and half of the queries each
   int queries;
   int slice;  // the columns of gradients that a block makes
   int blocks_per_sm;
