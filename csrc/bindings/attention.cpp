@@ -56,7 +56,9 @@ struct Inputs {
   Inputs(const Tensor& q, const Tensor& k, const Tensor& v)
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
-        value(aligned(v, padded(v.size(3)))) {}
+        value(aligned(v, padded(v.size(3)))) {
+    STD_TORCH_CHECK(q.size(3) == k.size(3), "query and key must have the same head dimension");
+  }
 };
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,

@@ -143,10 +143,12 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     __syncwarp();
     const Rows keys{ring + step % kStages * Memory::kStageBytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
-    float odd_steps[1][kN][4] = {};  // so that half as many products wait for each other
+    // So that half as many products wait for each other; but from a large bias backward must come to
+    // the same bits.
+    float odd_steps[1][kN][4] = {};
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      auto& sums = i % 2 == 0 ? scores[0] : odd_steps[0];
+      auto& sums = kHasBias || i % 2 == 0 ? scores[0] : odd_steps[0];
       uint32_t pair[4];
       key_fragments.load(pair, 0, i * 16);
       multiply_add<T>(sums[0], queries[i], pair[0], pair[1]);
