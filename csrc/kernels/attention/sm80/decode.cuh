@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     __syncwarp();
     const Rows keys{ring + step % kStages * Memory::kStageBytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
-    // So that half as many products wait for each other; but from a large bias backward must come to
-    // the same bits.
+    // So that half as many products wait for each other; but from a large bias backward must come
+    // to the same bits.
     float odd_steps[1][kN][4] = {};
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
