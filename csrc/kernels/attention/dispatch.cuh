@@ -78,10 +78,9 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
       using Memory = ForwardMemory<T, kIndex>;
       static_assert(Memory::bytes(kBias, 1) <= kMinSharedBytes);
       // A second tile of the bias must not cost a block.
-      int device = 0, shared_bytes = 0;
-      MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
-      MEGASOFTMAX_RETURN_IF_ERROR(cudaDeviceGetAttribute(
-          &shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+      int shared_bytes = 0;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, shared_bytes));
       constexpr int kReserved = 1024;  // of each block
       AttentionForwardParams launched = params;
       launched.bias_stages =
@@ -99,10 +98,9 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
 template <class Memory>
 cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tiles, int64_t heads,
                            int64_t batches, cudaStream_t stream, AttentionBackwardParams params) {
-  int device = 0, shared_bytes = 0;
-  MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
+  int shared_bytes = 0;
   MEGASOFTMAX_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+      attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin, shared_bytes));
   params.stages = Memory::bytes(2) <= shared_bytes ? 2 : 1;
   return launch_tiles(kernel, tiles, heads, batches, Memory::kThreads, Memory::bytes(params.stages),
                       stream, params);

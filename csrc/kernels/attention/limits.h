@@ -44,6 +44,9 @@ inline constexpr int kDecodeStages = 2;
 // as many as the first where each has the third.
 inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysOfSplit = 4096;
 
+// dQ in the same order each time: tiles of a block.
+inline constexpr int kInOrderQueries = 64, kInOrderKeys = 64;
+
 // A block of keys against one tile of queries after the other, backward.
 struct AttentionBackwardTile {
   int head_dim;

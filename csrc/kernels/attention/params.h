@@ -85,7 +85,7 @@ enum class BiasGradient {
   kQueries,    // its sums over keys: [batches, heads, queries], float32
   kShared,     // as dense, summed in float32 over what shares an entry of the bias, in any order
   kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
-  kDiagonals,  // its sums along diagonals, tile by tile of keys, see sm80/backward.cuh
+  kDiagonals,  // its sums along diagonals, tile by tile of keys, see sm80/bias_gradient.cuh
 };
 
 struct AttentionBackwardParams : AttentionParams {

@@ -20,7 +20,7 @@ template <class T, int kIndex>
 struct ForwardMemory {
   static constexpr AttentionTile kTile = kAttentionForwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
-  static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.warps * kWarpQueries;
+  static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.queries();
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
   using Bias = Tile<T, kQueries, kKeys>;

@@ -10,7 +10,8 @@ namespace megasoftmax {
 template <class T, int kIndex>
 struct QueryGradientMemory {
   static constexpr int kDim = kAttentionBackwardTiles[kIndex].head_dim;
-  static constexpr int kQueries = 64, kKeys = 64, kThreads = 128;
+  static constexpr int kQueries = kInOrderQueries, kKeys = kInOrderKeys;
+  static constexpr int kThreads = 2 * kQueries;  // 16 queries a warp
   using Rows = Tile<T, kQueries, kDim>;
   using Bias = Tile<T, kQueries, kKeys>;
   using FloatBias = FloatBiasTile<kQueries, kKeys, 8>;

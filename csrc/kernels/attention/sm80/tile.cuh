@@ -67,24 +67,14 @@ struct Tile {
   }
 };
 
-// Where this lane finds its share of 16x16 elements of a tile: of the left and right halves of
-// rows 0 to 15, in this order: upper left, lower left, upper right, lower right (as the matrix `a`
-// of a product and its result, or, transposed, as two matrices `b`, one beside the other).
+// Where this lane finds its share of 16x16 elements of a tile, whose first `row` and `column` are
+// multiples of 16.
 template <class Tile>
-struct FragmentsDown {
+struct Fragments {
   uint32_t address;
 
-  __device__ FragmentsDown(const Tile& tile, int first_row) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    address = tile.address + Tile::offset(first_row + lane % 16, lane / 16);
-  }
-  // `row` and `column` are multiples of 16.
   // For one loop over rows and columns.
-  __device__ auto anew() const {
-    auto copy = *this;
-    copy.address = unknown(address);
-    return copy;
-  }
+  __device__ Fragments anew() const { return {unknown(address)}; }
   __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
     load_matrices(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
   }
@@ -93,27 +83,24 @@ struct FragmentsDown {
   }
 };
 
+// Of the left and right halves of rows 0 to 15, in this order: upper left, lower left, upper right,
+// lower right (as the matrix `a` of a product and its result, or, transposed, as two matrices `b`,
+// one beside the other).
+template <class Tile>
+struct FragmentsDown : Fragments<Tile> {
+  __device__ FragmentsDown(const Tile& tile, int first_row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    this->address = tile.address + Tile::offset(first_row + lane % 16, lane / 16);
+  }
+};
+
 // The same in the order upper left, upper right, lower left, lower right (two matrices `b`, whose
 // columns are the rows of the tile; or transposed, a matrix `a`, whose rows are its columns).
 template <class Tile>
-struct FragmentsAcross {
-  uint32_t address;
-
+struct FragmentsAcross : Fragments<Tile> {
   __device__ FragmentsAcross(const Tile& tile, int first_row) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    address = tile.address + Tile::offset(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  }
-  // For one loop over rows and columns.
-  __device__ auto anew() const {
-    auto copy = *this;
-    copy.address = unknown(address);
-    return copy;
-  }
-  __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
-  }
-  __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices_transposed(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+    this->address = tile.address + Tile::offset(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
 };
 
@@ -198,31 +185,29 @@ __device__ inline void store_rows(char* tile, int warp_row, const float (&result
   }
 }
 
-// results += rows of `a` times rows of `b` transposed, from fragments of both. What the next
-// instructions need is loaded before those that go before.
-template <class T, int kColumns, int kM, int kN, class A, class B>
-__device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, const A& rows_of_a,
-                                              const B& rows_of_b) {
-  constexpr int kSteps = kColumns / 16, kPairs = kN / 2;
-  const A a = rows_of_a.anew();
-  const B b = rows_of_b.anew();
+// results += a b, in steps of 16 of what is summed over; `load_b(pair, n, step)` gives columns
+// 16 * n and on of b. What the next instructions need is loaded before those that go before.
+template <class T, int kSteps, int kM, int kN, class A, class LoadB>
+__device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
+                                               LoadB&& load_b) {
+  constexpr int kPairs = kN / 2;
   uint32_t rows[2][kM][4], pairs[2][4];
   const auto load_rows = [&](int step) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * 16);
   };
   load_rows(0);
-  b.load(pairs[0], 0, 0);
+  load_b(pairs[0], 0, 0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       const int now = (step * kPairs + n) % 2;
       if (n + 1 < kPairs) {
-        b.load(pairs[1 - now], (n + 1) * 16, step * 16);
+        load_b(pairs[1 - now], n + 1, step);
       } else if (step + 1 < kSteps) {
         load_rows(step + 1);
-        b.load(pairs[1 - now], 0, (step + 1) * 16);
+        load_b(pairs[1 - now], 0, step + 1);
       }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -233,13 +218,34 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
   }
 }
 
+// results += rows of `a` times rows of `b` transposed.
+template <class T, int kColumns, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, const A& rows_of_a,
+                                              const B& rows_of_b) {
+  const auto a = rows_of_a.anew();
+  const auto b = rows_of_b.anew();
+  multiply_ahead<T, kColumns / 16>(
+      results, a, [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * 16); });
+}
+
+// results += a b, of tiles of both, `b` from `first_column` of its columns on.
+template <class T, int kInner, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, const A& rows_of_a,
+                                               const B& rows_of_b, int first_column) {
+  const auto a = rows_of_a.anew();
+  const auto b = rows_of_b.anew();
+  multiply_ahead<T, kInner / 16>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
+    b.load_transposed(pair, step * 16, first_column + n * 16);
+  });
+}
+
 // results += weights times the rows of a tile.
 template <class T, int kM, int kN, int kColumns, class Down>
 __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
                                                  const Accumulators<kM, kN>& weights,
                                                  const Down& all_rows) {
   constexpr int kSteps = kN / 2, kPairs = kColumns / 2;
-  const Down rows = all_rows.anew();
+  const auto rows = all_rows.anew();
   uint32_t a[kM][4], pairs[2][4];
   rows.load_transposed(pairs[0], 0, 0);
 #pragma unroll
@@ -263,40 +269,6 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
   }
 }
 
-// results += a b, of tiles of both, `b` from `first_column` of its columns on.
-template <class T, int kInner, int kM, int kN, class A, class B>
-__device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, const A& rows_of_a,
-                                               const B& rows_of_b, int first_column) {
-  constexpr int kSteps = kInner / 16, kPairs = kN / 2;
-  const A a = rows_of_a.anew();
-  const B b = rows_of_b.anew();
-  uint32_t rows[2][kM][4], pairs[2][4];
-  const auto load_rows = [&](int step) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * 16);
-  };
-  load_rows(0);
-  b.load_transposed(pairs[0], 0, first_column);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      const int now = (step * kPairs + n) % 2;
-      if (n + 1 < kPairs) {
-        b.load_transposed(pairs[1 - now], step * 16, first_column + (n + 1) * 16);
-      } else if (step + 1 < kSteps) {
-        load_rows(step + 1);
-        b.load_transposed(pairs[1 - now], (step + 1) * 16, first_column);
-      }
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply_add<T>(results[m][2 * n], rows[step % 2][m], pairs[now][0], pairs[now][1]);
-        multiply_add<T>(results[m][2 * n + 1], rows[step % 2][m], pairs[now][2], pairs[now][3]);
-      }
-    }
-  }
-}
-
 // results += a^T b, of rows of both; `a` from `first_row` of its columns on, `b` from
 // `first_column` of its.
 template <class T, int kRows, int kM, int kN, class Across, class Down>
@@ -304,8 +276,8 @@ __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& result
                                                     const Across& columns_of_a,
                                                     const Down& rows_of_b, int first_row,
                                                     int first_column) {
-  const Across a = columns_of_a.anew();
-  const Down b = rows_of_b.anew();
+  const auto a = columns_of_a.anew();
+  const auto b = rows_of_b.anew();
 #pragma unroll
   for (int step = 0; step < kRows / 16; ++step) {
     uint32_t columns[kM][4];
