@@ -343,6 +343,21 @@ def attention_table(rows: list[Row]) -> str:
     )
 
 
+def attention_summary(rows: list[Row]) -> str:
+    """TFLOP/s of forward and backward together, where the bias has a gradient."""
+    lines = [
+        f"| b, h, s, d | mask | bias | {OURS} | {' | '.join(ATTENTION_PEERS)} |",
+        "|---|---|---|" + "--:|" * (1 + len(ATTENTION_PEERS)),
+    ]
+    for found in by_attention(rows, "time", "forward+backward").values():
+        ours = found[OURS]
+        if ours["gradient"] == "1":
+            shape, mask, _ = attention_case(ours)
+            cells = [shape, mask, f"[{ours['bias']}]", ours["tflops"], *cells_of(found, "tflops")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def decode_table(rows: list[Row]) -> str:
     """Steps of decoding: microseconds, and per cent of one read of keys and values."""
     steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward")
@@ -413,6 +428,7 @@ def main(check: bool = False) -> None:
     if topk := read("topk.csv"):
         parts[ROOT / "docs" / "numbers.md"]["topk"] = topk_table(topk)
     if attention := read("attention.csv"):
+        parts[ROOT / "README.md"]["attention"] = attention_summary(attention)
         errors = by_attention(attention, "error", "forward")
         memory = by_attention(attention, "memory", "forward+backward")
         parts[ROOT / "docs" / "numbers.md"] |= {
