@@ -46,9 +46,10 @@ QUICK_ROUNDS = 3
 HEAD_START = 4_000_000  # GPU cycles, about 2 ms: the switch and the first kernels need the host
 LEARNING_RATE = 1e-6
 # Relative to the first implementation. The loss of random weights hardly depends on a mask, and
-# T5's is a bfloat16. A fault moves some gradient by 0.5 or more, rounding by less than 0.1.
+# T5's is a bfloat16. A fault moves some gradient by 0.5 or more; rounding, in tries on a CPU, moved
+# that of T5's table of biases, a sum over all pairs of tokens, by 0.2 and all others by 0.05.
 LOSS_TOLERANCE = 0.02
-GRADIENT_TOLERANCE = 0.3
+GRADIENT_TOLERANCE = 0.4
 WRONG = "wrong: "
 
 Device = Literal["cuda", "cpu"]
