@@ -5,6 +5,7 @@ python benchmarks/plot.py --check    # fails when README.md does not match the r
 """
 
 import csv
+import re
 import sys
 from collections import defaultdict
 from itertools import cycle
@@ -18,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "speedup.png"
 TUNING = ROOT / "docs" / "tuning.png"
 ATTENTION = ROOT / "docs" / "attention.png"
+TRAINING = ROOT / "docs" / "training.png"
 OURS = "megasoftmax"
 COLORS = [*plt.colormaps["tab20"].colors, *plt.colormaps["Dark2"].colors]
 SHOWN = {OURS: "#1b6ca8", "torch.compile": "#e08e45", "eager": "#b9b9b9"}
@@ -27,6 +29,12 @@ ATTENTION_PEERS = {
     "SDPA cuDNN": "#6aa84f",
     "SDPA mem-efficient": "#8e7cc3",
     "FlexAttention": "#e08e45",
+}
+TRAINED = {
+    OURS: SHOWN[OURS],
+    "megasoftmax_softmax": "#7fb3d5",
+    "sdpa": ATTENTION_PEERS["SDPA cuDNN"],
+    "eager": SHOWN["eager"],
 }
 
 Row = dict[str, str]
@@ -148,8 +156,9 @@ def draw_attention(rows: list[Row]) -> None:
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     upper, *lower = parts[:, 0]
     for axis, (direction, cases) in zip(upper.subplots(1, 2), panels.items(), strict=True):
-        draw_bars(axis, cases, colors)
+        draw_bars(axis, cases, colors, "tflops")
         axis.set_title(direction)
+        axis.set_xlabel("TFLOP/s")
     upper.suptitle(f"Attention, {rows[0]['gpu']}, torch {rows[0]['torch']}")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     upper.legend(handles, list(colors), loc="lower center", ncols=len(colors), frameon=False)
@@ -182,20 +191,31 @@ def draw_steps(
 
 
 def draw_bars(
-    axis: plt.Axes, cases: dict[str, dict[str, Row]], colors: dict[str, str | Color]
+    axis: plt.Axes, cases: dict[str, dict[str, Row]], colors: dict[str, str | Color], figure: str
 ) -> None:
-    """A group of bars for each case."""
+    """A group of bars for each case: a figure of its implementations."""
     height = 0.8 / len(colors)
     for i, (name, color) in enumerate(colors.items()):
-        values = [
-            float(found[name]["tflops"]) if name in found else 0.0 for found in cases.values()
-        ]
+        values = [float(found[name][figure]) if name in found else 0.0 for found in cases.values()]
         places = [j + (i - len(colors) / 2) * height for j in range(len(cases))]
         axis.barh(places, values, height, color=color, align="edge")
-    axis.set_yticks(range(len(cases)), [case.replace("x", "×") for case in cases], fontsize=8)
+    labels = [re.sub(r"(?<=\d)x(?=\d)", "×", case) for case in cases]
+    axis.set_yticks(range(len(cases)), labels, fontsize=8)
     axis.set_ylim(len(cases) - 0.5, -0.5)
-    axis.set_xlabel("TFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_training(rows: list[Row]) -> None:
+    """Tokens per second of each model."""
+    cases = by_model([row for row in rows if row["tokens_per_second"]])
+    figure, axis = plt.subplots(figsize=(11, 0.8 * len(cases) + 1.8))
+    draw_bars(axis, cases, TRAINED, "tokens_per_second")
+    axis.set_xlabel("tokens/s")
+    axis.legend(list(TRAINED), frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis.set_title(f"Training in bfloat16, {rows[0]['gpu']}, torch {rows[0]['torch']}")
+    figure.tight_layout()
+    figure.savefig(TRAINING, dpi=80)
+    plt.close(figure)
 
 
 def table(rows: list[Row]) -> str:
@@ -391,6 +411,37 @@ def figure_table(found: dict[str, dict[str, Row]], figure: str) -> str:
     return "\n".join(lines)
 
 
+def by_model(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """{case: {attention implementation: row}} of training."""
+    cases: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        cases[row["case"]][row["implementation"]] = row
+    return cases
+
+
+def training_table(rows: list[Row]) -> str:
+    """A step of training per model and attention implementation."""
+    lines = [
+        "| model | batch | attention | tokens/s | ms | peak GiB | × eager | |",
+        "|---|--:|---|--:|--:|--:|--:|---|",
+    ]
+    for case, found in by_model(rows).items():
+        eager = found["eager"]["tokens_per_second"]
+        for name, row in found.items():
+            speed, peak = row["tokens_per_second"], row["peak_memory_bytes"]
+            gain = f"{float(speed) / float(eager):.2f}" if speed and eager else ""
+            memory = f"{float(peak) / 2**30:.1f}" if peak else ""
+            cells = [case, row["batch"], name, speed, row["step_ms"], memory, gain, row["note"]]
+            lines.append("| " + " | ".join(cells) + " |")
+    row = rows[0]
+    return "\n".join(
+        [
+            *("![Tokens per second, per attention implementation](training.png)", "", *lines, ""),
+            f"transformers {row['transformers']}, {origin(row, 'bench_training.py')}",
+        ]
+    )
+
+
 def best_peer(implementations: dict[str, Row]) -> list[str]:
     """Its name, its time and how much longer that is than ours; blanks where there is none."""
     peers = [row for name, row in implementations.items() if name not in (OURS, "copy")]
@@ -437,6 +488,8 @@ def main(check: bool = False) -> None:
             "attention error": figure_table(errors, "error_rms"),
             "attention memory": figure_table(memory, "peak_mib"),
         }
+    if training := read("training.csv"):
+        parts[ROOT / "docs" / "numbers.md"]["training"] = training_table(training)
     for path, markers in parts.items():
         old = path.read_text()
         new = old
@@ -451,6 +504,8 @@ def main(check: bool = False) -> None:
             draw_tuning(tuning)
         if attention:
             draw_attention(attention)
+        if training:
+            draw_training(training)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,267 @@
+"""A training step of models of transformers, per attention implementation; writes
+results/training.csv.
+
+A step is forward, backward and fused AdamW, all in bfloat16, on random tokens. A case has one
+model, which is switched from one implementation to the next; these take turns. Before the weights
+change, each computes the loss and all gradients: what is further from the first implementation than
+rounding explains is not timed, `note` says so, and the run fails in the end. What has too little
+memory is a row with a note too. The bars of each case are printed beside what was measured.
+
+python benchmarks/bench_training.py                         # one GPU, all cases: a few minutes
+python benchmarks/bench_training.py --device cpu --quick    # tiny models, to try it
+"""
+
+import csv
+import datetime
+import gc
+import math
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import measure
+import torch
+import transformers
+import typer
+from rich.progress import track
+from torch import Tensor
+from training_cases import Case, cases
+from transformers import PreTrainedModel
+
+import megasoftmax
+from megasoftmax.integrations.transformers import NAME, register
+
+RESULTS = Path(__file__).parent / "results" / "training.csv"
+CASE_FIELDS = ["layers", "width", "heads", "batch", "length", "targets"]
+FIELDS = [
+    *("gpu", "torch", "transformers", "commit", "date", "case", *CASE_FIELDS, "checkpointed"),
+    *("implementation", "tokens_per_second", "step_ms", "peak_memory_bytes"),
+    *("loss", "gradient_difference", "note"),
+]
+QUICK_ROUNDS = 3
+HEAD_START = 4_000_000  # GPU cycles, about 2 ms: the switch and the first kernels need the host
+LEARNING_RATE = 1e-6
+# Relative to the first implementation. The loss of random weights hardly depends on a mask, and
+# T5's is a bfloat16. A fault moves some gradient by 0.5 or more; rounding, in tries on a CPU, moved
+# that of T5's table of biases, a sum over all pairs of tokens, by 0.2 and all others by 0.05.
+LOSS_TOLERANCE = 0.02
+GRADIENT_TOLERANCE = 0.4
+WRONG = "wrong: "
+
+Device = Literal["cuda", "cpu"]
+Gradients = dict[str, Tensor | None]  # by the name of the parameter
+Result = TypeVar("Result")
+Row = dict[str, str]
+
+
+class Training:
+    """A model with its optimizer and one batch, whose attention is switched between steps."""
+
+    def __init__(self, case: Case, device: Device):
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = case.build()
+            self.inputs = case.inputs()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, fused=True)
+
+    def switch(self, implementation: str) -> None:
+        """Raises RuntimeError when a part of the model keeps another one."""
+        self.model.set_attn_implementation(implementation)
+        for name, module in self.model.named_modules():
+            if isinstance(module, PreTrainedModel):
+                found = module.config._attn_implementation
+                if found != implementation:
+                    raise RuntimeError(
+                        f"{name or 'the model'}: expected {implementation}, got {found}"
+                    )
+
+    def gradients(self, implementation: str) -> tuple[float, Gradients]:
+        """The loss, and the gradients of all but biases of linear layers.
+
+        The bias of keys adds the same to all scores of a row: its gradient is rounding alone.
+        """
+        loss = self._backward(implementation).item()
+        parameters = self.model.named_parameters()
+        found = {name: p.grad for name, p in parameters if not name.endswith("bias")}
+        self.optimizer.zero_grad()
+        return loss, found
+
+    def step(self, implementation: str) -> None:
+        self._backward(implementation)
+        self.optimizer.step()
+
+    def peak_memory(self, implementation: str) -> str:
+        """Of a step, in bytes, with all that a training run holds; not known on a CPU."""
+        self.step(implementation)  # the first of all allocates the state of the optimizer
+        if self.model.device.type == "cpu":
+            return ""
+        torch.cuda.reset_peak_memory_stats()
+        self.step(implementation)
+        return str(torch.cuda.max_memory_allocated())
+
+    def _backward(self, implementation: str) -> Tensor:
+        self.switch(implementation)
+        self.optimizer.zero_grad()
+        loss = self.model(**self.inputs, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+
+def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
+    """The largest |actual - expected| / |expected| of a parameter, and its name."""
+    found = []
+    for name, gradient in expected.items():
+        other = actual[name]
+        if gradient is None or other is None:
+            far = 0.0 if gradient is other else torch.inf
+        else:
+            far = ((other.float() - gradient.float()).norm() / gradient.float().norm()).item()
+        found.append((far if far >= 0 else torch.inf, name))  # NaN is far too
+    return max(found)
+
+
+def attempt(function: Callable[[], Result], row: Row) -> Result | None:
+    """What it returns; None, and a note in the row, when memory does not suffice."""
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        row["note"] = "out of memory"
+    release()  # outside of the handler, which holds the frames and their tensors
+    return None
+
+
+def release() -> None:
+    """Gives the GPU back what nothing refers to."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def compare(training: Training, rows: dict[str, Row]) -> None:
+    """Writes the loss of each implementation, and how far its gradients are from the first's."""
+    first: tuple[float, Gradients] | None = None
+    for name, row in rows.items():
+        found = attempt(partial(training.gradients, name), row)
+        if found is None:
+            continue
+        first = first or found
+        (loss, gradients), (expected, expected_gradients) = found, first
+        far, parameter = distance(gradients, expected_gradients)
+        row |= {"loss": f"{loss:.5f}", "gradient_difference": f"{far:.4f}"}
+        if not far <= GRADIENT_TOLERANCE:
+            row["note"] = f"{WRONG}the gradient of {parameter} is off by {far:.3g}"
+        if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):
+            row["note"] = f"{WRONG}expected a loss of {expected:.5f}, got {loss:.5f}"
+
+
+def run_case(case: Case, rounds: int, device: Device) -> dict[str, Row]:
+    """The figures of each implementation."""
+    training = Training(case, device)
+    rows: dict[str, Row] = {name: {} for name in case.implementations}
+    compare(training, rows)
+    for name, row in rows.items():
+        if "note" not in row:
+            row["peak_memory_bytes"] = attempt(partial(training.peak_memory, name), row) or ""
+    steps: dict[str, measure.Function] = {
+        name: partial(training.step, name) for name, row in rows.items() if "note" not in row
+    }
+    for name, milliseconds in measure.interleaved(steps, rounds, timer(device)).items():
+        speed = case.tokens / milliseconds * 1e3
+        rows[name] |= {"step_ms": f"{milliseconds:.2f}", "tokens_per_second": f"{speed:.0f}"}
+    return rows
+
+
+def timer(device: Device) -> measure.Timer:
+    """Of a call, in milliseconds."""
+    if device == "cpu":
+        return measure.host_milliseconds
+    microseconds = measure.gpu_timer(HEAD_START)
+    return lambda function: microseconds(function) / 1e3
+
+
+def described(case: Case) -> Row:
+    """The fields of a case."""
+    fields = {name: str(getattr(case, name)) for name in CASE_FIELDS}
+    return {"case": str(case), **fields, "checkpointed": str(int(case.checkpointed))}
+
+
+def bars(case: Case, rows: dict[str, Row]) -> Iterator[str]:
+    """A line for each bar: what was reached, and whether it suffices."""
+
+    def line(text: str, reached: float, bar: float, unit: str) -> str:
+        verdict = "reached" if reached >= bar else "missed"
+        verdict = "not measured" if math.isnan(reached) else verdict
+        return f"{case}: {text} {reached:.2f}{unit}, bar {bar:.2f}{unit}: {verdict}"
+
+    def figure(column: str, name: str) -> float:
+        return float(rows[name].get(column) or "nan")
+
+    for ours, peer, bar in case.bars:
+        speeds = [figure("tokens_per_second", name) for name in (ours, peer)]
+        yield line(f"{ours} over {peer}", speeds[0] / speeds[1], bar, "x")
+    peaks = [figure("peak_memory_bytes", name) / 2**30 for name in ("eager", NAME)]
+    yield line(f"{NAME} below eager by", peaks[0] - peaks[1], case.score_bytes / 2**30, " GiB")
+
+
+def check_fused() -> None:
+    """Exits when this GPU runs the reference instead of what is to be measured."""
+    tensor = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+    for function, inputs in (("softmax", [tensor]), ("attention", [tensor] * 3)):
+        if reasons := megasoftmax.why_not_fused(getattr(megasoftmax, function), *inputs):
+            sys.exit("\n".join([f"{function} would not run fused", *map(str, reasons)]))
+
+
+def main(
+    rounds: int = 7,
+    out: Path = RESULTS,
+    only: str = "",
+    quick: bool = False,
+    device: Device = "cuda",
+    commit: str = "",
+    listed: Annotated[bool, typer.Option("--list")] = False,
+) -> None:
+    """Runs the cases.
+
+    `only` is a regular expression, searched in their names, which `--list` prints; `quick` takes
+    tiny models, for a few rounds; `commit` is for a copy without git.
+    """
+    chosen = [case for case in cases() if re.search(only, str(case))]
+    if listed:
+        print(*chosen, sep="\n")
+        return
+    if device == "cuda":
+        check_fused()
+    register()
+    common = {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit or measure.commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
+    failures = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for case in track(chosen, "training"):
+            release()
+            case = case.tiny() if quick else case
+            rows = run_case(case, rounds, device)
+            for name, row in rows.items():
+                writer.writerow(common | described(case) | {"implementation": name} | row)
+                print(case, name, *(f"{key} {value}" for key, value in row.items()), sep=", ")
+                if row.get("note", "").startswith(WRONG):
+                    failures.append(f"{case}: {name}: {row['note']}")
+            file.flush()
+            print(*bars(case, rows), sep="\n")
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    typer.run(main)

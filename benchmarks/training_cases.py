@@ -1,0 +1,197 @@
+"""The cases of bench_training.py: models of transformers with random weights, without dropout.
+
+Every vocabulary is cut to VOCABULARY tokens. The float32 logits of the real ones (128256 tokens of
+Llama, 201088 of gpt-oss) would need more memory than the model, and their products take up to a
+fifth of a step, alike in every implementation. gpt-oss has few layers, and as many experts as a
+token takes of the real 128: a layer computes what the real one does, and rounding cannot send a
+token to other experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from megasoftmax.integrations.transformers import NAME, SOFTMAX_NAME
+
+VOCABULARY = 16384
+ALL = ("eager", "sdpa", SOFTMAX_NAME, NAME)
+SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: forward, backward, AdamW.
+
+    name: the model, with what differs from the published one.
+    model, config: classes; `sizes` are further arguments of the configuration.
+    length: tokens of an example; those of the encoder where the decoder has `targets`.
+    bars: (implementation, peer, how many times the peer's tokens per second it should reach).
+    checkpointed: layers are computed once more in the backward pass, in every implementation.
+    """
+
+    name: str
+    model: type[PreTrainedModel]
+    config: type[PreTrainedConfig]
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    length: int
+    bars: tuple[tuple[str, str, float], ...]
+    targets: int = 0
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    checkpointed: bool = False
+    implementations: tuple[str, ...] = ALL
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, those of encoder and decoder."""
+        return self.batch * (self.length + self.targets)
+
+    @property
+    def score_bytes(self) -> int:
+        """Of probabilities in bfloat16 that eager attention, at least, holds at its peak."""
+        pairs = self.length**2 + self.targets**2 + self.length * self.targets
+        layers = 1 if self.checkpointed else self.layers
+        return layers * self.batch * self.heads * pairs * torch.bfloat16.itemsize
+
+    def tiny(self) -> "Case":
+        """The same with sizes that a CPU computes in no time; windows still exclude keys."""
+        small = {
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "d_ff": 96,
+            "sliding_window": 8,
+        }
+        sizes = {name: small.get(name, value) for name, value in self.sizes.items()}
+        targets = 24 if self.targets else 0
+        return replace(
+            self,
+            name=f"tiny {self.name}",
+            layers=2,
+            width=64,
+            heads=4,
+            batch=2,
+            length=40,
+            targets=targets,
+            sizes=sizes,
+        )
+
+    def build(self) -> PreTrainedModel:
+        """In bfloat16 and training mode, on the current default device."""
+        config = self.config(
+            vocab_size=VOCABULARY,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            **self.sizes,
+        )
+        model = self.model._from_config(config, dtype=torch.bfloat16)
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Random tokens and labels, on the current default device."""
+        tokens = torch.randint(VOCABULARY, (self.batch, self.length))
+        labels = torch.randint(VOCABULARY, (self.batch, self.targets)) if self.targets else tokens
+        return {"input_ids": tokens, "labels": labels}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def cases() -> list[Case]:
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    without_bias = (SOFTMAX_BAR, (NAME, "sdpa", 0.95))
+    llama_1b = Case(
+        name="Llama 1B, 2048 tokens",
+        model=LlamaForCausalLM,
+        config=LlamaConfig,
+        layers=16,
+        width=2048,
+        heads=32,
+        batch=4,
+        length=2048,
+        bars=without_bias,
+        sizes={"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, **no_tokens},
+    )
+    return [
+        Case(
+            name="GPT-2 medium, 1024 tokens",
+            model=GPT2LMHeadModel,
+            config=GPT2Config,
+            layers=24,
+            width=1024,
+            heads=16,
+            batch=8,
+            length=1024,
+            bars=without_bias,
+            sizes={**no_dropout, **no_tokens},
+        ),
+        llama_1b,
+        replace(
+            llama_1b,
+            name="Llama 1B, 8192 tokens, layers checkpointed",
+            batch=1,
+            length=8192,
+            checkpointed=True,
+        ),
+        Case(
+            name="T5 large v1.1, 1024 + 512 tokens",
+            model=T5ForConditionalGeneration,
+            config=T5Config,
+            layers=24,
+            width=1024,
+            heads=16,
+            batch=16,
+            length=1024,
+            targets=512,
+            bars=(SOFTMAX_BAR, (NAME, "sdpa", 1.3)),
+            sizes={
+                "head_dim": 64,
+                "d_ff": 2816,
+                "feed_forward_proj": "gated-gelu",
+                "dropout_rate": 0.0,
+                "decoder_start_token_id": 0,
+            },
+        ),
+        Case(
+            name="gpt-oss, 4 layers, 4 experts, 4096 tokens",
+            model=GptOssForCausalLM,
+            config=GptOssConfig,
+            layers=4,
+            width=2880,
+            heads=64,
+            batch=2,
+            length=4096,
+            bars=(SOFTMAX_BAR, (NAME, "eager", 1.5)),
+            implementations=("eager", SOFTMAX_NAME, NAME),
+            sizes={
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "intermediate_size": 2880,
+                "sliding_window": 128,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 4,
+                **no_tokens,
+            },
+        ),
+    ]

@@ -1,0 +1,164 @@
+"""The training benchmark on tiny models: what it writes, and that what is wrong is not timed."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import bench_training
+import plot
+from training_cases import cases
+
+import megasoftmax
+
+GRADIENTS = {"weight": torch.tensor([3.0, 4.0])}
+
+
+def find(name):
+    return next(case for case in cases() if name in case.name)
+
+
+def run(out, only="", device="cpu"):
+    """The rows that a quick run writes."""
+    bench_training.main(rounds=1, out=out, only=only, quick=True, device=device, commit="abc")
+    return read(out)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_quick_run_measures_every_implementation(device, tmp_path):
+    rows = run(tmp_path / "training.csv", device=device)
+    expected = [(case.tiny(), name) for case in cases() for name in case.implementations]
+    assert len(expected) == 19
+    for row, (case, implementation) in zip(rows, expected, strict=True):
+        assert (row["case"], row["implementation"]) == (case.name, implementation)
+        assert (row["commit"], row["torch"], row["note"]) == ("abc", torch.__version__, "")
+        tokens = int(row["batch"]) * (int(row["length"]) + int(row["targets"]))
+        speed = tokens / float(row["step_ms"]) * 1e3
+        assert float(row["tokens_per_second"]) == pytest.approx(speed, rel=1e-2, abs=1)
+        assert 9.6 < float(row["loss"]) < 10.4  # log 16384 = 9.7
+        assert float(row["gradient_difference"]) < 0.1
+        assert implementation != "eager" or float(row["gradient_difference"]) == 0
+        assert bool(row["peak_memory_bytes"]) == (device == "cuda")
+    table = plot.training_table(rows)
+    assert all(f"| {row['tokens_per_second']} | {row['step_ms']} |" in table for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("fault", "only", "parameter"),
+    [
+        ({"causal": False}, "GPT-2", "weight"),
+        ({"causal": False}, "8192", "weight"),
+        ({"scale": 1.0}, "Llama.* 2048", "[qk]_proj"),
+        ({"bias": None}, "T5", "relative_attention_bias"),
+        ({"sink": None}, "gpt-oss", "sinks"),
+        ({"mask": None, "causal": True}, "gpt-oss", ""),  # the window alone is lost
+    ],
+)
+def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp_path, monkeypatch):
+    softmax = megasoftmax.softmax  # on a CPU both of our names come here
+    monkeypatch.setattr(megasoftmax, "softmax", lambda *t, **given: softmax(*t, **(given | fault)))
+    out = tmp_path / "training.csv"
+    with pytest.raises(SystemExit, match=f"megasoftmax: wrong: the gradient of .*{parameter}"):
+        run(out, only)
+    for row in read(out):
+        wrong = row["implementation"].startswith("megasoftmax")
+        assert row["note"].startswith("wrong") == wrong
+        assert bool(row["tokens_per_second"]) != wrong
+
+
+def test_model_that_is_switched_in_part_is_refused(monkeypatch):
+    training = bench_training.Training(find("T5").tiny(), "cpu")
+    config = training.model.config  # encoder and decoder have copies
+
+    def switch_outermost(implementation):
+        config._attn_implementation_internal = implementation
+
+    monkeypatch.setattr(training.model, "set_attn_implementation", switch_outermost)
+    with pytest.raises(RuntimeError, match="encoder: expected eager, got sdpa"):
+        training.step("eager")
+
+
+class Scripted:
+    """Stands for a Training: what each implementation computes, or raises."""
+
+    def __init__(self, **results):
+        self.results = results
+
+    def gradients(self, implementation):
+        if isinstance(self.results[implementation], Exception):
+            raise self.results[implementation]
+        return self.results[implementation]
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "note"),
+    [
+        (9.81, [3.0, 5.9], ""),
+        (9.59, [3.0, 4.0], "wrong: expected a loss of 9.80000, got 9.59000"),
+        (torch.nan, [3.0, 4.0], "wrong: expected a loss of 9.80000, got nan"),
+        (9.80, [3.0, 6.1], "wrong: the gradient of weight is off by 0.42"),
+        (9.80, [3.0, torch.nan], "wrong: the gradient of weight is off by inf"),
+        (9.80, None, "wrong: the gradient of weight is off by inf"),
+    ],
+)
+def test_comparison(loss, gradient, note):
+    """With the first that has enough memory."""
+    gradients = {"weight": None if gradient is None else torch.tensor(gradient)}
+    training = Scripted(
+        eager=torch.OutOfMemoryError("CUDA out of memory."),
+        sdpa=(9.8, GRADIENTS),
+        megasoftmax=(loss, gradients),
+    )
+    rows = {name: {} for name in training.results}
+    bench_training.compare(training, rows)
+    assert rows["eager"] == {"note": "out of memory"}
+    assert rows["sdpa"] == {"loss": "9.80000", "gradient_difference": "0.0000"}
+    assert rows["megasoftmax"].get("note", "") == note
+
+
+@pytest.mark.parametrize("method", ["gradients", "peak_memory"])
+def test_what_has_too_little_memory_is_a_row(method, tmp_path, monkeypatch):
+    original = getattr(bench_training.Training, method)
+
+    def with_limit(self, implementation):
+        if implementation == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(self, implementation)
+
+    monkeypatch.setattr(bench_training.Training, method, with_limit)
+    rows = run(tmp_path / "training.csv", "GPT-2")
+    assert [row["note"] for row in rows] == ["out of memory", "", "", ""]
+    assert [bool(row["tokens_per_second"]) for row in rows] == [False, True, True, True]
+    assert "| eager |  |  |  |  | out of memory |" in plot.training_table(rows)
+
+
+def test_bytes_of_scores():
+    assert find("gpt-oss").score_bytes == 4 * 2 * 64 * 4096**2 * 2
+    assert find("8192 tokens, layers checkpointed").score_bytes == 32 * 8192**2 * 2
+    pairs = 1024 * 1024 + 512 * 512 + 512 * 1024  # encoder, decoder, between them
+    assert find("T5").score_bytes == 24 * 16 * 16 * pairs * 2
+
+
+def test_bars():
+    case = find("gpt-oss")
+    scores = case.score_bytes
+    speeds = {"eager": 1000, "megasoftmax_softmax": 1390, "megasoftmax": 1500}
+    rows = {name: {"tokens_per_second": str(speed)} for name, speed in speeds.items()}
+    rows["eager"]["peak_memory_bytes"] = str(scores + 2**30)
+    rows["megasoftmax"]["peak_memory_bytes"] = str(2**30)
+    lines = [line.removeprefix(f"{case}: ") for line in bench_training.bars(case, rows)]
+    assert lines == [
+        "megasoftmax_softmax over eager 1.39x, bar 1.40x: missed",
+        "megasoftmax over eager 1.50x, bar 1.50x: reached",
+        "megasoftmax below eager by 16.00 GiB, bar 16.00 GiB: reached",
+    ]
+    del rows["eager"]["tokens_per_second"], rows["eager"]["peak_memory_bytes"]
+    assert all(line.endswith(": not measured") for line in bench_training.bars(case, rows))
