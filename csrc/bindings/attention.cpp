@@ -49,14 +49,34 @@ Strided rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// What forward and backward share; `query`, `key` and `value` are aligned.
-struct Inputs {
-  Tensor query, key, value;
+// Heads that share a bias, from which on a copy of it pays whose rows kernels can take as tiles:
+// they take tiles a third faster.
+constexpr int64_t kFewestOfCopy = 4;
 
-  Inputs(const Tensor& q, const Tensor& k, const Tensor& v)
+// A bias of queries and keys: itself, or a copy with rows that kernels read faster.
+Tensor with_fast_rows(const Tensor& bias, const Tensor& query, const Tensor& key) {
+  if (bias.dim() != 4 || bias.size(2) != query.size(2) || bias.size(3) != key.size(2) ||
+      bias.numel() == 0)
+    return bias;
+  const bool is_tiled = bias.scalar_type() == query.scalar_type() && bias.stride(3) == 1 &&
+                        reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 &&
+                        (bias.stride(0) | bias.stride(1) | bias.stride(2)) % kAlignment == 0;
+  const bool is_shared =
+      query.size(0) * query.size(1) >= kFewestOfCopy * bias.size(0) * bias.size(1);
+  const bool pays = bias.scalar_type() == query.scalar_type() && !is_tiled && is_shared;
+  return pays || has_scattered_rows(bias) ? with_dense_rows(bias, kAlignment) : bias;
+}
+
+// What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
+// but that dimensions of stride 0 may have size 1.
+struct Inputs {
+  Tensor query, key, value, bias_rows;
+
+  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias)
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
+    if (bias) bias_rows = with_fast_rows(*bias, q, k);
     STD_TORCH_CHECK(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };
@@ -65,7 +85,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                 const std::optional<Tensor>& mask, double scale, bool causal, int64_t window_left,
                 int64_t window_right, const std::optional<Tensor>& sink,
                 std::optional<double> sink_value, bool relative) {
-  const auto& [query, key, value] = inputs;
+  const auto& [query, key, value, bias_rows] = inputs;
   const int64_t batches = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), keys = key.size(2);
   const auto is_beside = [&](const Tensor& tensor) {
@@ -124,10 +144,10 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     params.heads_per_bias = group(heads, bias_heads);
     params.is_relative = relative;
     Strided& rows = params.bias;
-    rows.data = bias->data_ptr();
+    rows.data = bias_rows.data_ptr();
     rows.type = dtype_of(bias->scalar_type(), "bias");
-    rows.batch_stride = bias_batches == 1 ? 0 : bias->stride(0);
-    rows.head_stride = bias_heads == 1 ? 0 : bias->stride(1);
+    rows.batch_stride = bias_rows.size(0) == 1 ? 0 : bias_rows.stride(0);
+    rows.head_stride = bias_rows.size(1) == 1 ? 0 : bias_rows.stride(1);
     if (relative) {
       STD_TORCH_CHECK(bias->size(2) == std::max<int64_t>(queries + keys - 1, 0),
                       "a relative bias must have queries + keys - 1 entries");
@@ -140,8 +160,8 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
       STD_TORCH_CHECK((bias->size(2) == 1 || bias->size(2) == queries) &&
                           (bias->size(3) == 1 || bias->size(3) == keys),
                       "bias does not broadcast to the scores");
-      rows.query_stride = bias->size(2) == 1 ? 0 : bias->stride(2);
-      rows.column_stride = bias->size(3) == 1 ? 0 : bias->stride(3);
+      rows.query_stride = bias_rows.size(2) == 1 ? 0 : bias_rows.stride(2);
+      rows.column_stride = bias_rows.size(3) == 1 ? 0 : bias_rows.stride(3);
       if (keys == 1) rows.column_stride = 1;
     }
   }
@@ -169,7 +189,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    int64_t window_right, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, bool relative) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value);
+  const Inputs inputs(query, key, value, bias);
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative);
@@ -238,7 +258,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
     bool relative, bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value);
+  const Inputs inputs(query, key, value, bias);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative);

@@ -144,6 +144,31 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
   return result;
 }
 
+// A copy of the entries that a broadcast tensor has, with dense rows that begin at multiples of
+// `alignment` elements; dimensions of stride 0 have size 1 in it.
+inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
+  Tensor entries = tensor;
+  std::vector<int64_t> sizes = sizes_of(tensor), strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (tensor.stride(i) == 0 && sizes[i] > 1) {
+      sizes[i] = 1;
+      entries = torch::stable::narrow(entries, i, 0, 1);
+    }
+    strides[i] = stride;
+    stride *= i + 1 == sizes.size() ? divide_up(sizes[i], alignment) * alignment : sizes[i];
+  }
+  Tensor copy = new_tensor(sizes, strides, tensor.scalar_type(), tensor);
+  return torch::stable::copy_(copy, entries);
+}
+
+// Whether the entries of a row lie apart: kernels would fetch 32 bytes for each of them, and for
+// all that share it once more.
+inline bool has_scattered_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.dim() > 1 && tensor.size(last) > 1 && tensor.stride(last) > 1;
+}
+
 inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,
                          const Tensor& scores) {
   SinkLogit result;

@@ -31,6 +31,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
     STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "mask must be bool");
     params.mask = strided(*mask, scores, "mask");
   }
+  if (bias && has_scattered_rows(*bias)) bias = with_dense_rows(*bias, 1);
   if (bias) {
     params.bias = strided(*bias, scores, "bias");
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
