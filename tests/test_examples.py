@@ -69,7 +69,7 @@ def run_python(*arguments, folder):
 
 def losses_of(output):
     """The rows (eager, megasoftmax, difference) of the table that a comparison prints."""
-    rows = re.findall(r"│ +\d+ +│ (\S+) +│ (\S+) +│ (\S+) +│", output)
+    rows = re.findall(r"^│ +\d+ +│ (\S+) +│ (\S+) +│ (\S+) +│$", output, re.MULTILINE)
     return [tuple(map(float, row)) for row in rows]
 
 
