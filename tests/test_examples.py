@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
+
+from megasoftmax.integrations.transformers import register
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--steps=6", "--batch=2", "--length=32", "--layers=1", "--width=16", "--heads=2"]
@@ -194,17 +197,22 @@ def test_comparison_notices_a_fault(example, tmp_path):
     assert verdict not in output
 
 
-def test_finetune_t5_takes_a_checkpoint(tmp_path):
+def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
 
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from finetune_t5 import build_model
+
+    register()
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 1}
-    config = T5Config(**sizes, vocab_size=384, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "folder")
-    arguments = ["--checkpoint", tmp_path / "folder", "--device=cpu", *TINY]
-    code, output = run_python(EXAMPLES / "finetune_t5.py", *arguments, folder=tmp_path)
-    assert code == 0, output
-    weights = (tmp_path / "folder" / "model.safetensors").read_bytes()
-    assert weights  # left alone
+    saved = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=384, dropout_rate=0.5))
+    saved.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = build_model("megasoftmax", tmp_path, layers=3, width=32, heads=4, seed=0)
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], p.float()) for name, p in saved.named_parameters())
+    assert all(p.dtype == torch.float32 for p in parameters.values())
+    assert model.decoder.config._attn_implementation == "megasoftmax"
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
 def test_config_sets_defaults_and_the_command_line_wins(tmp_path):
