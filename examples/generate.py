@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
-from train_gpt import Settings, Trainer, train
+from train_gpt import Settings, build_model
+from training import Config, Device, Trainer, console, device_named, pieces, train
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -26,8 +26,6 @@ from megasoftmax.integrations.transformers import register
 
 # Logits [samples, vocabulary], k and temperature -> probabilities and tokens, [samples, k].
 Sampler = Callable[[torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]]
-
-console = Console()
 
 
 def topk_fused(logits: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, ...]:
@@ -98,24 +96,25 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 3e-3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")] = "auto",
+    device: Device = "auto",
+    config: Config = None,
 ) -> None:
     """Train a small Llama on Python source and let it write on, with top-k sampling."""
     register()
     logging.set_verbosity_error()
     if not prompt:
         raise typer.BadParameter("expected at least one character", param_hint="--prompt")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(
-        "llama", "fp32", steps, batch, length, layers, width, heads, seed, lr, torch.device(device)
+        "llama", "fp32", batch, length, layers, width, heads, seed, device_named(device)
     )
-    trainer = Trainer(settings, "megasoftmax")
-    train(settings, [trainer])
-    console.print(f"loss {trainer.losses[0]:.3f} to {trainer.losses[-1]:.3f}")
+    trainer = Trainer("megasoftmax", build_model(settings, "megasoftmax"), lr)
+    batches = pieces(steps, batch, length, seed, settings.device)
+    train([trainer], ((ids, ids) for ids in batches), steps)
 
     model = trainer.model.eval()
-    report_path(torch.empty(samples, model.config.vocab_size, device=device), k, temperature)
+    report_path(
+        torch.empty(samples, model.config.vocab_size, device=settings.device), k, temperature
+    )
     texts = {}
     for name in SAMPLERS if sampler == "compare" else [sampler]:
         start = time.perf_counter()

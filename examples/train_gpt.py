@@ -9,9 +9,6 @@ on each other; if they part by more than a tolerance, the exit code is 1. The te
 library of this Python, read as bytes, so that nothing is downloaded.
 """
 
-import statistics
-import sysconfig
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,25 +17,17 @@ from typing import Annotated, Literal
 import torch
 import typer
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from training import Config, Device, Trainer, console, curves_agree, device_named, pieces, train
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import megasoftmax
 from megasoftmax.integrations.transformers import register
 
-TEXT_BYTES = 2_000_000
-WARM_UP_STEPS = 20  # in which the learning rate rises to its value
-TABLE_ROWS = 10
-
 # How far two losses of one step may be apart. The two runs round differently and training amplifies
 # that: the default settings came to 1e-6 in fp32 and 4e-3 in bf16 on a CPU, twice the learning rate
 # to 3e-3 and 4e-2.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-
-console = Console()
 
 
 @dataclass
@@ -47,22 +36,13 @@ class Settings:
 
     model: str
     dtype: str
-    steps: int
     batch: int
     length: int
     layers: int
     width: int
     heads: int
     seed: int
-    learning_rate: float
     device: torch.device
-
-
-def read_text() -> torch.Tensor:
-    """The modules of the standard library, one after the other: uint8 [at most TEXT_BYTES]."""
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"".join(module.read_bytes() for module in modules)
-    return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
 
 
 def build_model(settings: Settings, attention: str) -> PreTrainedModel:
@@ -80,68 +60,10 @@ def build_model(settings: Settings, attention: str) -> PreTrainedModel:
     }
     if settings.model == "gpt2":
         no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout))
+        return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout)).to(settings.device)
     sizes["num_key_value_heads"] = settings.heads // 2 if settings.heads % 2 == 0 else None
     sizes["intermediate_size"] = 3 * settings.width
-    return LlamaForCausalLM(LlamaConfig(**sizes))
-
-
-class Trainer:
-    """A model in training; `losses`, `seconds` and `memory` [bytes] have an entry per step."""
-
-    def __init__(self, settings: Settings, attention: str) -> None:
-        self.name = attention
-        self.settings = settings
-        self.model = build_model(settings, attention).to(settings.device).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(
-            self.optimizer, start_factor=1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS
-        )
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.memory: list[int] = []
-
-    def step(self, ids: torch.Tensor) -> None:
-        """Train on ids [batch, length]; its memory is the peak above what was allocated before."""
-        device = self.settings.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16"):
-            loss = self.model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for the device
-        self.seconds.append(time.perf_counter() - start)
-        if device.type == "cuda":
-            self.memory.append(torch.cuda.max_memory_allocated(device) - before)
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of the median step."""
-        return self.settings.batch * self.settings.length / statistics.median(self.seconds)
-
-
-def train(settings: Settings, trainers: list[Trainer]) -> None:
-    """Take turns on random pieces of the text. The seed decides the pieces."""
-    text = read_text()
-    generator = torch.Generator().manual_seed(settings.seed)
-    columns = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
-        task = progress.add_task("", total=settings.steps)
-        for _ in range(settings.steps):
-            begins = torch.randint(
-                len(text) - settings.length, (settings.batch, 1), generator=generator
-            )
-            ids = text[begins + torch.arange(settings.length)].to(settings.device, torch.long)
-            for trainer in trainers:
-                trainer.step(ids)
-            states = (f"{t.name} {t.losses[-1]:.3f} {t.speed:,.0f}/s" for t in trainers)
-            progress.update(task, advance=1, description=", ".join(states))
+    return LlamaForCausalLM(LlamaConfig(**sizes)).to(settings.device)
 
 
 def report_path(settings: Settings) -> None:
@@ -163,26 +85,6 @@ def report_path(settings: Settings) -> None:
     else:
         path = f"reference path, because {against_softmax}"
     console.print(f"megasoftmax runs its {path}", soft_wrap=True)
-
-
-def report_run(run: Trainer) -> None:
-    """Print the outcome of one run."""
-    memory = f"{statistics.median(run.memory) / 2**20:,.0f} MiB" if run.memory else "n/a on CPU"
-    loss = f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}"
-    console.print(f"{run.name}: loss {loss}, {run.speed:,.0f} tokens/s, memory {memory}")
-
-
-def report_difference(eager: Trainer, ours: Trainer) -> float:
-    """Print both curves side by side; return the largest difference of two losses of one step."""
-    differences = [abs(a - b) for a, b in zip(eager.losses, ours.losses, strict=True)]
-    table = Table("step", "eager", "megasoftmax", "difference")
-    last = len(differences) - 1
-    for step in sorted({*range(0, last, max(last // TABLE_ROWS, 1)), last}):
-        values = f"{eager.losses[step]:.5f}", f"{ours.losses[step]:.5f}", f"{differences[step]:.1e}"
-        table.add_row(str(step), *values)
-    console.print(table)
-    console.print(f"tokens/s: megasoftmax / eager = {ours.speed / eager.speed:.2f}")
-    return max(differences)
 
 
 def save_plot(eager: Trainer, ours: Trainer, file: Path) -> None:
@@ -215,38 +117,27 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 5e-4,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")] = "auto",
+    device: Device = "auto",
     plot: Annotated[Path, typer.Option(help="where compare saves its plot")] = Path(
         "train_gpt.png"
     ),
+    config: Config = None,
 ) -> None:
     """Train a small GPT-2 or Llama on Python source, with megasoftmax and without it."""
     register()
     logging.set_verbosity_error()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(
-        model, dtype, steps, batch, length, layers, width, heads, seed, lr, torch.device(device)
+        model, dtype, batch, length, layers, width, heads, seed, device_named(device)
     )
     if attention in ("megasoftmax", "compare"):
         report_path(settings)
     names = ["eager", "megasoftmax"] if attention == "compare" else [attention]
-    trainers = [Trainer(settings, name) for name in names]
-    train(settings, trainers)
-    for trainer in trainers:
-        report_run(trainer)
-    if attention != "compare":
-        return
-
-    eager, ours = trainers
-    largest = report_difference(eager, ours)
-    save_plot(eager, ours, plot)
-    same = largest <= TOLERANCE[dtype]
-    console.print(
-        f"largest difference {largest:.1e}, tolerance {TOLERANCE[dtype]:.1e}: "
-        f"{'the curves agree' if same else 'THE CURVES DIFFER'}"
-    )
-    raise typer.Exit(0 if same else 1)
+    trainers = [Trainer(name, build_model(settings, name), lr, dtype) for name in names]
+    batches = pieces(steps, batch, length, seed, settings.device)
+    train(trainers, ((ids, ids) for ids in batches), steps)
+    if attention == "compare":
+        save_plot(*trainers, plot)
+        raise typer.Exit(0 if curves_agree(*trainers, TOLERANCE[dtype]) else 1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
+from megasoftmax import layers as layers
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused

@@ -1,6 +1,7 @@
 """``python -m megasoftmax`` tells what runs here.
 
-Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call.
+Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call, and
+``export-kernels`` writes a folder for Hugging Face's ``kernels``.
 """
 
 import math
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megasoftmax import _build, _extension
+from megasoftmax._export_kernels import export_kernels
 from megasoftmax.explain import DTYPES, PACK_BYTES, Explanation, Gpu, Window, current_gpu, explain
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -62,6 +64,34 @@ def build(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"Built {library}")
+
+
+@app.command("export-kernels")
+def export(
+    folder: Annotated[Path, typer.Argument(help="Gets a folder `build`, with one per variant.")],
+    cuda: Annotated[
+        int | None,
+        typer.Option(
+            help="Major version of the CUDA that built the compiled part. Default: nvcc's."
+        ),
+    ] = None,
+) -> None:
+    """Write the package, and the compiled part if there is one, for Hugging Face's kernels.
+
+    kernels.get_local_kernel(Path(FOLDER)) loads it.
+    """
+    library = _extension.status().path
+    nvcc = _build.find_nvcc()
+    if cuda is None and nvcc is not None:
+        cuda = nvcc.version[0]
+    try:
+        for variant in export_kernels(folder, library, cuda):
+            typer.echo(f"Wrote {variant}")
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if library is None:
+        typer.echo(f"No compiled part: {_extension.status().reason}")
 
 
 @app.command("explain")

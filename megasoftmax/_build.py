@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).absolute().parent  # not where a link leads: caches link single files
 CSRC = PACKAGE / "csrc"
 LIBRARY_NAME = "_C.abi3.so"
 

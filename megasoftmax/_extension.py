@@ -1,5 +1,6 @@
 """Finds, builds or refuses the compiled part, and reads the limits of its kernels."""
 
+import ctypes
 import os
 import re
 import sys
@@ -88,7 +89,8 @@ def _load() -> Status:
     try:
         path = _LIBRARY if _LIBRARY.exists() else _build_for_these_gpus()
         torch.ops.load_library(path)
-    except (_build.BuildError, OSError) as error:
+        ctypes.CDLL(str(path)).megasoftmax_register(__package__.encode())
+    except (_build.BuildError, OSError, AttributeError) as error:  # the last: of other sources
         warnings.warn(
             "megasoftmax has no compiled kernels here, and CUDA tensors take the slow plain-torch "
             f"path: {error}. `python -m megasoftmax build` compiles them.",

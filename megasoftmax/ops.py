@@ -1,7 +1,8 @@
 """The ops torch.ops.megasoftmax.*: schemas, and all their implementations but CUDA's.
 
 The compiled part adds those when it is loaded (see `_extension`). Arguments and results are
-explained in `reference`, whose functions are the CPU implementations.
+explained in `reference`, whose functions are the CPU implementations. The namespace is the name of
+the package: a copy that is imported under another name has ops of its own.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megasoftmax import reference
 
-_library = torch.library.Library("megasoftmax", "DEF")
+_library = torch.library.Library(__package__, "DEF")
 _library.define(
     "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
     "int window_left, int window_right, Tensor? sink, float? sink_value, ScalarType dtype, "
@@ -37,10 +38,11 @@ _library.define(
     "float scale, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_forward = torch.ops.megasoftmax.softmax_forward.default
-_backward = torch.ops.megasoftmax.softmax_backward.default
-_columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
-_columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
+_ops = getattr(torch.ops, __package__)
+_forward = _ops.softmax_forward.default
+_backward = _ops.softmax_backward.default
+_columns_forward = _ops.softmax_columns_forward.default
+_columns_backward = _ops.softmax_columns_backward.default
 
 
 def below_autograd(op: Callable[..., Any], *args: Any) -> Any:

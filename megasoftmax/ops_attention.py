@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megasoftmax import ops, reference, reference_attention
 
-_library = torch.library.Library("megasoftmax", "FRAGMENT")
+_library = torch.library.Library(__package__, "FRAGMENT")
+_ops = getattr(torch.ops, __package__)
 
 
 def _call_backward(op: Callable[..., Any], *args: Any) -> Any:
@@ -104,8 +105,8 @@ def _defined(name: str, dispatch_key: str) -> reference_attention.Halves:
         "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)",
         tags=torch.Tag.pt2_compliant_tag,
     )
-    forward = getattr(torch.ops.megasoftmax, f"{name}_forward").default
-    backward = getattr(torch.ops.megasoftmax, f"{name}_backward").default
+    forward = getattr(_ops, f"{name}_forward").default
+    backward = getattr(_ops, f"{name}_backward").default
 
     def gradients(ctx: Any, *grads: Tensor | None) -> Any:
         return reference_attention.gradients(ctx, backward, *grads)

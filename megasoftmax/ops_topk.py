@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasoftmax import ops, reference, reference_topk
 
-_library = torch.library.Library("megasoftmax", "FRAGMENT")
+_library = torch.library.Library(__package__, "FRAGMENT")
 _library.define(
     "softmax_topk_forward(Tensor logits, int k, float scale, Tensor? mask, Tensor? bias, "
     "bool renormalize, ScalarType dtype, bool candidates) -> (Tensor, Tensor, Tensor)",
@@ -23,8 +23,9 @@ _library.define(
     "Tensor? bias, bool renormalize, float factor, ScalarType dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_forward = torch.ops.megasoftmax.softmax_topk_forward.default
-_backward = torch.ops.megasoftmax.softmax_topk_backward.default
+_ops = getattr(torch.ops, __package__)
+_forward = _ops.softmax_topk_forward.default
+_backward = _ops.softmax_topk_backward.default
 
 
 def softmax_topk_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

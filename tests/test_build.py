@@ -209,6 +209,12 @@ def test_library_that_cannot_be_loaded_is_a_reason(nothing_loaded):
     assert _build.LIBRARY_NAME in status.reason
 
 
+def test_library_of_other_sources_is_a_reason(nothing_loaded):
+    _extension._LIBRARY.symlink_to(Path(torch.__file__).parent / "lib" / "libc10.so")
+    with pytest.warns(RuntimeWarning, match="megasoftmax_register"):
+        assert not _extension.load().available
+
+
 def test_load_is_a_constant_to_torch_compile(nothing_loaded, monkeypatch):
     calls = []
     monkeypatch.setattr(_extension, "_load", lambda: calls.append("load") or Status(True))

@@ -7,24 +7,59 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from megasoftmax.integrations.transformers import register
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--steps=6", "--batch=2", "--length=32", "--layers=1", "--width=16", "--heads=2"]
 
-# Runs an example with attention that is never causal; the arguments follow.
-RUN_WITH_FAULT = """
-import runpy, sys
+# Runs an example after a fault was planted; the arguments follow.
+RUN = """
+import pathlib, runpy, sys
+{fault}
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FAULTY_ATTENTION = """
 from megasoftmax.integrations import transformers as integration
 
 attention_forward = integration.attention_forward
 
 def faulty_forward(module, query, key, value, mask, **options):
-    mask = mask._replace(causal=False)
+    {change}
     return attention_forward(module, query, key, value, mask, **options)
 
 integration.attention_forward = faulty_forward
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+NEVER_CAUSAL = FAULTY_ATTENTION.format(change="mask = mask._replace(causal=False)")
+NO_SINK = FAULTY_ATTENTION.format(change='options.pop("s_aux")')
+OTHER_BIAS = FAULTY_ATTENTION.format(
+    change='options["position_bias"] = 1.01 * options["position_bias"]'
+)
+NO_SUM = """
+import megasoftmax
+
+softmax_topk = megasoftmax.softmax_topk
+
+def faulty_topk(*arguments, **options):
+    return softmax_topk(*arguments, **options | {"renormalize": False})
+
+megasoftmax.softmax_topk = faulty_topk
+"""
+# Ignores the scale.
+OTHER_SAMPLES = """
+from megasoftmax import reference_topk
+
+call = reference_topk.call
+
+def faulty_call(halves, needs_gradient, logits, k, scale, *others):
+    return call(halves, needs_gradient, logits, k, 1.0, *others)
+
+reference_topk.call = faulty_call
 """
 
 
@@ -37,7 +72,7 @@ def run_python(*arguments, folder):
 
 def losses_of(output):
     """The rows (eager, megasoftmax, difference) of the table that a comparison prints."""
-    rows = re.findall(r"│ +\d+ +│ (\S+) +│ (\S+) +│ (\S+) +│", output)
+    rows = re.findall(r"^│ +\d+ +│ (\S+) +│ (\S+) +│ (\S+) +│$", output, re.MULTILINE)
     return [tuple(map(float, row)) for row in rows]
 
 
@@ -59,7 +94,13 @@ def test_train_gpt_compares(model, device, tmp_path):
 
 def test_train_gpt_notices_a_difference(tmp_path):
     code, output = run_python(
-        "-c", RUN_WITH_FAULT, EXAMPLES / "train_gpt.py", "--device", "cpu", *TINY, folder=tmp_path
+        "-c",
+        RUN.format(fault=NEVER_CAUSAL),
+        EXAMPLES / "train_gpt.py",
+        "--device",
+        "cpu",
+        *TINY,
+        folder=tmp_path,
     )
     assert code == 1, output
     assert "THE CURVES DIFFER" in output
@@ -75,21 +116,6 @@ def test_train_gpt_alone_in_bfloat16(device, tmp_path):
     assert math.isfinite(float(last))
 
 
-# Runs an example with a softmax_topk that ignores its scale; the arguments follow.
-RUN_WITH_OTHER_SAMPLES = """
-import pathlib, runpy, sys
-from megasoftmax import reference_topk
-
-call = reference_topk.call
-
-def faulty_call(halves, needs_gradient, logits, k, scale, *others):
-    return call(halves, needs_gradient, logits, k, 1.0, *others)
-
-reference_topk.call = faulty_call
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
 
 
@@ -102,7 +128,7 @@ def test_generate_compares(device, tmp_path):
     assert "the samples are equal" in output
     assert "softmax_topk runs its" in output
     assert ("reference path" in output) == (device == "cpu")
-    first, last = re.search(r"loss (\S+) to (\S+)\n", output).groups()
+    first, last = re.search(r"megasoftmax: loss (\S+) to (\S+),", output).groups()
     assert 5 < float(first) < 6
     assert math.isfinite(float(last))
 
@@ -110,7 +136,7 @@ def test_generate_compares(device, tmp_path):
 def test_generate_notices_a_difference(tmp_path):
     code, output = run_python(
         "-c",
-        RUN_WITH_OTHER_SAMPLES,
+        RUN.format(fault=OTHER_SAMPLES),
         EXAMPLES / "generate.py",
         "--temperature=0.3",
         "--device=cpu",
@@ -132,3 +158,114 @@ def test_generate_depends_on_seed_and_k(tmp_path):
     assert found[0]
     assert found[0] != found[1]
     assert found[0] != found[2]
+
+
+COMPARISONS = {
+    "finetune_t5.py": ("megasoftmax", OTHER_BIAS, "the biases learn alike"),
+    "train_sinks.py": ("megasoftmax", NO_SINK, "the sinks learn alike"),
+    "train_router.py": ("softmax_topk", NO_SUM, "the routers agree"),
+}
+
+
+@pytest.mark.parametrize("example", COMPARISONS)
+def test_comparison_agrees(example, device, tmp_path):
+    name, _, verdict = COMPARISONS[example]
+    code, output = run_python(EXAMPLES / example, "--device", device, *TINY, folder=tmp_path)
+    assert code == 0, output
+    assert "the first gradients agree" in output
+    assert f"tokens/s: {name} /" in output
+    rows = losses_of(output)
+    assert len(rows) == 6
+    assert all(math.isfinite(number) for row in rows for number in row)
+    assert all(abs(first - second) < 1e-3 for first, second, _ in rows)
+    assert verdict in output
+
+
+@pytest.mark.parametrize("example", COMPARISONS)
+def test_comparison_notices_a_fault(example, tmp_path):
+    _, fault, verdict = COMPARISONS[example]
+    code, output = run_python(
+        "-c",
+        RUN.format(fault=fault),
+        EXAMPLES / example,
+        "--device=cpu",
+        *TINY,
+        folder=tmp_path,
+    )
+    assert code == 1, output
+    assert "the first gradients DIFFER" in output
+    assert verdict not in output
+
+
+def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from finetune_t5 import build_model
+
+    register()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 1}
+    saved = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=384, dropout_rate=0.5))
+    saved.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = build_model("megasoftmax", tmp_path, layers=3, width=32, heads=4, seed=0)
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], p.float()) for name, p in saved.named_parameters())
+    assert all(p.dtype == torch.float32 for p in parameters.values())
+    assert model.decoder.config._attn_implementation == "megasoftmax"
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_config_sets_defaults_and_the_command_line_wins(tmp_path):
+    config = EXAMPLES / "configs" / "train_llama.yaml"
+    arguments = ["--config", config, "--device=cpu", *TINY]
+    code, output = run_python(EXAMPLES / "train_gpt.py", *arguments, folder=tmp_path)
+    assert code == 0, output
+    assert "tolerance 5.0e-02" in output  # of bf16, as the file says
+    assert len(losses_of(output)) == 6  # as TINY says, not the file
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command with --config, which prints what it was given."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from training import Config
+
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def main(steps: int = 1, name: str = "none", file: Path = Path("."), config: Config = None):
+        print(steps, name, file)
+
+    return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "printed"),
+    [
+        ("steps: 3\nfile: a/b", [], "3 none a/b"),
+        ("steps: 3\nname: some", ["--steps=4"], "4 some ."),
+    ],
+)
+def test_config_is_read(command, tmp_path, text, arguments, printed):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    result = command("--config", file, *arguments)
+    assert (result.exit_code, result.output.strip()) == (0, printed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3", "expected options among file, name, steps, got stepz"),
+        ("config: x", "got config"),
+        ("- steps", "expected a mapping of options to values, got list"),
+        ("", "got NoneType"),
+        ("steps: many", "Invalid value for '--steps'"),
+    ],
+)
+def test_config_is_refused(command, tmp_path, text, message):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    result = command("--config", file)
+    assert result.exit_code == 2
+    assert message in re.sub(r"[│\s]+", " ", result.output)

@@ -22,9 +22,10 @@ FAMILIES = {
 
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
-    "__init__": {"biases", "functional", "modules", "dispatch"},
-    "__main__": {"_build", "_extension", "explain"},
+    "__init__": {"biases", "functional", "layers", "modules", "dispatch"},
+    "__main__": {"_build", "_export_kernels", "_extension", "explain"},
     "_build": set(),
+    "_export_kernels": {"_build"},
     "biases": set(),
     "_extension": {"_build"},
     "explain": {"_extension"},
@@ -47,6 +48,7 @@ MODULES = {
         "reference_topk",
         "vocabulary",
     },
+    "layers": {"functional"},
     "modules": {"biases", "functional"},
     "integrations": {"megasoftmax", "modules"},
 }
@@ -56,6 +58,7 @@ HOT = (
     "biases",
     "dispatch",
     "functional",
+    "layers",
     "modules",
     "ops",
     "ops_attention",

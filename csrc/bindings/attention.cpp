@@ -3,12 +3,11 @@
 
 #include "../kernels/attention/attention.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
 #include "../kernels/attention/limits.h"
 #include "checks.h"
+#include "library.h"
 
 namespace megasoftmax {
 namespace {
@@ -360,9 +359,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }
 
 }  // namespace
-}  // namespace megasoftmax
 
-STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
-  library.impl("attention_forward", TORCH_BOX(&megasoftmax::forward));
-  library.impl("attention_backward", TORCH_BOX(&megasoftmax::backward));
+void register_attention(Library& library) {
+  library.impl("attention_forward", TORCH_BOX(&forward));
+  library.impl("attention_backward", TORCH_BOX(&backward));
 }
+
+}  // namespace megasoftmax

@@ -3,11 +3,10 @@
 
 #include "../kernels/softmax/columns.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
 #include "checks.h"
+#include "library.h"
 
 namespace megasoftmax {
 namespace {
@@ -74,9 +73,10 @@ Tensor columns_backward(Tensor gradient, Tensor probabilities, std::optional<Ten
 }
 
 }  // namespace
-}  // namespace megasoftmax
 
-STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
-  library.impl("softmax_columns_forward", TORCH_BOX(&megasoftmax::columns_forward));
-  library.impl("softmax_columns_backward", TORCH_BOX(&megasoftmax::columns_backward));
+void register_columns(Library& library) {
+  library.impl("softmax_columns_forward", TORCH_BOX(&columns_forward));
+  library.impl("softmax_columns_backward", TORCH_BOX(&columns_backward));
 }
+
+}  // namespace megasoftmax

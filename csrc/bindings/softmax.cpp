@@ -3,11 +3,10 @@
 
 #include "../kernels/softmax/softmax.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
 #include "checks.h"
+#include "library.h"
 
 namespace megasoftmax {
 namespace {
@@ -139,12 +138,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 }
 
 }  // namespace
-}  // namespace megasoftmax
 
-STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
-  library.impl("softmax_forward", TORCH_BOX(&megasoftmax::forward));
-  library.impl("softmax_backward", TORCH_BOX(&megasoftmax::backward));
+void register_softmax(Library& library) {
+  library.impl("softmax_forward", TORCH_BOX(&forward));
+  library.impl("softmax_backward", TORCH_BOX(&backward));
 }
+
+}  // namespace megasoftmax
 
 // For ctypes: benchmarks/tune_softmax.py chooses regimes, tests/test_explain.py asks for the
 // choice.

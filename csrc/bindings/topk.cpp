@@ -3,11 +3,10 @@
 
 #include "../kernels/topk/topk.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
 #include "checks.h"
+#include "library.h"
 
 namespace megasoftmax {
 namespace {
@@ -109,12 +108,13 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
 }
 
 }  // namespace
-}  // namespace megasoftmax
 
-STABLE_TORCH_LIBRARY_IMPL(megasoftmax, CUDA, library) {
-  library.impl("softmax_topk_forward", TORCH_BOX(&megasoftmax::forward));
-  library.impl("softmax_topk_backward", TORCH_BOX(&megasoftmax::backward));
+void register_topk(Library& library) {
+  library.impl("softmax_topk_forward", TORCH_BOX(&forward));
+  library.impl("softmax_topk_backward", TORCH_BOX(&backward));
 }
+
+}  // namespace megasoftmax
 
 // For ctypes: tuning forces regimes.
 extern "C" __attribute__((visibility("default"))) void megasoftmax_force_topk_regime(int regime) {

@@ -1,0 +1,192 @@
+"""What the examples share: text, training in turns, the comparison of two runs, and --config."""
+
+import statistics
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import PreTrainedModel
+
+TEXT_BYTES = 2_000_000
+WARM_UP_STEPS = 20  # in which the learning rate rises to its value
+TABLE_ROWS = 10
+GRADIENT_TOLERANCE = 1e-4  # the defaults came to 1e-6 on a CPU
+
+console = Console()
+
+
+def read_text() -> torch.Tensor:
+    """The modules of the standard library, one after the other: uint8 [at most TEXT_BYTES]."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(module.read_bytes() for module in modules)
+    return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
+
+
+def pieces(
+    steps: int, batch: int, length: int, seed: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Random pieces of the text, int64 [batch, length], so many times. The seed decides which."""
+    text = read_text()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        begins = torch.randint(len(text) - length, (batch, 1), generator=generator)
+        yield text[begins + torch.arange(length)].to(device, torch.long)
+
+
+def device_named(name: str) -> torch.device:
+    """As --device says; auto: the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+class Trainer:
+    """A model in training; `losses`, `seconds` and `memory` [bytes] have an entry per step."""
+
+    def __init__(
+        self, name: str, model: PreTrainedModel, learning_rate: float, dtype: str = "fp32"
+    ) -> None:
+        self.name = name
+        self.model = model.train()
+        self.is_autocast = dtype == "bf16"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, start_factor=1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.memory: list[int] = []
+        self.tokens = 0  # of one step
+
+    def step(self, input_ids: torch.Tensor, labels: torch.Tensor) -> None:
+        """Train on a batch; its memory is the peak above what was allocated before."""
+        device = self.model.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.is_autocast):
+            loss = self.model(input_ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())  # waits for the device
+        self.seconds.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            self.memory.append(torch.cuda.max_memory_allocated(device) - before)
+        self.tokens = input_ids.numel()
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the median step."""
+        return self.tokens / statistics.median(self.seconds)
+
+
+def train(
+    trainers: list[Trainer], batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int
+) -> None:
+    """Take turns on so many batches, (input_ids, labels)."""
+    columns = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("", total=steps)
+        for batch in batches:
+            for trainer in trainers:
+                trainer.step(*batch)
+            states = (f"{t.name} {t.losses[-1]:.3f} {t.speed:,.0f}/s" for t in trainers)
+            progress.update(task, advance=1, description=", ".join(states))
+    for trainer in trainers:
+        report_run(trainer)
+
+
+def report_run(run: Trainer) -> None:
+    """Print the outcome of one run."""
+    memory = f"{statistics.median(run.memory) / 2**20:,.0f} MiB" if run.memory else "n/a on CPU"
+    loss = f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}"
+    console.print(f"{run.name}: loss {loss}, {run.speed:,.0f} tokens/s, memory {memory}")
+
+
+def curves_agree(first: Trainer, second: Trainer, tolerance: float) -> bool:
+    """Print both curves side by side, and whether no two losses of a step are further apart."""
+    differences = [abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)]
+    table = Table("step", first.name, second.name, "difference")
+    last = len(differences) - 1
+    for step in sorted({*range(0, last, max(last // TABLE_ROWS, 1)), last}):
+        values = first.losses[step], second.losses[step]
+        table.add_row(str(step), *(f"{loss:.5f}" for loss in values), f"{differences[step]:.1e}")
+    console.print(table)
+    console.print(f"tokens/s: {second.name} / {first.name} = {second.speed / first.speed:.2f}")
+    same = max(differences) <= tolerance
+    console.print(
+        f"largest difference {max(differences):.1e}, tolerance {tolerance:.1e}: "
+        f"{'the curves agree' if same else 'THE CURVES DIFFER'}"
+    )
+    return same
+
+
+def gradients_agree(
+    first: Trainer, second: Trainer, batch: tuple[torch.Tensor, torch.Tensor], part: str
+) -> bool:
+    """Print the gradients that a batch gives parameters with `part` in their names, side by side.
+
+    Whether none is zero, or further off than GRADIENT_TOLERANCE of the parameter's largest.
+    """
+    input_ids, labels = batch
+    found = []
+    for trainer in (first, second):
+        parameters = [p for name, p in trainer.model.named_parameters() if part in name]
+        loss = trainer.model(input_ids, labels=labels, use_cache=False).loss
+        found.append(
+            torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        )
+    names = [name for name, _ in first.model.named_parameters() if part in name]
+    table = Table("first gradient of", first.name, second.name, "difference")
+    same = bool(names)
+    for name, *pair in zip(names, *found, strict=True):
+        largest, other, difference = (
+            gradient.abs().max().item() for gradient in (*pair, pair[1] - pair[0])
+        )
+        table.add_row(name, f"{largest:.5f}", f"{other:.5f}", f"{difference:.1e}")
+        same &= largest > 0 and difference <= GRADIENT_TOLERANCE * largest
+    console.print(table)
+    console.print("the first gradients " + ("agree" if same else "DIFFER"))
+    return same
+
+
+def _read_config(context: typer.Context, file: Path | None) -> Path | None:
+    if file is None:
+        return None
+    values = yaml.safe_load(file.read_text())
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise typer.BadParameter(f"{file}: expected a mapping of options to values, got {kind}")
+    known = {parameter.name for parameter in context.command.params} - {"config", "help"}
+    if unknown := sorted(map(str, values.keys() - known)):
+        raise typer.BadParameter(
+            f"{file}: expected options among {', '.join(sorted(known))}, got {', '.join(unknown)}"
+        )
+    context.default_map = values
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=_read_config,
+        is_eager=True,
+        exists=True,
+        dir_okay=False,
+        help="YAML with other defaults of these options",
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")]

@@ -1,0 +1,77 @@
+"""Writes the package as a folder that Hugging Face's `kernels` loads, and its hub serves.
+
+`kernels` gives each build a module name of its own. So the imports of the copy are made relative;
+its ops bear that name too (see `ops`), and live beside those of an installed megasoftmax.
+"""
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+from pathlib import Path
+
+from megasoftmax import _build
+
+_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.(\w+))? import ", re.MULTILINE)
+_LEFT_OUT = ("__main__.py", "_export_kernels.py")
+
+
+def export_kernels(
+    folder: Path, library: Path | None = None, cuda: int | None = None
+) -> list[Path]:
+    """Write `folder`/build with a variant for any torch, and one for the compiled part.
+
+    Without a compiled part the package is plain torch; where it finds a GPU and nvcc it builds
+    that part on first use, from the sources that lie in it.
+
+    Args:
+        folder: created if need be.
+        library: the compiled part.
+        cuda: the major version of the CUDA toolkit that built it.
+
+    Returns:
+        The folders of the variants, named as `kernels` expects: torch-universal, and
+        torch-stable-abi211-cu130-x86_64-linux or its like, which serves this torch and later ones.
+
+    Raises:
+        FileExistsError: a variant is there already.
+        ValueError: there is a library and no `cuda`.
+
+    Source: "Kernel requirements" in the documentation of kernels.
+    """
+    if library is not None and cuda is None:
+        raise ValueError(f"cuda: expected the major version of CUDA that built {library}, got none")
+    variants = [_write(folder / "build" / "torch-universal", "cpu")]
+    if library is not None:
+        abi = "".join(map(str, _build.MIN_TORCH))
+        system = f"{platform.machine()}-{platform.system().lower()}"
+        # What any release of a major version built runs with all of them.
+        name = f"torch-stable-abi{abi}-cu{cuda}0-{system}"
+        variants.append(_write(folder / "build" / name, "cuda", library))
+    return variants
+
+
+def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
+    variant.mkdir(parents=True)
+    for module in _build.PACKAGE.glob("*.py"):
+        if module.name not in _LEFT_OUT:
+            text = _OWN_IMPORT.sub(r"\1from .\2 import ", module.read_text())
+            (variant / module.name).write_text(text)
+    shutil.copytree(_build.CSRC, variant / "csrc")
+    if library is not None:
+        shutil.copy(library, variant / _build.LIBRARY_NAME)
+    digest = hashlib.sha256()
+    for file in sorted(variant.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(variant)}\0".encode() + file.read_bytes())
+    metadata = {
+        "name": "megasoftmax",
+        "id": f"_megasoftmax_{backend}_{digest.hexdigest()[:16]}",  # the name of the module
+        "version": 0,
+        "license": "NOASSERTION",
+        "python-depends": [],
+        "backend": {"type": backend},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    return variant

@@ -1,0 +1,252 @@
+"""What `export-kernels` writes is loaded by Hugging Face's `kernels`, and computes by itself."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasoftmax import _build, _extension
+from megasoftmax._export_kernels import export_kernels
+
+pytest.importorskip("kernels", reason="kernels is not installed: pip install 'megasoftmax[test]'")
+
+SETUP = """
+import sys
+from pathlib import Path
+import kernels
+import torch
+
+torch.manual_seed(0)
+folder = Path(sys.argv[1])
+
+def check(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+"""
+ALONE = 'sys.modules["megasoftmax"] = None  # importing it fails\n'
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernel")
+    export_kernels(folder)
+    return folder
+
+
+def run(script, folder):
+    """Run SETUP and a script in another process."""
+    code = SETUP + textwrap.dedent(script)
+    command = [sys.executable, "-c", code, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+COMPUTES = """
+kernel = kernels.get_local_kernel(folder)
+logits = torch.randn(3, 4, 5, 7, dtype=torch.float64)
+exact = torch.softmax(logits / 3, -1)
+check(kernel.softmax(logits.float(), scale=1 / 3), exact)
+
+values, indices = exact.topk(3)
+found, columns = kernel.softmax_topk(logits.float(), 3, scale=1 / 3, renormalize=True)
+check(found, values / values.sum(-1, keepdim=True))
+assert torch.equal(columns, indices)
+
+query, key, value = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(3))
+scores = query @ key.mT / 8**0.5
+scores.masked_fill_(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+output = kernel.attention(query.float(), key.float(), value.float(), causal=True)
+check(output, torch.softmax(scores, -1) @ value)
+"""
+
+
+def test_copy_computes_without_the_package(exported):
+    run(ALONE + COMPUTES, exported)
+
+
+def test_copy_of_links_computes(exported, tmp_path):
+    """The cache of the hub keeps files elsewhere, under other names, and links them one by one."""
+    blobs, linked = tmp_path / "blobs", tmp_path / "linked"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(exported.rglob("*.*"))):
+        if file.is_file():
+            link = linked / file.relative_to(exported)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blobs / str(number))
+            (blobs / str(number)).write_bytes(file.read_bytes())
+    run(ALONE + COMPUTES, linked)
+
+
+@pytest.mark.parametrize("first", ["copy", "package"])
+def test_copy_and_package_live_together(exported, first):
+    script = """
+    from megasoftmax.reference import softmax_forward
+
+    name = kernel.__name__
+    assert name != "megasoftmax"
+    assert sys.modules[f"{name}.functional"] is not megasoftmax.functional
+    scores = torch.randn(2, 3, requires_grad=True)
+    for owner, space in ((kernel, getattr(torch.ops, name)), (megasoftmax, torch.ops.megasoftmax)):
+        compiled = torch.compile(owner.softmax, fullgraph=True, backend="eager")
+        expected = torch.softmax(2 * scores.double(), -1)
+        check(compiled(scores, scale=2.0), expected)
+        forward = space.softmax_forward
+        found, _ = forward(scores, 2.0, None, None, False, -1, -1, None, None, scores.dtype, False)
+        check(found, expected)
+        upstream = torch.randn(2, 3)
+        gradient = torch.autograd.grad(found, scores, upstream)[0]
+        check(gradient, torch.autograd.grad(expected, scores, upstream.double())[0])
+    """
+    imports = ["kernel = kernels.get_local_kernel(folder)", "import megasoftmax"]
+    run(
+        "\n".join(imports if first == "copy" else imports[::-1]) + textwrap.dedent(script), exported
+    )
+
+
+def test_layers_replace_those_of_a_model(exported):
+    script = """
+    from transformers import Qwen3_5MoeTextConfig
+    from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
+
+    def repository(name):
+        return {"cpu": kernels.LocalLayerRepository(folder, layer_name=name)}
+
+    # transformers marks its routers so, but with versions of kernels that it knows.
+    kernels.replace_kernel_forward_from_hub(Qwen3_5MoeTopKRouter, "SoftmaxTopKRouter")
+    kernels.replace_kernel_forward_from_hub(LagunaTopKRouter, "SoftmaxTopKRouter")
+    kernels.replace_kernel_forward_from_hub(torch.nn.Softmax, "Softmax")
+    mapping = {name: repository(name) for name in ("SoftmaxTopKRouter", "Softmax")}
+
+    config = Qwen3_5MoeTextConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3)
+    router = Qwen3_5MoeTopKRouter(config)
+    torch.nn.init.normal_(router.weight)
+    softmax = torch.nn.Softmax(dim=1)
+    hidden = torch.randn(2, 5, 16, requires_grad=True)
+
+    def results():
+        logits, scores, experts = router(hidden)
+        loss = (scores * torch.arange(3)).sum() + softmax(hidden)[0].square().sum()
+        return logits, scores, experts, *torch.autograd.grad(loss, [hidden, router.weight])
+
+    expected = results()
+    model = torch.nn.ModuleList([router, softmax])
+    with kernels.use_kernel_mapping(mapping):
+        kernels.kernelize(
+            model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, use_fallback=False
+        )
+    for module in model:
+        assert module.forward.__func__.__module__.startswith("_megasoftmax_")
+    for actual, wanted in zip(results(), expected, strict=True):
+        check(actual, wanted)
+    torch.compile(router, fullgraph=True, backend="eager")(hidden)
+
+    class Sigmoid(LagunaTopKRouter):  # marked with the same name, computes something else
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.weight = self.e_score_correction_bias = torch.nn.Parameter(torch.zeros(8))
+
+    model = torch.nn.ModuleList([Sigmoid()])
+    with kernels.use_kernel_mapping(mapping):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
+    try:
+        model[0](hidden)
+    except ValueError as error:
+        assert "got Sigmoid with e_score_correction_bias" in str(error)
+    else:
+        raise AssertionError("a router of sigmoids was taken for one of softmax")
+    """
+    run(ALONE + textwrap.dedent(script), exported)
+
+
+def test_copy_is_whole_and_named_by_its_content(exported, tmp_path):
+    variant = exported / "build" / "torch-universal"
+    text = "\n".join(file.read_text() for file in variant.glob("*.py"))
+    assert not re.search(r"^\s*(import|from) megasoftmax", text, re.MULTILINE)
+    assert "torch.ops.megasoftmax" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
+    sources = {file.relative_to(_build.CSRC) for file in _build.CSRC.rglob("*.*")}
+    assert {file.relative_to(variant / "csrc") for file in variant.rglob("csrc/**/*.*")} == sources
+
+    library = tmp_path / "library.so"
+    library.write_bytes(b"compiled")
+    first, second = tmp_path / "first", tmp_path / "second"
+    universal, compiled = export_kernels(first, library, cuda=13)
+    assert re.fullmatch(r"torch-stable-abi211-cu130-\w+-linux", compiled.name)
+    assert (compiled / _build.LIBRARY_NAME).read_bytes() == b"compiled"
+    assert (universal / "metadata.json").read_text() == (variant / "metadata.json").read_text()
+    library.write_bytes(b"compiled again")
+    *_, other = export_kernels(second, library, cuda=13)
+    assert (compiled / "metadata.json").read_text() != (other / "metadata.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda", "chosen"),
+    [
+        ("2.11", "13.0", "compiled"),
+        ("2.14", "13.2", "compiled"),
+        ("2.10", "13.0", "universal"),
+        ("2.11", "12.8", "universal"),
+        ("2.13", None, "universal"),
+    ],
+)
+def test_kernels_chooses_the_variant(tmp_path, torch_version, cuda, chosen):
+    from kernels.backends import CPU, CUDA
+    from kernels.variants import _resolve_variant_for_system, get_variants_local
+    from packaging.version import Version
+
+    library = tmp_path / "library.so"
+    library.write_bytes(b"compiled")
+    universal, compiled = export_kernels(tmp_path / "kernel", library, cuda=13)
+    platform, system = compiled.name.split("-")[-2:]
+    variants, _ = _resolve_variant_for_system(
+        get_variants_local(compiled.parent),
+        CUDA(Version(cuda)) if cuda else CPU(),
+        platform,
+        system,
+        Version(torch_version),
+        True,
+        None,
+    )
+    expected = {"compiled": compiled, "universal": universal}[chosen]
+    assert variants[0].variant_str == expected.name
+
+
+def test_command_writes_what_is_there_and_overwrites_nothing(tmp_path):
+    command = [sys.executable, "-m", "megasoftmax", "export-kernels", str(tmp_path)]
+    first, second = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert (tmp_path / "build" / "torch-universal" / "metadata.json").exists()
+    assert second.returncode == 1
+    assert "torch-universal" in second.stderr
+
+
+def test_compiled_part_needs_the_version_of_cuda(tmp_path):
+    with pytest.raises(ValueError, match=r"cuda: expected the major version .* got none"):
+        export_kernels(tmp_path, Path("library.so"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_compiled_copy_runs_fused_beside_the_package(tmp_path):
+    library = _extension.load().path
+    assert library is not None
+    major = int(torch.version.cuda.split(".")[0])
+    export_kernels(tmp_path, library, major)
+    script = """
+    import megasoftmax
+    kernel = kernels.get_local_kernel(folder)
+    assert "torch-stable-abi" in kernel.__file__
+    scores = torch.randn(4, 64, 65, device="cuda", requires_grad=True)
+    upstream = torch.randn_like(scores)
+    for owner in (kernel, megasoftmax):
+        found = owner.softmax(scores, causal=True, fused=True)
+        hidden = torch.ones(64, 65, device="cuda").triu(2).bool()
+        expected = torch.softmax(scores.double().masked_fill(hidden, -torch.inf), -1)
+        check(found, expected)
+        gradient = torch.autograd.grad(found, scores, upstream)[0]
+        check(gradient, torch.autograd.grad(expected, scores, upstream.double())[0])
+    """
+    run(script, tmp_path)
