@@ -48,22 +48,14 @@ Strided rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// Heads that share a bias, from which on a copy of it pays whose rows kernels can take as tiles:
-// they take tiles a third faster.
-constexpr int64_t kFewestOfCopy = 4;
-
-// A bias of queries and keys: itself, or a copy with rows that kernels read faster.
-Tensor with_fast_rows(const Tensor& bias, const Tensor& query, const Tensor& key) {
-  if (bias.dim() != 4 || bias.size(2) != query.size(2) || bias.size(3) != key.size(2) ||
-      bias.numel() == 0)
-    return bias;
-  const bool is_tiled = bias.scalar_type() == query.scalar_type() && bias.stride(3) == 1 &&
-                        reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 &&
-                        (bias.stride(0) | bias.stride(1) | bias.stride(2)) % kAlignment == 0;
-  const bool is_shared =
-      query.size(0) * query.size(1) >= kFewestOfCopy * bias.size(0) * bias.size(1);
-  const bool pays = bias.scalar_type() == query.scalar_type() && !is_tiled && is_shared;
-  return pays || has_scattered_rows(bias) ? with_dense_rows(bias, kAlignment) : bias;
+// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy.
+Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
+  if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
+  const int64_t in_chunk = 16 / size_of(dtype_of(bias.scalar_type(), "bias"));
+  bool is_fast =
+      reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
+  for (int64_t i = 0; i < 3; ++i) is_fast &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
+  return is_fast ? bias : with_dense_rows(bias, in_chunk);
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
@@ -75,7 +67,7 @@ struct Inputs {
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
-    if (bias) bias_rows = with_fast_rows(*bias, q, k);
+    if (bias) bias_rows = with_fast_rows(*bias, k.size(2));
     STD_TORCH_CHECK(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };

@@ -162,13 +162,6 @@ inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
   return torch::stable::copy_(copy, entries);
 }
 
-// Whether the entries of a row lie apart: kernels would fetch 32 bytes for each of them, and for
-// all that share it once more.
-inline bool has_scattered_rows(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  return tensor.dim() > 1 && tensor.size(last) > 1 && tensor.stride(last) > 1;
-}
-
 inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,
                          const Tensor& scores) {
   SinkLogit result;

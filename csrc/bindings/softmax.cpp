@@ -11,6 +11,13 @@
 namespace megasoftmax {
 namespace {
 
+// Whether entries of a row lie apart: kernels would fetch 32 bytes for each of them, and again for
+// all that share it.
+bool has_scattered_rows(const Tensor& bias) {
+  const int64_t last = bias.dim() - 1;
+  return last >= 0 && bias.size(last) > 1 && bias.stride(last) > 1;
+}
+
 std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
                                    std::optional<Tensor> bias, bool causal, int64_t window_left,
                                    int64_t window_right, std::optional<Tensor> sink,

@@ -27,6 +27,11 @@ struct BiasRows {
                 ? static_cast<const void*>(static_cast<const float*>(params.bias.data) + offset)
                 : static_cast<const T*>(params.bias.data) + offset;
   }
+  // Whether rows are dense float32 and begin at multiples of 16 bytes.
+  __device__ bool has_float_chunks() const {
+    return type == DType::kFloat32 && key_stride == 1 && query_stride % 4 == 0 &&
+           reinterpret_cast<uintptr_t>(first) % 16 == 0;
+  }
   __device__ const T* row(int query) const {
     return static_cast<const T*>(first) + query * query_stride;
   }
@@ -48,7 +53,8 @@ struct FloatBiasTile {
   float* values;
   bool is_relative;
 
-  // What lies outside of the tensor becomes 0.
+  // What lies outside of the tensor becomes 0. Rows that can be are copied asynchronously, for
+  // wait_for_copies.
   template <int kThreads, class T>
   __device__ void fill(const BiasRows<T>& bias, int first_query, int first_key, int queries,
                        int keys) const {
@@ -59,6 +65,22 @@ struct FloatBiasTile {
         const int distance = i - (kQueries - 1) + first_key - first_query;
         const int query = max(-distance, 0), key = max(distance, 0);
         values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
+      }
+      return;
+    }
+    if (bias.has_float_chunks()) {
+      constexpr int kChunks = kKeys / 4, kRowsAtATime = kThreads / kChunks;
+      const int column = thread % kChunks * 4, first_row = thread / kChunks;
+      const float* row = static_cast<const float*>(bias.first) +
+                         (first_query + first_row) * bias.query_stride + first_key + column;
+      const int bytes = min(max(keys - first_key - column, 0), 4) * 4;
+      uint32_t place = shared_address(values + first_row * kPitch + column);
+#pragma unroll 8
+      for (int i = 0; i < kQueries; i += kRowsAtATime) {
+        const bool is_inside = first_query + first_row + i < queries && bytes > 0;
+        start_copy_of(place, is_inside ? row : bias.first, is_inside ? bytes : 0);
+        row += kRowsAtATime * bias.query_stride;
+        place += kRowsAtATime * kPitch * 4;
       }
       return;
     }
