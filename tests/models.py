@@ -53,6 +53,7 @@ _TOKENS = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_UNTIED = {"tie_word_embeddings": False}  # else a token is often the best one after itself
 _GPT = _TOKENS | {
     "n_positions": 64,
     "n_embd": 32,
@@ -80,16 +81,20 @@ _BERT = _TOKENS | {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-_OPT = _TOKENS | {
-    "hidden_size": 32,
-    "ffn_dim": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "word_embed_proj_dim": 32,
-    "init_std": 0.2,
-    "dropout": 0.0,
-}
+_OPT = (
+    _TOKENS
+    | _UNTIED
+    | {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+        "init_std": 0.2,
+        "dropout": 0.0,
+    }
+)
 _T5 = _TOKENS | {
     "d_model": 32,
     "d_kv": 8,
@@ -112,11 +117,11 @@ _SWIN = {
     "drop_path_rate": 0.0,
     "num_labels": 7,
 }
-_BLOOM = _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+_BLOOM = _TOKENS | _UNTIED | {"hidden_size": 32, "n_layer": 2, "n_head": 4}
 _BLOOM |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-_FALCON = _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_FALCON = _TOKENS | _UNTIED | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _FALCON |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-_MPT = _TOKENS | {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
+_MPT = _TOKENS | _UNTIED | {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
 
 
 def _builder(
@@ -142,6 +147,7 @@ MODELS = {
         Gemma2ForCausalLM,
         Gemma2Config,
         _LLAMA
+        | _UNTIED
         | {
             "sliding_window": WINDOW,
             "attn_logit_softcapping": 2.0,

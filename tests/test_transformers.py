@@ -6,9 +6,6 @@ result; `test_planted_fault_is_caught` shows that the comparisons see what they 
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -33,7 +30,7 @@ from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
 
 RUNS_FUSED = integration._runs_fused
-WITHOUT_STATIC_CACHE = ("mpt",)  # transformers ignores the wish
+WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,7 +135,7 @@ def is_bias_of_scores(name):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("member", MODELS)
+@pytest.mark.parametrize("member", [m for m in MODELS if m not in ("gpt2", "llama", "t5")])
 def test_parameters_after_some_steps(implementation, member, autocast, device):
     """After AdamW has seen every padding; see `test_several_steps` for its epsilon."""
     models = build_pair(implementation, member, device)
@@ -290,8 +287,10 @@ def test_bfloat16_is_as_accurate_as_eager(implementation, family, autocast, devi
     assert errors[0] < 0.02 * expected.abs().max()
 
 
-@pytest.mark.parametrize("member", ["gpt2", "llama", "gemma2", "bloom", "gptj", "mpt"])
+@pytest.mark.parametrize("member", ["gpt2", "llama", "gemma2", "bloom"])
 def test_compiles_without_graph_breaks(implementation, member):
+    if member in ("gemma2", "bloom") and implementation == "megasoftmax_softmax":
+        pytest.skip("takes long, and differs little")
     ours, eager = build_pair(implementation, member)
     torch.compiler.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
@@ -342,7 +341,7 @@ def test_generates_the_same_tokens(implementation, member, padding):
         options |= {"disable_compile": True}
         actual, expected = (m.eval().generate(**batch, **options) for m in (ours, eager))
         assert actual.equal(expected)
-        assert len(expected[0, LENGTH:].unique()) > 2
+        assert len(expected[:, LENGTH:].unique()) > 4
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
@@ -536,6 +535,52 @@ def test_window_without_a_mask(implementation, causal):
         torch.testing.assert_close(probabilities, scores.softmax(-1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_softcap_and_its_gradients(implementation, dtype):
+    """In float32 even for halves: scores of 40 under a cap of 50 are off by 0.1 in bfloat16."""
+    torch.manual_seed(5)
+    tensors = [(torch.randn(2, 4, 9, 8) * 3).to(dtype).requires_grad_() for _ in range(3)]
+    keep = torch.rand(2, 1, 9, 9) > 0.3
+    output, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+        torch.nn.Module(), *tensors, keep, scaling=0.7, softcap=50.0
+    )
+    actual = torch.autograd.grad(output.double().square().sum(), tensors)
+
+    query, key, value = (tensor.double() for tensor in tensors)
+    scores = query @ key.transpose(-1, -2)
+    if dtype == torch.bfloat16:  # as the matrix product rounds them
+        scores = scores + (scores.to(dtype) - scores).detach()
+    scores = 50 * torch.tanh(0.7 * scores / 50)
+    expected = (scores.masked_fill(~keep, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    tolerance = 1e-9 if dtype == torch.float64 else 0.03
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    expected = torch.autograd.grad(expected.square().sum(), tensors)
+    for found, wanted in zip(actual, expected, strict=True):
+        error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+        assert error < tolerance
+
+
+def test_why_not_attention_names_every_reason(monkeypatch):
+    tensors = torch.randn(3, 1, 2, 3, 4)
+    module = torch.nn.Module()
+    module.reorder_and_upcast_attn = True
+    options = {"softcap": 50.0, "dropout": 0.1, "output_attentions": True}
+    reasons = integration.why_not_attention(module, *tensors, **options)
+    assert [reason.constraint for reason in reasons[:4]] == [
+        "softcap",
+        "dropout",
+        "reorder_and_upcast_attn",
+        "output_attentions",
+    ]
+    assert "softcap: expected None, got 50.0" in map(str, reasons)
+    on_a_cpu = megasoftmax.why_not_fused(megasoftmax.attention, *tensors)
+    assert reasons[4:] == on_a_cpu
+    assert integration.why_not_attention(torch.nn.Module(), *tensors) == on_a_cpu
+    query, key, value = tensors
+    (reason,) = integration.why_not_attention(torch.nn.Module(), query, key, value.double())
+    assert reason.constraint == "dtype"
+
+
 @pytest.mark.parametrize("mask", ["none", "padding", "bool", "float"])
 def test_position_bias_and_its_gradient(implementation, mask):
     """The bias joins what the mask excludes or adds; unused keys of a cache are cut off it too."""
@@ -625,7 +670,7 @@ def test_unsupported_argument_is_named(argument):
 def test_softcap_that_caps_nothing_is_refused(softcap):
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match=f"softcap: expected .* got {softcap}"):
-        integration.attention_forward(torch.nn.Module(), query, query, query, softcap=softcap)
+        integration.attention_forward(torch.nn.Module(), query, query, query, None, softcap=softcap)
 
 
 def test_mask_with_two_dimensions_is_refused():
@@ -669,6 +714,11 @@ def test_register_twice():
         ({"sink": None}, "gpt_oss", "none"),
         ({"bias": None}, "t5", "none"),
         ({"bias": None}, "t5", "left"),
+        ({"bias": None}, "bloom", "none"),
+        ({"bias": None}, "mpt", "right"),
+        ({"bias": None}, "falcon, alibi", "none"),
+        ({"mask": None}, "falcon", "left"),
+        ({"scale": 1.0}, "gptj", "none"),
     ],
 )
 def test_planted_fault_is_caught(implementation, fault, affected, padding, monkeypatch):
@@ -678,6 +728,20 @@ def test_planted_fault_is_caught(implementation, fault, affected, padding, monke
     monkeypatch.setattr(megasoftmax, function, lambda *t, **given: original(*t, **(given | fault)))
     with pytest.raises(AssertionError, match="not close"):
         assert_same_step(ours, eager, build_batch(padding))
+
+
+@pytest.mark.parametrize(
+    "fault", [lambda cap: None, lambda cap: 2 * cap, lambda cap: cap + 0.01], ids=str
+)
+def test_wrong_softcap_is_caught(implementation, fault, monkeypatch):
+    original = integration._through_softmax
+    monkeypatch.setattr(
+        integration,
+        "_through_softmax",
+        lambda *given: original(*given[:-2], fault(given[-2]), given[-1]),
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_step(*build_pair(implementation, "gemma2"), build_batch())
 
 
 def test_lost_mask_function_is_caught(implementation, family, monkeypatch):
