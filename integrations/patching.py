@@ -23,6 +23,7 @@ What may be switched can be said in the configuration, where `save_pretrained` k
 The configuration is shared: another model that was built from the same object is switched as well.
 """
 
+import inspect
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple, Self
@@ -303,8 +304,7 @@ def _is_named_attention(module: torch.nn.Module) -> bool:
 
 
 def _uses_interface(module: torch.nn.Module) -> bool:
-    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
-    code = getattr(forward, "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 

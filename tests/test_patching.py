@@ -362,6 +362,7 @@ def test_probabilities_of_families_without_the_interface(name, calls):
     [
         ("bloom", {"attention_dropout": 0.3, "hidden_dropout": 0.2}),
         ("gptj", {"attn_pdrop": 0.3}),
+        ("falcon", {"attention_dropout": 0.3, "hidden_dropout": 0.2}),  # not of probabilities
         ("mpt", {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.7}}),
     ],
 )
@@ -372,7 +373,7 @@ def test_options_of_families_without_the_interface(name, option, calls):
     assert (expected[1] - run(MODELS[name]())[1]).abs() > 1e-3
     patch_model(own)
     torch.testing.assert_close(run(own), expected, rtol=1e-5, atol=1e-5)
-    assert calls == ["attention" if name == "mpt" else "softmax"] * 2
+    assert calls == ["attention" if name in ("mpt", "falcon") else "softmax"] * 2
 
 
 def test_gptj_has_its_scores_in_float32(monkeypatch):

@@ -62,7 +62,7 @@ def build_pair(implementation, family, device="cpu", dtype=torch.float32, **conf
     """(ours, its own): two copies of one model in training mode; its own is "eager" in general."""
     eager = MODELS[family](**config).to(device, dtype)
     ours = copy.deepcopy(eager)
-    if family in WITHOUT_INTERFACE or family in MIXTURES:
+    if family in (*WITHOUT_INTERFACE, *MIXTURES, "t5"):  # see test_patching for what these need
         patch_model(ours, implementation=implementation)
     else:
         ours.set_attn_implementation(implementation)
