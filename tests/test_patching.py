@@ -27,8 +27,8 @@ from transformers import (
     LongformerConfig,
     LongformerModel,
     PreTrainedModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
+    SiglipConfig,
+    SiglipModel,
     XLNetConfig,
     XLNetLMHeadModel,
 )
@@ -162,6 +162,10 @@ def test_second_patch_owns_nothing():
     assert first.report["model.layers.0.mlp.gate"] == Served("router")
     first.unpatch()
     assert state(model) == before
+    first, second = patch_model(model), patch_model(model)
+    first.unpatch()
+    second.unpatch()
+    assert state(model) == before
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
@@ -257,21 +261,26 @@ def test_refused_family_is_named_with_the_reason(name):
 
 def test_layers_beside_one_that_is_refused_stay_too():
     """The mask for all of them is made from one configuration."""
-    config = SiglipVisionConfig(**SIZES, image_size=8, patch_size=4)
-    model = SiglipVisionModel(config).eval()
-    pair = torch.nn.ModuleDict({"images": model, "text": MODELS["llama"]()})
+    images = SIZES | {"image_size": 8, "patch_size": 4}
+    model = SiglipModel(SiglipConfig(text_config=SIZES, vision_config=images))
+    config = model.config
+    own = config._attn_implementation
     before = state(model)
     with pytest.raises(ValueError, match="got 3 layers") as caught:
-        patch_model(pair)
-    assert "llama" not in str(caught.value)
-    report = patch_model(pair, strict=False).report
+        patch_model(model)
+    assert "text_model" not in str(caught.value)
     assert state(model) == before
-    reasons = {served.why for name, served in report.items() if name.startswith("images")}
-    assert {re.sub(r"images\S*", "X", reason) for reason in reasons} == {
-        patching._NO_INTERFACE,
-        "shares its configuration with X",
-    }
-    assert {served.runs for name, served in report.items() if "text" in name} == {"softmax"}
+    report = patch_model(model, strict=False).report
+    assert (config._attn_implementation, config.vision_config._attn_implementation) == (own, own)
+    assert config.text_config._attn_implementation == "megasoftmax"
+    for name, served in report.items():
+        if "text_model" in name:
+            assert served.runs == "softmax"
+        elif "head" in name:
+            assert served == Served("unchanged", patching._NO_INTERFACE)
+        else:
+            assert re.match("unchanged: shares its configuration with .*head", str(served))
+    assert len(report) == 5
 
 
 def test_replaced_forward_is_refused():
@@ -337,6 +346,10 @@ def test_classes_are_restored():
     assert modeling_bloom.BloomAttention is families.MegasoftmaxBloomAttention
     assert FALCON_ATTENTION_CLASSES["megasoftmax"] is families.MegasoftmaxFalconAttention
     first.unpatch()
+    assert modeling_bloom.BloomAttention is before[0]
+    first, second = patch_classes(), patch_classes()
+    first.unpatch()
+    second.unpatch()
     first.unpatch()
     assert (modeling_bloom.BloomAttention, dict(FALCON_ATTENTION_CLASSES)) == before
 
