@@ -93,25 +93,34 @@ def patch_routers(model: torch.nn.Module) -> PatchedRouters:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
-    routers = {name: module for name, module in model.named_modules() if _rule_of(module)}
+    routers = find_routers(model)
     if not routers:
         raise ValueError(
             f"model: expected a router among {', '.join(_RULES)}, got {type(model).__name__} "
             "without one"
         )
-    patched = {}
+    patched: dict[str, Any] = {}
     for name, router in routers.items():
-        own = router.__dict__.get("forward")
-        if own is None:
+        if "forward" not in vars(router):
             patched[name] = router
-        elif getattr(own, "__func__", None) is not _forward:
+        elif not is_patched(router):
             raise ValueError(
                 f"model: expected {name} with the forward of its class, got one that was replaced"
             )
-    for router in patched.values():
-        router.megasoftmax_rule = _rule_of(router)
-        router.forward = MethodType(_forward, router)
+    for own_router in patched.values():
+        own_router.megasoftmax_rule = _rule_of(own_router)
+        own_router.forward = MethodType(_forward, own_router)
     return PatchedRouters(patched)
+
+
+def find_routers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The routers whose rule is known, patched or not, by their names in the model."""
+    return {name: module for name, module in model.named_modules() if _rule_of(module)}
+
+
+def is_patched(router: torch.nn.Module) -> bool:
+    """Whether a router calls `megasoftmax.softmax_topk`."""
+    return getattr(vars(router).get("forward"), "__func__", None) is _forward
 
 
 def _rule_of(module: torch.nn.Module) -> _Rule | None:

@@ -7,13 +7,18 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="megasoftmax"))
     model.set_attn_implementation("megasoftmax")                      # a model that exists already
 
+`patching.patch_model` switches a model that exists, with all that it consists of, its routers too,
+and back; `families` has the classes that never ask for an attention implementation, as Bloom's;
+`trainer` a callback for Trainer.
+
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
-* attention would not run fused, as on a CPU or with float32: `why_not_fused` says why,
+* attention would not run fused, as on a CPU or with float32,
 * probabilities are asked for (`output_attentions=True`) or dropped (attention dropout in training),
+* scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
-"megasoftmax_softmax" takes this second way always.
+`why_not_attention` tells which. "megasoftmax_softmax" takes this second way always.
 
 Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
 and no [batch, 1, queries, keys] mask for causal or bidirectional attention over a padded batch.
@@ -25,24 +30,32 @@ What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
   gradient, where "eager" gives uniform weights. Other positions never see it, but a loss can: with
   left padding, give the first real token the label -100 too, for a padded position predicts it.
-* An argument that changes the result and is not supported (softcap, a paged cache, sinks per token)
-  raises ValueError; none is ignored.
+* An argument that changes the result and is not supported (a paged cache, sinks per token) raises
+  ValueError; none is ignored.
 * transformers refuses `config.output_attentions = True` for all but "eager". Ask in the call,
   `model(..., output_attentions=True)`; as with "eager", the result is after dropout. Training GPT-2
   with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
 
 As with every implementation, packed sequences are recognised by `position_ids`, and only without a
 cache (`use_cache=False`). A class without the attention interface (`_can_set_attn_implementation()`
-is False, as for Bloom) cannot be switched: it stays as it is, or fails at the first call.
+is False) cannot be switched by its name: it stays as it is, or fails at the first call. `families`
+gives some of them the interface.
+
+With MEGASOFTMAX_DISABLE=1 in the environment, `register` lets both names compute what "eager" does,
+by the function in the model's own file. Not what "sdpa" does: that refuses or ignores softcap and
+sinks, and would give other results than megasoftmax.
 """
 
-from typing import Any, NamedTuple
+import inspect
+import os
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
 )
 from transformers.utils.output_capturing import _active_collector
@@ -53,7 +66,7 @@ NAME = "megasoftmax"
 SOFTMAX_NAME = "megasoftmax_softmax"
 
 # Arguments of other implementations that change the result and are not computed here.
-_UNSUPPORTED = ("softcap", "cache", "sinks")
+_UNSUPPORTED = ("cache", "sinks")
 
 
 class PaddingMask(NamedTuple):
@@ -67,16 +80,35 @@ class PaddingMask(NamedTuple):
     causal: bool
     """Bottom-right aligned: the last query sees every key that is not padding."""
 
+    def to(self, *arguments: Any) -> Self:
+        """Itself: MPT casts its mask to bool."""
+        return self
+
 
 def register() -> None:
     """Make both names known to transformers; calling it twice is harmless.
 
+    Reads MEGASOFTMAX_DISABLE, as said above.
+
     Source: AttentionInterface in the documentation of transformers.
     """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionInterface.register(SOFTMAX_NAME, softmax_attention_forward)
-    AttentionMaskInterface.register(NAME, make_mask)
-    AttentionMaskInterface.register(SOFTMAX_NAME, make_mask)
+    disabled = is_disabled()
+    mask = eager_mask if disabled else make_mask
+    for name, function in ((NAME, attention_forward), (SOFTMAX_NAME, softmax_attention_forward)):
+        AttentionInterface.register(name, _eager_forward if disabled else function)
+        AttentionMaskInterface.register(name, mask)
+
+
+def is_disabled() -> bool:
+    """Whether the environment says MEGASOFTMAX_DISABLE=1.
+
+    Raises:
+        ValueError: it has another value than 0, 1 or none.
+    """
+    value = os.environ.get("MEGASOFTMAX_DISABLE", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"MEGASOFTMAX_DISABLE: expected 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def make_mask(
@@ -139,6 +171,7 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as transformers calls it, without writing probabilities where none are needed.
@@ -151,24 +184,28 @@ def attention_forward(
         attention_mask: from `make_mask`; or None; or the whole mask as a tensor, which broadcasts
             to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
         dropout: the probability to drop a probability.
-        kwargs: those of `_read`, `output_attentions`, and whatever else models pass; see Raises.
+        softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
+        kwargs: those of `_read`, `output_attentions`, `upcast_scores`, and whatever else models
+            pass; see Raises.
 
     Returns:
         [batch, queries, heads, head_dim], contiguous; None, or the probabilities after dropout,
         [batch, heads, queries, keys]. Both in the type of value, or of autocast.
 
     Raises:
-        ValueError: softcap, cache or sinks is not None; a mask tensor is not 4-d.
+        ValueError: cache or sinks is not None; softcap is not positive; a mask tensor is not 4-d.
     """
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
-    dropout = dropout if module.training else 0.0
-    upcast = getattr(module, "reorder_and_upcast_attn", False)
-    if dropout == 0 and not upcast and not _is_asked_for_probabilities(kwargs):
+    if not _against_attention(module, dropout, softcap, kwargs):
         tensors = _as_autocast(query, key, value)
         if _runs_fused(*tensors, options):
             output = megasoftmax.attention(*tensors, **options)
             return output.transpose(1, 2).contiguous(), None
-    return _through_softmax(query, key, value, options, dropout, upcast)
+    dropout = dropout if module.training else 0.0
+    upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
+    return _through_softmax(query, key, value, options, dropout, softcap, upcast)
 
 
 def softmax_attention_forward(
@@ -176,6 +213,47 @@ def softmax_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `attention_forward`, always with the probabilities, in the type of value."""
     return attention_forward(*args, **(kwargs | {"output_attentions": True}))
+
+
+def why_not_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: PaddingMask | torch.Tensor | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[megasoftmax.Reason, ...]:
+    """Why `attention_forward` of the same arguments takes matmul and softmax.
+
+    Returns:
+        Every reason; empty where it takes `megasoftmax.attention`.
+
+    Raises:
+        ValueError: as `attention_forward` would.
+    """
+    key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
+    reasons = tuple(
+        megasoftmax.Reason(constraint, actual, limit)
+        for constraint, actual, limit in _against_attention(module, dropout, softcap, kwargs)
+    )
+    tensors = _as_autocast(query, key, value)
+    dtypes = [str(tensor.dtype) for tensor in tensors]
+    if len(set(dtypes)) > 1:
+        actual = ", ".join(dtypes)
+        return (*reasons, megasoftmax.Reason("dtype", actual, "one for query, key and value"))
+    return reasons + megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **options)
+
+
+def _eager_forward(
+    module: torch.nn.Module, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What "eager" computes: the function that the module itself gives as a default."""
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names
+    eager = next(name for name in names if name.endswith("eager_attention_forward"))
+    return forward.__globals__[eager](module, *args, **kwargs)
 
 
 def _read(
@@ -242,6 +320,27 @@ def _read(
     return key, value, options
 
 
+def _against_attention(
+    module: torch.nn.Module, dropout: float, softcap: float | None, kwargs: dict[str, Any]
+) -> list[tuple[str, str, str]]:
+    """What fused attention does not do: constraint, actual and limit of Reasons."""
+    against = []
+    if softcap is not None:
+        against.append(("softcap", str(softcap), "None"))
+    if module.training and dropout > 0:
+        against.append(("dropout", f"{dropout} in training", "0"))
+    if _reorders_and_upcasts(module):
+        against.append(("reorder_and_upcast_attn", "True", "False"))
+    if _is_asked_for_probabilities(kwargs):
+        against.append(("output_attentions", "True", "False"))
+    return against
+
+
+def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
+    """GPT-2's option to have scores in float32, whatever multiplies them."""
+    return getattr(module, "reorder_and_upcast_attn", False)
+
+
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
     """By an argument; or, as GPT-2 does not pass it on, by the hooks that will collect them."""
     if kwargs.get("output_attentions"):
@@ -278,9 +377,10 @@ def _through_softmax(
     value: torch.Tensor,
     options: dict[str, Any],
     dropout: float,
+    softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, softmax, dropout, matmul."""
+    """Matmul, cap, softmax, dropout, matmul."""
     batch, heads, queries, head_dim = query.shape
     key_heads = key.shape[1]
     # The heads that share a key become further queries of it, so that no key is repeated: decoding
@@ -288,6 +388,10 @@ def _through_softmax(
     grouped_query = query.reshape(batch, key_heads, heads // key_heads * queries, head_dim)
     grouped_scores = _scores(grouped_query, key, upcast)
     scores = grouped_scores.view(batch, heads, queries, key.shape[2])
+    if softcap is not None:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = torch.tanh(scores * (options["scale"] / softcap))
+        options = options | {"scale": softcap}
     probabilities = megasoftmax.softmax(scores, **options, dtype=value.dtype)
     if dropout > 0:
         probabilities = torch.nn.functional.dropout(probabilities, dropout)

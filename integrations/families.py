@@ -1,0 +1,325 @@
+"""The attention interface for families of transformers that have none: Bloom, Falcon, GPT-J, MPT.
+
+    from megasoftmax.integrations.families import patch_classes
+    from megasoftmax.integrations.transformers import register
+
+    register()
+    patched = patch_classes()           # until patched.unpatch(), or as a context manager
+    model = BloomForCausalLM.from_pretrained(name, attn_implementation="megasoftmax")
+
+Their layers compute attention themselves, whatever implementation is asked for; Bloom and MPT then
+get a mask that they do not understand, Falcon and GPT-J cannot be built. The subclasses here hand
+query, key, value and ALiBi to the function that was asked for, where it is megasoftmax's; they are
+the family's own in all else, and for every other implementation. ALiBi stays one number per key.
+
+`patch_classes` is for models that are built afterwards, by constructors too: transformers' own
+`register_patch_mapping` reaches neither these nor the tables of classes that Falcon and GPT-J have.
+`patching.patch_model` is for a model that exists, and needs no `patch_classes`.
+
+Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa", its default.
+
+To add a family, write the subclass, add it to FAMILIES and, where classes are looked up, to
+`_PLACES`; then the tiny model to tests/models.py, which tests it. Not possible where attention is
+not softmax(scale * query . key + bias) value: XLNet's and DeBERTa's scores are sums of several
+products, Longformer's and BigBird's blocks of a band.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bloom import modeling_bloom
+from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.falcon import modeling_falcon
+from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
+from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES, GPTJAttention
+from transformers.models.mpt import modeling_mpt
+from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
+
+from megasoftmax.integrations.transformers import (
+    NAME,
+    SOFTMAX_NAME,
+    attention_forward,
+    softmax_attention_forward,
+)
+
+
+class MegasoftmaxBloomAttention(BloomAttention):
+    """Bloom's, with ALiBi as a bias [batch, heads, 1, keys]."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
+        super().__init__(config, layer_idx)
+        self.config = config
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        alibi: torch.Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        function = _function(self.config)
+        if function is None:
+            return super().forward(
+                hidden_states,
+                residual,
+                alibi,
+                attention_mask,
+                layer_past,
+                use_cache,
+                output_attentions,
+                **kwargs,
+            )
+        if reason := why_not_served(self):
+            raise ValueError(f"BloomAttention: {reason}")
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        output, probabilities = function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout.p,
+            scaling=self.inv_norm_factor,
+            position_bias=alibi.view(len(query), self.num_heads, 1, -1),
+            output_attentions=output_attentions,
+        )
+        output = self.dense(output.flatten(2))
+        output = torch.nn.functional.dropout(output, self.hidden_dropout, self.training)
+        return residual + output, probabilities
+
+
+class MegasoftmaxFalconAttention(FalconAttention):
+    """Falcon's, whose mask holds the ALiBi already."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        alibi: torch.Tensor | None,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        function = _function(self.config)
+        if function is None:
+            return super().forward(
+                hidden_states,
+                alibi,
+                attention_mask,
+                position_ids,
+                layer_past,
+                use_cache,
+                output_attentions,
+                position_embeddings,
+                **kwargs,
+            )
+        heads = self._split_heads(self.query_key_value(hidden_states))
+        query, key, value = (tensor.transpose(1, 2) for tensor in heads)
+        if position_embeddings is not None and alibi is None:
+            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        output, probabilities = function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0 if alibi is None else self.attention_dropout.p,
+            scaling=self.inv_norm_factor,
+            output_attentions=output_attentions,
+        )
+        return self.dense(output.flatten(2)), probabilities
+
+
+class MegasoftmaxGPTJAttention(GPTJAttention):
+    """GPT-J's, with scores in float32 where they are written."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        layer_past: Any = None,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        asked = _Asked(attention_mask, output_attentions)
+        return super().forward(hidden_states, layer_past, asked, position_ids, **kwargs)
+
+    def _attn(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: "_Asked"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        function = _function(self.config)
+        if function is None:
+            return super()._attn(query, key, value, attention_mask.mask)
+        output, probabilities = function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask.mask,
+            dropout=self.attn_dropout.p,
+            scaling=1 / self.scale_attn,
+            output_attentions=attention_mask.probabilities,
+            upcast_scores=True,
+        )
+        return output.transpose(1, 2), probabilities
+
+
+class MegasoftmaxMptBlock(MptBlock):
+    """MPT's, which tells its attention whether probabilities are asked for."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_bias: torch.Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        asked = _Asked(attention_mask, output_attentions)
+        return super().forward(hidden_states, position_bias, asked, layer_past, **kwargs)
+
+
+class MegasoftmaxMptAttention(MptAttention):
+    """MPT's, with ALiBi as a bias [heads, 1, keys]."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
+        super().__init__(config, layer_idx)
+        self.config = config
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_bias: torch.Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mask, probabilities_asked = attention_mask
+        function = _function(self.config)
+        if function is None:
+            return super().forward(hidden_states, position_bias, past_key_values, mask, **kwargs)
+        projected = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            projected = projected.clamp(-self.clip_qkv, self.clip_qkv)
+        query, key, value = (
+            part.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
+            for part in projected.chunk(3, dim=2)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        output, probabilities = function(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=self.attn_dropout_p,
+            scaling=self.softmax_scale,
+            position_bias=position_bias[None, :, :, -key.shape[2] :],
+            output_attentions=probabilities_asked,
+        )
+        return self.out_proj(output.flatten(2)), probabilities
+
+
+FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    BloomAttention: MegasoftmaxBloomAttention,
+    FalconAttention: MegasoftmaxFalconAttention,
+    GPTJAttention: MegasoftmaxGPTJAttention,
+    MptAttention: MegasoftmaxMptAttention,
+    MptBlock: MegasoftmaxMptBlock,
+}
+"""A class of transformers -> the subclass that takes its place."""
+
+# Where models that are being built find their classes: in a dictionary, under a key.
+_PLACES: tuple[tuple[dict[str, Any], str, type[torch.nn.Module]], ...] = (
+    (vars(modeling_bloom), "BloomAttention", MegasoftmaxBloomAttention),
+    (vars(modeling_mpt), "MptAttention", MegasoftmaxMptAttention),
+    (vars(modeling_mpt), "MptBlock", MegasoftmaxMptBlock),
+    *(
+        (FALCON_ATTENTION_CLASSES, name, MegasoftmaxFalconAttention)
+        for name in (NAME, SOFTMAX_NAME)
+    ),
+    *((GPTJ_ATTENTION_CLASSES, name, MegasoftmaxGPTJAttention) for name in (NAME, SOFTMAX_NAME)),
+)
+
+
+class PatchedClasses:
+    """The classes that one call of `patch_classes` has replaced; a context manager."""
+
+    def __init__(self, replaced: list[tuple[dict[str, Any], str, Any]]) -> None:
+        self._replaced = replaced
+
+    def unpatch(self) -> None:
+        """Put the family's own classes back; calling it twice is harmless.
+
+        Models that were built meanwhile keep the classes that they have.
+        """
+        for place, name, original in self._replaced:
+            if original is None:
+                del place[name]
+            else:
+                place[name] = original
+        self._replaced = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpatch()
+
+
+def patch_classes() -> PatchedClasses:
+    """Let models of FAMILIES that are built from now on know the attention interface.
+
+    A second call changes nothing: the classes belong to who patched them first.
+
+    Returns:
+        What undoes it.
+    """
+    replaced = []
+    for place, name, ours in _PLACES:
+        original = place.get(name)
+        if original is not ours:
+            replaced.append((place, name, original))
+            place[name] = ours
+    return PatchedClasses(replaced)
+
+
+def why_not_served(layer: torch.nn.Module) -> str | None:
+    """Why a layer of one of the FAMILIES cannot take the subclass; None: it can."""
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    if isinstance(layer, BloomAttention) and layer.pretraining_tp > 1 and layer.slow_but_exact:
+        return "slow_but_exact splits its projection into pretraining_tp parts"
+    return None
+
+
+class _Asked(NamedTuple):
+    """A mask, and what methods of the family that pass it on would drop."""
+
+    mask: Any
+    probabilities: bool
+
+
+def _function(config: PreTrainedConfig) -> Callable[..., Any] | None:
+    """The attention function that the configuration asks for, where it is one of megasoftmax."""
+    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    return function if function in (attention_forward, softmax_attention_forward) else None

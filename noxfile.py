@@ -1,0 +1,14 @@
+"""Tests what adapts transformers: on the oldest supported version, one between and the newest.
+
+torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
+"""
+
+import nox
+
+
+@nox.session
+@nox.parametrize("version", ["==5.17.0", "==5.21.1", ">=5.23"])
+def transformers(session: nox.Session, version: str) -> None:
+    session.install(".[test,torch]", f"transformers{version}")
+    tests = ("test_transformers.py", "test_patching.py", "test_routers.py")
+    session.run("pytest", *(f"tests/{name}" for name in tests), *session.posargs)
