@@ -16,10 +16,10 @@ class, of Megatron-core 0.16, refuses:
 What it does otherwise:
 * It writes scores and probabilities, [batch, heads, queries, keys]. Here nothing of that size
   exists where attention runs fused.
-* `config.window_size` replaces the mask and causality, -1 on the left hides a query's own key, and
+* `config.window_size` replaces the mask and causality, a side of -1 hides a query's own key, and
   fused there is no window. Here all hold together, and -1 lifts the limit of a side.
-* Beside causality a mask replaces it, and fused there is no mask. Here both hold, so pass None where
-  it would say nothing but that: it would be read. The `attn_mask_type` of a call is honoured.
+* A mask replaces causality, and fused it is the other way round. Here both hold; so pass None for a
+  mask that says nothing but causality, which would be read. A call's `attn_mask_type` is honoured.
 * A masked score becomes -10000, which others may fall short of, and a query that sees no key gets
   uniform weights. Here what is masked has weight 0, and such a query gets zeros and no gradient.
 * The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
@@ -257,11 +257,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
             "window": self.window_size,
             "sink": self.softmax_offset,
         }
-        is_dropping = self.training and self.attention_dropout.p > 0
-        if query.is_cuda and not is_dropping:
-            reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
-            if not reasons:
-                return megasoftmax.attention(query, key, value, **options)
+        if not self._is_dropping() and _runs_fused(query, key, value, options):
+            return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
             options["bias"] = bias.dense(query.shape[2], key.shape[2])
         return self._attend_through_softmax(query, key, value, options)
@@ -291,11 +288,14 @@ class MegasoftmaxCoreAttention(MegatronModule):
 
         That is one of the GPU, and under sequence parallelism the whole layer uses it already.
         """
-        is_dropping = self.training and self.attention_dropout.p > 0
-        if self.config.sequence_parallel or not probabilities.is_cuda or not is_dropping:
-            return self.attention_dropout(probabilities)
-        with get_cuda_rng_tracker().fork():
-            return self.attention_dropout(probabilities)
+        needs_fork = probabilities.is_cuda and not self.config.sequence_parallel
+        if self._is_dropping() and needs_fork:
+            with get_cuda_rng_tracker().fork():
+                return self.attention_dropout(probabilities)
+        return self.attention_dropout(probabilities)
+
+    def _is_dropping(self) -> bool:
+        return self.training and self.attention_dropout.p > 0
 
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, is_causal: bool
@@ -325,6 +325,13 @@ class MegasoftmaxCoreAttention(MegatronModule):
             source[query_tokens[~is_no_query]] = places[~is_no_query]
             found += query_tokens.numel()
         return torch.cat(results).index_select(0, source.to(query.device))
+
+
+def _runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether attention would; the reference is slower than two matrix products and a softmax."""
+    if not query.is_cuda:
+        return False
+    return not megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
 
 
 def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) -> Replaced:

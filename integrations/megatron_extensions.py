@@ -6,8 +6,8 @@
 
 `FusedScaleMaskSoftmax` of an unmodified Megatron fuses where it can import the extensions that apex
 brings: scaled_upper_triang_masked_softmax_cuda, scaled_masked_softmax_cuda and scaled_softmax_cuda.
-From here on it can, without apex. What it asks for does not change: half precision, 16 to 4096 keys,
-sizes that are multiples of 4; nor does it fuse a window, but forgets it. For more than that see
+From here on it can, without apex. When it does so does not change: half precision, 17 to 4096 keys,
+sizes that are multiples of 4, no learnable offset; nor that it then forgets a window. For more see
 `megasoftmax.integrations.megatron`; this file imports nothing of Megatron, and serves its forks.
 
 Unlike those of apex they leave incoming gradients alone and take any number of rows and keys.
