@@ -1,5 +1,6 @@
 """The examples run from the command line, print finite numbers and notice a difference."""
 
+import importlib.util
 import math
 import re
 import subprocess
@@ -132,3 +133,18 @@ def test_generate_depends_on_seed_and_k(tmp_path):
     assert found[0]
     assert found[0] != found[1]
     assert found[0] != found[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_train_megatron_gpt_learns(device, tmp_path):
+    change = ["--steps=60", "--batch=8", "--lr=0.01", "--window=8", "--layers=2"]
+    code, output = run_python(
+        EXAMPLES / "train_megatron_gpt.py", "--device", device, *TINY, *change, folder=tmp_path
+    )
+    assert code == 0, output
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)\n", output)]
+    assert len(losses) == 10
+    first, last = map(float, re.search(r"\nloss (\S+) to (\S+),", output).groups())
+    assert 5 < first < 6  # log 256 = 5.5
+    assert last < 4
+    assert f"through {'the softmax, because' if device == 'cpu' else 'fused attention'}" in output
