@@ -114,7 +114,7 @@ def expected_attention(
     weights = scores.exp() * visible
     denominator = weights.sum(-1, keepdim=True)
     if offset is not None:
-        denominator = denominator + offset.double().exp().reshape(-1, 1, 1)
+        denominator = denominator + offset.to(weights).exp().reshape(-1, 1, 1)
     weights = weights / torch.where(denominator > 0, denominator, 1)
     return torch.einsum("bhmn,nbhd->mbhd", weights, value).flatten(2)
 
@@ -235,6 +235,12 @@ def build(case, device="cpu", dtype=torch.float64):
     return core.to(device, dtype)
 
 
+def expected_offset(core):
+    if core.config.softmax_type == "off-by-one":
+        return torch.zeros(())
+    return dict(core.named_parameters()).get("softmax_offset")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_core_attention(name, path, device):
     case = CASES[name]
@@ -251,7 +257,6 @@ def test_core_attention(name, path, device):
         bias = torch.stack(rows, 1)
     output = core(query, key, value, mask, attention_bias=given)
 
-    offset = core.softmax_offset
     head_dim = case.options.get("k_channels", HEAD_DIM)
     expected = expected_attention(
         query,
@@ -262,7 +267,7 @@ def test_core_attention(name, path, device):
         window=case.window,
         mask=mask,
         bias=bias,
-        offset=torch.tensor(offset, device=device) if isinstance(offset, float) else offset,
+        offset=expected_offset(core),
     )
     assert output.is_contiguous()
     torch.testing.assert_close(output.double(), expected, **tolerance)
@@ -430,7 +435,7 @@ def test_packed_sequences(name, path, device, request):
             scale=HEAD_DIM**-0.5,
             causal="causal" in mask_type,
             window=config.get("window_size"),
-            offset=core.softmax_offset,
+            offset=expected_offset(core),
         )
         place = torch.arange(begin, begin + length, device=device)
         expected = expected.index_copy(0, place, alone[:, 0])
@@ -788,14 +793,13 @@ def test_fused_softmax_of_megatrons_layer(name, stock):
         )
     scores = torch.zeros(BATCH, HEADS, 9, 9, dtype=torch.bfloat16, device="cuda")
     assert not layer.scale_mask_softmax.why_not_fused(scores, mask)
-    offset = None if layer.softmax_offset is None else layer.softmax_offset
     expected = expected_attention(
         *tensors,
         scale=HEAD_DIM**-0.5,
         causal="causal" in case.mask_type,
         window=case.window,
         mask=mask,
-        offset=offset,
+        offset=layer.softmax_offset,
     )
     torch.testing.assert_close(layer(*tensors, mask).double(), expected, rtol=3e-2, atol=3e-2)
 
