@@ -35,7 +35,8 @@ FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.
     applied = apply_megasoftmax_to_megatron()  # until applied.undo(), or as a context manager
 
 keeps the layers of Megatron and replaces what they call: `FusedScaleMaskSoftmax`, and the softmax
-and top-k of routers. Call it before the model is built.
+and top-k of routers. Call it before the model is built. A Megatron that is to stay as it is takes
+our kernels from `megasoftmax.integrations.megatron_extensions`.
 """
 
 import functools
@@ -56,7 +57,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as moe_router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -361,12 +363,10 @@ def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) 
         ]
     if router:
         name = "topk_routing_with_score_function"
-        for module in _ROUTING_MODULES:
+        for module in (moe_utils, moe_router):
             bindings.append((vars(module), name, _through_softmax_topk(getattr(module, name))))
     return Replaced(bindings)
 
-
-_ROUTING_MODULES = (moe_utils, router)
 
 # The arguments of the routing function that softmax_topk computes.
 _ROUTED = ("logits", "topk", "use_pre_softmax", "scaling_factor", "score_function")
