@@ -1,6 +1,6 @@
 """Train a Megatron-core GPT on Python source, with megasoftmax as its core attention.
 
-    python examples/train_megatron_gpt.py                        # a minute on 2 CPU cores
+    python examples/train_megatron_gpt.py                        # half a minute on a CPU core
 
 The model has what Megatron's own attention leaves to TransformerEngine or runs unfused: a window in
 every second layer, and for each head a learnable softmax offset. Two lines of `build_model` choose
@@ -58,7 +58,7 @@ def report_path(query: torch.Tensor) -> None:
 
 def main(
     steps: Annotated[int, typer.Option(min=2)] = 200,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
     length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
