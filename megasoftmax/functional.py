@@ -145,6 +145,61 @@ def softmax(
     return (probabilities, lse) if return_lse else probabilities
 
 
+def softmax_backward(
+    gradient: Tensor, probabilities: Tensor, *, scale: float = 1.0, causal: bool = False
+) -> Tensor:
+    """The gradient of the scores of `softmax`, for code with an autograd function of its own.
+
+    It needs no mask: what was excluded has probability 0, and gets gradient 0. Not differentiable.
+
+    Args:
+        gradient: of the probabilities, in their shape, type and on their device, any strides. It
+            is not modified.
+        probabilities: what `softmax` returned, in the type of the scores.
+        scale: what `softmax` was given.
+        causal: what `softmax` was given, or False; kernels then do without what it excludes.
+
+    Returns:
+        The gradient, contiguous, in the shape and type of the probabilities.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+    """
+    _check(probabilities, scale, None, None, causal, None, None, None, -1, None)
+    _check_floating("gradient", gradient)
+    if gradient.dtype != probabilities.dtype:
+        raise TypeError(
+            f"gradient: expected a tensor of {probabilities.dtype}, as probabilities, "
+            f"got {_kind(gradient)}"
+        )
+    _check_device("gradient", gradient, "probabilities", probabilities)
+    if gradient.shape != probabilities.shape:
+        raise ValueError(
+            f"gradient: expected shape {tuple(probabilities.shape)}, as probabilities, "
+            f"got {tuple(gradient.shape)}"
+        )
+    against = dispatch.reasons_against_fused_softmax
+    is_fused = _is_fused(None, against, probabilities, scale, None, None, causal, None, None)
+    halves = ops.HALVES if is_fused else reference.HALVES
+    d_scores, _, _ = halves.backward(
+        gradient.detach() if gradient.dim() <= 4 else gradient.detach().contiguous(),
+        probabilities.detach(),
+        None,
+        None,
+        scale,
+        None,
+        causal,
+        -1,
+        -1,
+        None,
+        None,
+        probabilities.dtype,
+        False,
+        False,
+    )
+    return d_scores
+
+
 @overload
 def softmax_topk(
     logits: Tensor,

@@ -1,5 +1,6 @@
 """The examples run from the command line, print finite numbers and notice a difference."""
 
+import importlib.util
 import math
 import re
 import subprocess
@@ -269,3 +270,18 @@ def test_config_is_refused(command, tmp_path, text, message):
     result = command("--config", file)
     assert result.exit_code == 2
     assert message in re.sub(r"[│\s]+", " ", result.output)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_train_megatron_gpt_learns(device, tmp_path):
+    change = ["--steps=60", "--batch=8", "--lr=0.01", "--window=8", "--layers=2"]
+    code, output = run_python(
+        EXAMPLES / "train_megatron_gpt.py", "--device", device, *TINY, *change, folder=tmp_path
+    )
+    assert code == 0, output
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)\n", output)]
+    assert len(losses) == 10
+    first, last = map(float, re.search(r"\nloss (\S+) to (\S+),", output).groups())
+    assert 5 < first < 6  # log 256 = 5.5
+    assert last < 4
+    assert f"through {'the softmax, because' if device == 'cpu' else 'fused attention'}" in output

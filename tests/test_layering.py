@@ -50,7 +50,7 @@ MODULES = {
     },
     "layers": {"functional"},
     "modules": {"biases", "functional"},
-    "integrations": {"megasoftmax", "modules"},
+    "integrations": {"functional", "megasoftmax", "modules"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.

@@ -1,0 +1,103 @@
+"""Train a Megatron-core GPT on Python source, with megasoftmax as its core attention.
+
+    python examples/train_megatron_gpt.py                        # half a minute on a CPU core
+
+The model has what Megatron's own attention leaves to TransformerEngine or runs unfused: a window in
+every second layer, and for each head a learnable softmax offset. Two lines of `build_model` choose
+megasoftmax. The text is that of the other examples.
+"""
+
+import time
+import warnings
+from typing import Annotated
+
+import torch
+import typer
+from training import Config, Device, console, device_named, pieces
+
+warnings.filterwarnings("ignore", module="megatron")  # says which packages could be installed
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+import megasoftmax  # noqa: E402
+from megasoftmax.integrations.megatron import MegasoftmaxCoreAttention  # noqa: E402
+
+ROWS = 10  # of losses that are printed
+
+
+def build_model(layers: int, width: int, heads: int, length: int, window: int) -> GPTModel:
+    """A model over the 256 bytes, with weights in float32."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = MegasoftmaxCoreAttention
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_query_groups=heads // 2 if heads % 2 == 0 else heads,
+        window_size=(window - 1, 0),
+        window_attn_skip_freq=2,
+        softmax_type="learnable",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+    return GPTModel(config, spec, vocab_size=256, max_sequence_length=length)
+
+
+def report_path(query: torch.Tensor) -> None:
+    """Say whether attention of queries [batch, heads, length, head_dim] runs fused, or why not."""
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query, causal=True)
+    path = "the softmax, because " + "; ".join(map(str, reasons)) if reasons else "fused attention"
+    console.print(f"attention runs through {path}", soft_wrap=True)
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=2)] = 200,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    window: Annotated[int, typer.Option(min=1, help="bytes that a query sees, itself too")] = 32,
+    seed: int = 0,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
+    device: Device = "auto",
+    config: Config = None,
+) -> None:
+    """Train a Megatron-core GPT on Python source, with megasoftmax as its core attention."""
+    place = device_named(device)
+    on_gpu = place.type == "cuda"
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    if on_gpu:
+        torch.cuda.set_device(place)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    model = build_model(layers, width, heads, length, window).to(place)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    report_path(torch.empty(batch, heads, length, width // heads, dtype=dtype, device=place))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    positions = torch.arange(length, device=place).expand(batch, -1)
+    losses, start = [], time.perf_counter()
+    for step, text in enumerate(pieces(steps, batch, length + 1, seed, place)):
+        ids, labels = text[:, :-1], text[:, 1:]
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            loss = model(ids, positions, attention_mask=None, labels=labels).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step % max(steps // ROWS, 1) == 0:
+            console.print(f"step {step}: loss {losses[-1]:.3f}")
+    speed = steps * batch * length / (time.perf_counter() - start)
+    console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:,.0f} bytes/s")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

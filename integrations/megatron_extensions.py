@@ -1,0 +1,130 @@
+"""The CUDA extensions that Megatron's fused softmax imports by name, as megasoftmax kernels.
+
+    from megasoftmax.integrations.megatron_extensions import install_extension_modules
+
+    installed = install_extension_modules()  # until installed.undo(), or as a context manager
+
+`FusedScaleMaskSoftmax` of an unmodified Megatron fuses where it can import the extensions that apex
+brings: scaled_upper_triang_masked_softmax_cuda, scaled_masked_softmax_cuda and scaled_softmax_cuda.
+From here on it can, without apex. When it does so does not change: half precision, 17 to 4096 keys,
+sizes that are multiples of 4, no learnable offset; nor that it then forgets a window. For more see
+`megasoftmax.integrations.megatron`; this file imports nothing of Megatron, and serves its forks.
+
+Unlike those of apex they leave incoming gradients alone and take any number of rows and keys.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any, Self
+
+from torch import Tensor
+
+from megasoftmax.functional import softmax_backward
+from megasoftmax.modules import (
+    FusedScaleMaskSoftmax,
+    ScaledMaskedSoftmax,
+    ScaledSoftmax,
+    ScaledUpperTriangMaskedSoftmax,
+)
+
+
+class Replaced:
+    """Names that one call has bound to something else, until `undo`; a context manager."""
+
+    def __init__(self, bindings: list[tuple[dict[str, Any], str, Any]]) -> None:
+        """Bind (namespace, name, object); those that are bound so already are left to whoever did.
+
+        A namespace is a dictionary: `vars(module)`, `sys.modules`.
+        """
+        self._replaced = []
+        for namespace, name, ours in bindings:
+            original = namespace.get(name)
+            if original is not ours:
+                namespace[name] = ours
+                self._replaced.append((namespace, name, ours, original))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What was replaced."""
+        return tuple(name for _, name, _, _ in self._replaced)
+
+    def undo(self) -> None:
+        """Bind what was there before, but where something else is bound since; harmless twice."""
+        for namespace, name, ours, original in self._replaced:
+            if namespace.get(name) is not ours:
+                continue
+            if original is None:
+                del namespace[name]
+            else:
+                namespace[name] = original
+        self._replaced = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def install_extension_modules() -> Replaced:
+    """Put the three modules into `sys.modules`, in front of any that could be imported.
+
+    Returns:
+        What takes those out again that this call has put in.
+    """
+    return Replaced([(sys.modules, name, module) for name, module in MODULES.items()])
+
+
+# Megatron hands the scale over as a tensor of one element, on the CPU.
+
+
+def _forward(inputs: Tensor, scale: Tensor | float) -> Tensor:
+    """Probabilities of scores [..., queries, keys]."""
+    return ScaledSoftmax.apply(inputs, float(scale))
+
+
+def _masked_forward(inputs: Tensor, mask: Tensor, scale: Tensor | float) -> Tensor:
+    """Of scores [batch, heads, queries, keys]; the mask broadcasts, bool or uint8, 1 = excluded."""
+    return ScaledMaskedSoftmax.apply(inputs, mask.bool(), float(scale))
+
+
+def _causal_forward(inputs: Tensor, scale: Tensor | float) -> Tensor:
+    """Of scores [batch * heads, queries, keys]."""
+    return ScaledUpperTriangMaskedSoftmax.apply(inputs, float(scale))
+
+
+def _backward(output_grads: Tensor, softmax_results: Tensor, scale: Tensor | float) -> Tensor:
+    """The gradient of the scores, in a tensor of its own."""
+    return softmax_backward(output_grads, softmax_results, scale=float(scale))
+
+
+def _causal_backward(
+    output_grads: Tensor, softmax_results: Tensor, scale: Tensor | float
+) -> Tensor:
+    """The same, without reading what comes after a query."""
+    return softmax_backward(output_grads, softmax_results, scale=float(scale), causal=True)
+
+
+def _module(name: str, **functions: Any) -> ModuleType:
+    module = ModuleType(name, f"{name} by megasoftmax.")
+    vars(module).update(functions)
+    return module
+
+
+MODULES = {
+    module.__name__: module
+    for module in (
+        _module(
+            "scaled_upper_triang_masked_softmax_cuda",
+            forward=_causal_forward,
+            backward=_causal_backward,
+        ),
+        _module(
+            "scaled_masked_softmax_cuda",
+            forward=_masked_forward,
+            backward=_backward,
+            get_batch_per_block=FusedScaleMaskSoftmax.get_batch_per_block,
+        ),
+        _module("scaled_softmax_cuda", forward=_forward, backward=_backward),
+    )
+}

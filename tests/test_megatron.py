@@ -1,0 +1,1043 @@
+"""Megatron-core with megasoftmax against plain float64 attention and against Megatron itself."""
+
+import contextlib
+import functools
+import math
+import sys
+import warnings
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what else could be installed
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import dot_product_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import router as moe_router
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megasoftmax
+from megasoftmax.integrations import megatron as integration
+from megasoftmax.integrations.megatron import (
+    MegasoftmaxCoreAttention,
+    apply_megasoftmax_to_megatron,
+)
+from megasoftmax.integrations.megatron_extensions import (
+    MODULES,
+    Replaced,
+    install_extension_modules,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCABULARY, BATCH, LENGTH, HEADS, HEAD_DIM = 62, 2, 12, 4, 8
+RUNS_FUSED = integration._runs_fused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel():
+    """One rank, which is all tensor-parallel ranks."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(params=["attention", "softmax"])
+def path(request, monkeypatch):
+    """The way through `megasoftmax.attention`, on a CPU too, or that through the softmax."""
+    calls = record_calls(monkeypatch, request.param)
+
+    def runs_fused(query, *rest):
+        return request.param == "attention" and (not query.is_cuda or RUNS_FUSED(query, *rest))
+
+    monkeypatch.setattr(integration, "_runs_fused", runs_fused)
+    yield request.param
+    assert calls
+
+
+def record_calls(monkeypatch, function):
+    """The options of every call of that function of megasoftmax, which still works."""
+    calls, original = [], getattr(megasoftmax, function)
+
+    def recording(*tensors, **options):
+        calls.append(options)
+        return original(*tensors, **options)
+
+    recording.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
+    monkeypatch.setattr(megasoftmax, function, recording)
+    return calls
+
+
+def make_config(**options):
+    sizes = {"num_layers": 2, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
+    plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.3}
+    return TransformerConfig(**(sizes | plain | {"use_cpu_initialization": True} | options))
+
+
+def expected_attention(
+    query, key, value, *, scale, causal=False, window=None, mask=None, bias=None, offset=None
+):
+    """Of [tokens, batch, heads, head_dim], in float64, without a trick: [tokens, batch, ...]."""
+    query, key, value = query.double(), key.double(), value.double()
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+    scores = scale * torch.einsum("mbhd,nbhd->bhmn", query, key)
+    if bias is not None:
+        scores = scores + bias.double()
+    left, right = (-1, -1) if window is None else window
+    visible = torch.ones_like(scores, dtype=torch.bool)
+    queries, keys = scores.shape[-2:]
+    for i in range(queries):
+        here = i + keys - queries
+        for j in range(keys):
+            seen = not causal or j <= here
+            seen = seen and (left < 0 or j >= here - left) and (right < 0 or j <= here + right)
+            visible[..., i, j] = seen
+    if mask is not None:
+        visible = visible & ~mask
+    weights = scores.exp() * visible
+    denominator = weights.sum(-1, keepdim=True)
+    if offset is not None:
+        denominator = denominator + offset.to(weights).exp().reshape(-1, 1, 1)
+    weights = weights / torch.where(denominator > 0, denominator, 1)
+    return torch.einsum("bhmn,nbhd->mbhd", weights, value).flatten(2)
+
+
+class PlainAttention(MegatronModule):
+    """The core attention of what is expected."""
+
+    def __init__(self, config, layer_number, attn_mask_type, softmax_scale=None, **others):
+        super().__init__(config=config)
+        frequency = config.window_attn_skip_freq
+        has_window = config.window_size and (frequency is None or layer_number % frequency != 0)
+        self.window = config.window_size if has_window else None
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, **others):
+        output = expected_attention(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            causal=attn_mask_type == AttnMaskType.causal,
+            window=self.window,
+            mask=attention_mask,
+            offset=self.softmax_offset,
+        )
+        return output.to(query.dtype)
+
+
+# The module by itself
+
+
+class Case(NamedTuple):
+    config: dict = MappingProxyType({})
+    mask_type: str = "causal"
+    queries: int = 9
+    keys: int = 9
+    key_heads: int = HEADS
+    value_dim: int = HEAD_DIM
+    mask: tuple = None  # shape
+    bias: tuple = None  # shape; 2 dimensions: of a table
+    layer: int = 1
+    options: dict = MappingProxyType({})
+    window: tuple = None  # that of the config, where the layer has it
+
+
+MASK = (BATCH, 1, 1, 9)
+CASES = {
+    "causal": Case(),
+    "causal, fewer queries": Case(queries=5),
+    "causal, one query": Case(queries=1),
+    "causal and mask": Case(mask=MASK),
+    "bottom right": Case(mask_type="causal_bottom_right", queries=4),
+    "no mask": Case(mask_type="no_mask"),
+    "padding": Case(mask_type="padding", mask=MASK),
+    "padding without a mask": Case(mask_type="padding"),
+    "padding and causal": Case(mask_type="padding_causal", mask=MASK),
+    "arbitrary": Case(mask_type="arbitrary", mask=(BATCH, 1, 9, 9)),
+    "arbitrary for each head": Case(mask_type="arbitrary", mask=(BATCH, HEADS, 9, 9)),
+    "cross": Case(mask_type="padding", queries=6, mask=MASK),
+    "grouped": Case(key_heads=2, mask=MASK),
+    "one key head": Case(key_heads=1),
+    "values of another dimension": Case(value_dim=5, options={"v_channels": 5}),
+    "window": Case({"window_size": (3, 0)}, window=(3, 0)),
+    "window and mask": Case({"window_size": (3, 0)}, mask=MASK, window=(3, 0)),
+    "window of both sides": Case({"window_size": (3, 1)}, "no_mask", window=(3, 1)),
+    "window without a limit left": Case({"window_size": (-1, 2)}, "no_mask", window=(-1, 2)),
+    "window without a limit right": Case({"window_size": (2, -1)}, window=(2, -1)),
+    "window, fewer queries": Case({"window_size": (2, 0)}, queries=4, window=(2, 0)),
+    "window of other layers": Case({"window_size": (3, 0), "window_attn_skip_freq": 2}, layer=2),
+    "window of every second layer": Case(
+        {"window_size": (3, 0), "window_attn_skip_freq": 2}, layer=1, window=(3, 0)
+    ),
+    "window by a list of layers": Case(
+        {"window_size": (3, 0), "window_attn_skip_freq": [0, 1]}, layer=2, window=(3, 0)
+    ),
+    "off by one": Case({"softmax_type": "off-by-one"}, mask=MASK),
+    "learnable offset": Case({"softmax_type": "learnable"}, key_heads=2, mask=MASK),
+    "bias": Case(bias=(1, HEADS, 9, 9)),
+    "bias of batches": Case(mask_type="padding", mask=MASK, bias=(BATCH, HEADS, 9, 9)),
+    "bias for all heads": Case(bias=(1, 1, 9, 9), key_heads=2),
+    "relative bias": Case(bias=(HEADS, 17)),
+    "relative bias, cross": Case(mask_type="no_mask", queries=6, bias=(HEADS, 14)),
+    "scale": Case(options={"softmax_scale": 0.7}),
+    "scale by channels": Case(options={"k_channels": 3}),
+    "layer scaling": Case({"apply_query_key_layer_scaling": True}, layer=3, bias=(1, 1, 9, 9)),
+}
+
+
+def make_inputs(case, device, dtype):
+    """Query, key, value; mask and bias."""
+    torch.manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
+
+    tensors = (
+        normal(case.queries, BATCH, HEADS, HEAD_DIM),
+        normal(case.keys, BATCH, case.key_heads, HEAD_DIM),
+        normal(case.keys, BATCH, case.key_heads, case.value_dim),
+    )
+    mask = bias = None
+    if case.mask is not None:
+        mask = torch.rand(case.mask, device=device) < 0.4
+        mask[0, ..., 0] = True  # with causality, a query that sees nothing
+    if case.bias is not None:
+        bias = normal(*case.bias)
+    return tensors, mask, bias
+
+
+def build(case, device="cpu", dtype=torch.float64):
+    config = make_config(num_query_groups=case.key_heads, **case.config)
+    mask_type = AttnMaskType[case.mask_type]
+    torch.manual_seed(3)
+    core = MegasoftmaxCoreAttention(config, case.layer, mask_type, "self", **case.options)
+    return core.to(device, dtype)
+
+
+def expected_offset(core):
+    if core.config.softmax_type == "off-by-one":
+        return torch.zeros(())
+    return dict(core.named_parameters()).get("softmax_offset")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_core_attention(name, path, device):
+    case = CASES[name]
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if device == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
+    core = build(case, device, dtype)
+    (query, key, value), mask, bias = make_inputs(case, device, dtype)
+    wrt = [query, key, value, *core.parameters(), *([] if bias is None else [bias])]
+
+    given = bias
+    if bias is not None and bias.dim() == 2:
+        given = megasoftmax.RelativeBias(bias)
+        rows = [bias[:, case.queries - 1 - i :][:, : case.keys] for i in range(case.queries)]
+        bias = torch.stack(rows, 1)
+    output = core(query, key, value, mask, attention_bias=given)
+
+    head_dim = case.options.get("k_channels", HEAD_DIM)
+    expected = expected_attention(
+        query,
+        key,
+        value,
+        scale=case.options.get("softmax_scale", head_dim**-0.5),
+        causal="causal" in case.mask_type,
+        window=case.window,
+        mask=mask,
+        bias=bias,
+        offset=expected_offset(core),
+    )
+    assert output.is_contiguous()
+    torch.testing.assert_close(output.double(), expected, **tolerance)
+
+    cotangent = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, wrt, cotangent)
+    wanted = torch.autograd.grad(expected, wrt, cotangent.double())
+    torch.testing.assert_close(gradients, wanted, **tolerance)
+
+
+def test_mask_type_of_the_call_counts():
+    case = Case()
+    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
+    actual = build(case)(*tensors, None, attn_mask_type=AttnMaskType.no_mask)
+    torch.testing.assert_close(actual, expected_attention(*tensors, scale=HEAD_DIM**-0.5))
+
+
+@pytest.mark.parametrize("fault", ["scale", "mask", "bias", "causal", "window", "sink"])
+def test_planted_fault_is_caught(fault, monkeypatch):
+    """Of an implementation without that option, some case says so."""
+    original = megasoftmax.softmax
+
+    def faulty(scores, **options):
+        del options[fault]
+        return original(scores, **options)
+
+    monkeypatch.setattr(megasoftmax, "softmax", faulty)
+    cases = {
+        "scale": "layer scaling",
+        "mask": "causal and mask",
+        "bias": "bias",
+        "causal": "causal",
+        "window": "window",
+        "sink": "off by one",
+    }
+    monkeypatch.setattr(integration, "_runs_fused", lambda *tensors: False)
+    with pytest.raises(AssertionError, match="not close"):
+        test_core_attention(cases[fault], "softmax", "cpu")
+
+
+def test_layer_scaling_keeps_float16_scores_finite():
+    case = Case({"apply_query_key_layer_scaling": True}, layer=4)
+    query = torch.full((2, 1, HEADS, HEAD_DIM), 150.0, dtype=torch.float16)
+    query[1] += 10  # scores of 63600 to 72400, and more than 65504 is inf
+    value = torch.randn(2, 1, HEADS, HEAD_DIM).half()
+    actual = build(case, dtype=torch.float16)(query, query, value, None)
+    torch.testing.assert_close(actual, value.flatten(2))  # the last key has all the weight
+
+
+# Dropout
+
+
+def test_dropout(monkeypatch):
+    monkeypatch.setattr(integration, "_runs_fused", lambda *tensors: True)
+    case = Case({"attention_dropout": 0.3}, mask=MASK, key_heads=2)
+    core = build(case)
+    tensors, mask, _ = make_inputs(case, "cpu", torch.float64)
+    torch.manual_seed(5)
+    output = core(*tensors, mask)
+    torch.manual_seed(5)
+    factors = torch.nn.functional.dropout(torch.ones(BATCH, HEADS, 9, 9, dtype=torch.float64), 0.3)
+    assert 0 < (factors == 0).sum() < factors.numel()
+
+    query, key, value = tensors
+    one_hot = torch.eye(9, dtype=torch.float64)[:, None, None].expand(9, BATCH, 2, 9)
+    weights = expected_attention(query, key, one_hot, scale=HEAD_DIM**-0.5, causal=True, mask=mask)
+    weights = weights.unflatten(2, (HEADS, 9)).permute(1, 2, 0, 3) * factors
+    values = value.repeat_interleave(2, dim=2)
+    expected = torch.einsum("bhmn,nbhd->mbhd", weights, values).flatten(2)
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    wanted = torch.autograd.grad(expected.square().sum(), tensors)
+    torch.testing.assert_close(gradients, wanted)
+
+    plain = expected_attention(*tensors, scale=HEAD_DIM**-0.5, causal=True, mask=mask)
+    torch.testing.assert_close(core.eval()(*tensors, mask), plain)
+
+
+def test_dropout_of_the_constructor_counts():
+    case = Case({"attention_dropout": 0.3}, options={"attention_dropout": 0.0})
+    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
+    plain = expected_attention(*tensors, scale=HEAD_DIM**-0.5, causal=True)
+    torch.testing.assert_close(build(case)(*tensors, None), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_draws_from_the_tracker(sequence_parallel):
+    case = Case({"attention_dropout": 0.5})
+    core = build(case, "cuda", torch.bfloat16)
+    core.config.sequence_parallel = sequence_parallel
+    tensors, _, _ = make_inputs(case, "cuda", torch.bfloat16)
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    before, default = states["model-parallel-rng"].clone(), torch.cuda.get_rng_state()
+    output = core(*tensors, None)
+    after = tensor_parallel.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+    assert torch.equal(before, after) == sequence_parallel
+    assert torch.equal(default, torch.cuda.get_rng_state()) != sequence_parallel
+    assert not torch.equal(output, core.eval()(*tensors, None))
+
+
+# Packed sequences
+
+
+def packed(lengths, key_lengths=None, starts=None, key_starts=None):
+    """Sequences one after the other, or at those starts."""
+
+    def cumulative(sizes):
+        return None if sizes is None else torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+
+    def padded(begins):
+        return None if begins is None else torch.tensor(begins, dtype=torch.int32)
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative(lengths),
+        cu_seqlens_kv=cumulative(key_lengths or lengths),
+        cu_seqlens_q_padded=padded(starts),
+        cu_seqlens_kv_padded=padded(key_starts or starts),
+    )
+
+
+PACKED = {
+    "causal": ({}, "causal", {"lengths": [5, 1, 8, 3, 7]}),
+    "equal lengths": ({}, "padding_causal", {"lengths": [6, 6, 6, 6]}),
+    "one sequence": ({}, "causal", {"lengths": [24]}),
+    "not causal": ({}, "padding", {"lengths": [5, 1, 8, 3, 7]}),
+    "an empty one": ({}, "causal", {"lengths": [5, 0, 8, 3]}),
+    "no sequence": ({}, "causal", {"lengths": []}),
+    "window": ({"window_size": (2, 0)}, "causal", {"lengths": [5, 1, 8, 3, 7]}),
+    "offset": ({"softmax_type": "learnable"}, "causal", {"lengths": [5, 1, 8, 3, 7]}),
+    "cross": ({}, "padding", {"lengths": [5, 1, 8, 3], "key_lengths": [2, 9, 7, 0]}),
+    "cross and causal": ({}, "causal", {"lengths": [5, 7, 4, 1], "key_lengths": [6, 4, 7, 9]}),
+    "cross and window": (
+        {"window_size": (1, 1)},
+        "padding",
+        {"lengths": [5, 7, 4], "key_lengths": [6, 4, 7]},
+    ),
+    "padded": ({}, "causal", {"lengths": [5, 1, 8], "starts": [0, 8, 12, 24]}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name, path, device, request):
+    config, mask_type, layout = PACKED[name]
+    tokens, key_tokens = 26, 30  # some belong to no sequence
+    case = Case(config, mask_type, queries=tokens, keys=key_tokens, key_heads=2)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if device == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
+    core = build(case, device, dtype)
+    tensors, _, _ = make_inputs(case, device, dtype)
+    query, key, value = (tensor[:, 0] for tensor in tensors)
+    wrt = [*tensors, *core.parameters()]
+    if name == "no sequence":
+        output = core(query, key, value, None, packed_seq_params=packed(**layout))
+        assert torch.equal(output, torch.zeros_like(output))
+        core(query, key, value, None, packed_seq_params=packed([3]))  # for `path`
+        return
+    output = core(query, key, value, None, packed_seq_params=packed(**layout))
+
+    expected = torch.zeros(tokens, HEADS * HEAD_DIM, dtype=torch.float64, device=device)
+    begin = key_begin = 0
+    for i, length in enumerate(layout["lengths"]):
+        key_length = layout.get("key_lengths", layout["lengths"])[i]
+        if "starts" in layout:
+            begin = key_begin = layout["starts"][i]
+        alone = expected_attention(
+            query[begin : begin + length, None],
+            key[key_begin : key_begin + key_length, None],
+            value[key_begin : key_begin + key_length, None],
+            scale=HEAD_DIM**-0.5,
+            causal="causal" in mask_type,
+            window=config.get("window_size"),
+            offset=expected_offset(core),
+        )
+        place = torch.arange(begin, begin + length, device=device)
+        expected = expected.index_copy(0, place, alone[:, 0])
+        begin, key_begin = begin + length, key_begin + key_length
+    torch.testing.assert_close(output.double(), expected, **tolerance)
+    cotangent = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, wrt, cotangent)
+    wanted = torch.autograd.grad(expected, wrt, cotangent.double())
+    torch.testing.assert_close(gradients, wanted, **tolerance)
+
+
+def test_packed_sequences_in_a_model(path):
+    """As if each were alone, position by position, and gradients add up."""
+    model = gpt(MegasoftmaxCoreAttention, softmax_type="learnable", num_query_groups=2).double()
+    lengths = [5, 1, 4]
+    ids, labels = make_batch()
+    ids, labels = ids[:1, : sum(lengths)], labels[:1, : sum(lengths)]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    logits = model(ids, positions, None, packed_seq_params=packed(lengths))
+    actual = gradients_of(model, logits, labels)
+
+    pieces = []
+    for one in ids.split(lengths, 1):
+        pieces.append(model(one, torch.arange(one.shape[1])[None], None))
+    alone = torch.cat(pieces, 1)
+    torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, gradients_of(model, alone, labels), rtol=1e-9, atol=1e-9)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"context_parallel_size": 2}, r"config\.context_parallel_size: expected 1 .*got 2"),
+        ({"qk_clip": True}, r"config\.qk_clip: expected False .*got True"),
+        ({"log_max_attention_logit": True}, r"config\.log_max_attention_logit: expected False"),
+        ({"batch_invariant_mode": True}, r"config\.batch_invariant_mode: expected False"),
+        ({"softmax_type": "odd"}, r"config\.softmax_type: expected 'vanilla', .* got 'odd'"),
+    ],
+)
+def test_config_is_refused(option, message):
+    config = make_config()
+    vars(config).update(option)
+    with pytest.raises(ValueError, match=message):
+        MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def test_call_is_refused():
+    case = Case()
+    core = build(case)
+    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
+    flat = [tensor[:, 0] for tensor in tensors]
+    mask = torch.zeros(9, 9)
+    with pytest.raises(TypeError, match=r"attention_mask: expected a bool .*got torch\.float32"):
+        core(*tensors, mask)
+    with pytest.raises(TypeError, match=r"attention_mask: expected a bool .*got tuple"):
+        core(*tensors, (mask.bool(), mask.bool()))
+    given = packed([4, 5])
+    with pytest.raises(ValueError, match="attention_mask: expected None beside packed_seq_params"):
+        core(*flat, mask.bool(), packed_seq_params=given)
+    with pytest.raises(ValueError, match="attention_bias: expected None beside packed_seq_params"):
+        core(*flat, None, attention_bias=mask, packed_seq_params=given)
+    for change, message in (
+        ({"qkv_format": "sbhd"}, "expected qkv_format 'thd', got 'sbhd'"),
+        ({"local_cp_size": 2}, "expected no context parallelism"),
+        ({"cu_seqlens_q": None}, "expected cu_seqlens_q, got None"),
+        ({"cu_seqlens_kv": None}, "expected cu_seqlens_kv, got None"),
+        (
+            {"cu_seqlens_kv": torch.tensor([0, 9])},
+            "as many sequences of keys as of queries, 2, got 1",
+        ),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 4, 10])},
+            "cu_seqlens_q that ascend from 0 to at most 9",
+        ),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 4])}, "cu_seqlens_q that ascend"),
+    ):
+        wrong = packed([4, 5])
+        vars(wrong).update(change)
+        with pytest.raises(ValueError, match=f"packed_seq_params: .*{message}"):
+            core(*flat, None, packed_seq_params=wrong)
+
+
+# The learnable offset
+
+
+def test_offset_starts_as_the_config_says():
+    def offset(**options):
+        torch.manual_seed(3)
+        config = make_config(softmax_type="learnable", **options)
+        return MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self").softmax_offset
+
+    torch.manual_seed(3)
+    expected = torch.empty(HEADS).normal_(std=0.3)
+    assert torch.equal(offset(), expected)
+    assert offset().tensor_model_parallel
+    assert offset(params_dtype=torch.bfloat16).dtype == torch.bfloat16
+    torch.testing.assert_close(offset(init_method=torch.nn.init.ones_), torch.ones(HEADS))
+
+
+def test_sharded_state_dict():
+    model = gpt(MegasoftmaxCoreAttention, softmax_type="learnable")
+    (name,) = (
+        name for name, _ in model.named_parameters() if "layers.1" in name and "offset" in name
+    )
+    shard = model.sharded_state_dict()[name]
+    assert shard.key == "decoder.layers.self_attention.core_attention.softmax_offset"
+    assert shard.data is model.get_parameter(name)
+    assert shard.global_shape == (2, HEADS)  # layers, heads
+    assert shard.global_offset == (1, 0)
+    plain = gpt(MegasoftmaxCoreAttention)
+    assert not any("core_attention" in name for name in plain.sharded_state_dict())
+
+
+# Whole models
+
+
+def gpt(core_attention, device="cpu", **options):
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    torch.manual_seed(0)
+    model = GPTModel(
+        config=make_config(**options),
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+    )
+    return model.to(device).train()
+
+
+def make_batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def gradients_of(model, logits, labels):
+    model.zero_grad()
+    loss_of(logits, labels).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def train(model, mask=None, steps=4):
+    """Losses, the first gradients, and the parameters in the end."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    positions = torch.arange(LENGTH, device=device).expand(BATCH, -1)
+    losses, first = [], None
+    for step in range(steps):
+        ids, labels = (tensor.to(device) for tensor in make_batch(step))
+        loss = loss_of(model(ids, positions, mask).double(), labels)
+        model.zero_grad()
+        loss.backward()
+        if first is None:
+            first = {name: one.grad.double() for name, one in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, first, {name: one.detach() for name, one in model.named_parameters()}
+
+
+MODELS = {
+    "causal": {},
+    "grouped keys, learnable offset": {"num_query_groups": 2, "softmax_type": "learnable"},
+    "windows in some layers": {"window_size": (3, 0), "window_attn_skip_freq": 2},
+    "layer scaling": {"apply_query_key_layer_scaling": True},
+}
+
+
+def build_pair(device="cpu", dtype=torch.float64, **options):
+    ours = gpt(MegasoftmaxCoreAttention, device, **options).to(dtype)
+    plain = gpt(PlainAttention, device, **options).to(dtype)
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name, masked, path):
+    """float64: losses, all gradients, and parameters after some steps."""
+    mask = None
+    if masked:  # a document ends within each sequence, at another place
+        document = torch.arange(LENGTH) >= torch.tensor([[4], [7]])
+        mask = (document[:, None] != document[..., None])[:, None]
+    ours, plain = build_pair(**MODELS[name])
+    torch.testing.assert_close(train(ours, mask), train(plain, mask), rtol=1e-7, atol=1e-9)
+
+
+def test_training_in_float32(path):
+    ours, plain = build_pair(dtype=torch.float32, **MODELS["grouped keys, learnable offset"])
+    expected = train(plain.double())
+    actual = train(ours)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_training_fused(name, monkeypatch):
+    calls = record_calls(monkeypatch, "attention")
+    options = {"bf16": True, "params_dtype": torch.bfloat16} | MODELS[name]
+    ours, plain = build_pair("cuda", torch.bfloat16, **options)
+    assert RUNS_FUSED(*torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16(), {})
+    losses, _, _ = train(ours)
+    expected, _, _ = train(plain)
+    assert len(calls) == 8
+    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_recomputed_dropout():
+    """Selective recomputation draws the same dropout again."""
+    options = {"attention_dropout": 0.4, "num_query_groups": 2}
+    recompute = {"recompute_granularity": "selective"}
+    found = []
+    for model in (
+        gpt(MegasoftmaxCoreAttention, "cuda", **options),
+        gpt(MegasoftmaxCoreAttention, "cuda", **options, **recompute),
+    ):
+        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        found.append(train(model, steps=2))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+# Two tensor-parallel ranks
+
+SHARDED = {"num_query_groups": 2, "softmax_type": "learnable", "window_size": (4, 0)}
+
+
+def one_step(model):
+    """Of the model's own loss, which knows shards of the vocabulary."""
+    ids, labels = make_batch()
+    losses = model(ids, torch.arange(LENGTH).expand(BATCH, -1), None, labels=labels)
+    losses.mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"losses": losses.detach()} | gradients
+
+
+def tensor_parallel_rank(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = gpt(MegasoftmaxCoreAttention, tensor_model_parallel_size=2, **SHARDED)
+    found = one_step(model)
+    core = model.decoder.layers[1].self_attention.core_attention
+    found["offset"] = core.softmax_offset.detach()
+    shard = core.sharded_state_dict()["softmax_offset"]
+    found["shard"] = (shard.global_shape, shard.global_offset, shard.replica_id)
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_agree_with_one(tmp_path):
+    torch.multiprocessing.spawn(tensor_parallel_rank, args=(str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    model = gpt(MegasoftmaxCoreAttention, **SHARDED)
+    expected = one_step(model)
+    core = model.decoder.layers[1].self_attention.core_attention
+    assert [rank["shard"] for rank in ranks] == [
+        ((HEADS,), (0,), (0, 0, 0)),
+        ((HEADS,), (2,), (0, 0, 0)),
+    ]
+    assert torch.equal(torch.cat([rank["offset"] for rank in ranks]), core.softmax_offset)
+    sharded = dict(model.named_parameters())
+    for name, wanted in expected.items():
+        both = [rank[name] for rank in ranks]
+        dim = getattr(sharded.get(name), "partition_dim", None)
+        torch.testing.assert_close(both[0] if dim is None else torch.cat(both, dim), wanted)
+
+
+# Megatron's own layer, with our softmax
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """Builds DotProductAttention, which here runs on a CPU as well."""
+    if not torch.cuda.is_available():
+
+        class Buffer:
+            def get_tensor(self, shape, dtype, name):
+                return torch.empty(shape, dtype=dtype)
+
+        buffers = SimpleNamespace(get_global_memory_buffer=Buffer)
+        trackers = SimpleNamespace(
+            get_cuda_rng_tracker=lambda: SimpleNamespace(fork=contextlib.nullcontext)
+        )
+        monkeypatch.setattr(dot_product_attention, "parallel_state", buffers)
+        monkeypatch.setattr(dot_product_attention, "tensor_parallel", trackers)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+    def make(layer=1, mask_type="causal", **options):
+        config = make_config(**options)
+        return DotProductAttention(config, layer, AttnMaskType[mask_type], "self")
+
+    return make
+
+
+@pytest.fixture
+def home():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("name", ["causal", "padding", "arbitrary", "off by one", "layer scaling"])
+def test_softmax_of_megatrons_layer(name, fusion, stock, home):
+    case = CASES[name]._replace(bias=None)
+    if case.mask_type == "causal":
+        case = case._replace(mask=None)  # Megatron would let it take the place of causality
+    tensors, mask, _ = make_inputs(case, home, torch.float32)
+    options = case.config | {"masked_softmax_fusion": fusion}
+    with apply_megasoftmax_to_megatron(router=False):
+        layer = stock(case.layer, case.mask_type, **options)
+    assert type(layer.scale_mask_softmax) is megasoftmax.FusedScaleMaskSoftmax
+    assert layer.scale_mask_softmax.scaled_masked_softmax_fusion == fusion
+    if home == "cpu" and mask is None:
+        mask = torch.ones(9, 9, dtype=torch.bool).triu(1)  # Megatron would make it on a GPU
+    elif mask is not None:
+        mask[..., 1] = False  # every query sees a key
+    stock_layer = stock(case.layer, case.mask_type, **options)
+    assert type(stock_layer.scale_mask_softmax) is fused_softmax.FusedScaleMaskSoftmax
+    actual, expected = layer(*tensors, mask), stock_layer(*tensors, mask)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(actual.square().sum(), tensors)
+    wanted = torch.autograd.grad(expected.square().sum(), tensors)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_fusion_flag_is_honoured(fusion, stock, home):
+    """A query that sees no key has uniform weights in Megatron, and zeros when fused."""
+    tensors, _, _ = make_inputs(Case(), home, torch.float32)
+    mask = torch.zeros(9, 9, dtype=torch.bool, device=home)
+    mask[4] = True
+    with apply_megasoftmax_to_megatron(router=False):
+        layer = stock(mask_type="arbitrary", masked_softmax_fusion=fusion)
+    expected = torch.zeros_like(tensors[2][0]) if fusion else tensors[2].mean(0)
+    torch.testing.assert_close(layer(*tensors, mask)[4], expected.flatten(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "padding", "window", "off by one", "layer scaling"])
+def test_fused_softmax_of_megatrons_layer(name, stock):
+    case = CASES[name]._replace(bias=None)
+    tensors, mask, _ = make_inputs(case, "cuda", torch.bfloat16)
+    with apply_megasoftmax_to_megatron():
+        layer = stock(
+            case.layer, case.mask_type, bf16=True, masked_softmax_fusion=True, **case.config
+        )
+    scores = torch.zeros(BATCH, HEADS, 9, 9, dtype=torch.bfloat16, device="cuda")
+    assert not layer.scale_mask_softmax.why_not_fused(scores, mask)
+    expected = expected_attention(
+        *tensors,
+        scale=HEAD_DIM**-0.5,
+        causal="causal" in case.mask_type,
+        window=case.window,
+        mask=mask,
+        offset=layer.softmax_offset,
+    )
+    torch.testing.assert_close(layer(*tensors, mask).double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def bound():
+    return (
+        dot_product_attention.FusedScaleMaskSoftmax,
+        fused_softmax.FusedScaleMaskSoftmax,
+        moe_router.topk_routing_with_score_function,
+        moe_utils.topk_routing_with_score_function,
+    )
+
+
+def test_apply_and_undo():
+    before = bound()
+    applied = apply_megasoftmax_to_megatron()
+    during = bound()
+    assert during[:2] == (megasoftmax.FusedScaleMaskSoftmax,) * 2
+    assert all(ours is not theirs for ours, theirs in zip(during, before, strict=True))
+    assert len(applied.names) == 4
+
+    again = apply_megasoftmax_to_megatron()
+    assert again.names == ()
+    assert bound() == during
+    again.undo()
+    assert bound() == during
+
+    applied.undo()
+    assert bound() == before
+    applied.undo()
+    assert bound() == before
+
+    for options, changed in (({"softmax": False}, before[:2]), ({"router": False}, before[2:])):
+        with apply_megasoftmax_to_megatron(**options):
+            assert changed == (bound()[:2] if options == {"softmax": False} else bound()[2:])
+            assert bound() != before
+        assert bound() == before
+
+
+def test_undo_leaves_what_others_have_bound():
+    namespace = {"one": 1, "two": 2}
+    replaced = Replaced([(namespace, "one", 10), (namespace, "two", 20), (namespace, "new", 30)])
+    assert namespace == {"one": 10, "two": 20, "new": 30}
+    namespace["two"] = 200
+    replaced.undo()
+    assert namespace == {"one": 1, "two": 200}
+
+
+# Routers
+
+
+def routing(logits, *arguments, **options):
+    """Probabilities, map and the gradient of the logits."""
+    logits = logits.clone().requires_grad_()
+    probabilities, routing_map = moe_router.topk_routing_with_score_function(
+        logits, *arguments, **options
+    )
+    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
+    (gradient,) = torch.autograd.grad((probabilities.float() * weights).sum(), logits)
+    return probabilities, routing_map, gradient
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_routing(k, pre_softmax, scaling, dtype, deterministic, device, monkeypatch):
+    torch.manual_seed(0)
+    # No equals, in bfloat16 neither: which of them is chosen is open.
+    logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
+    options = {"use_pre_softmax": pre_softmax, "scaling_factor": scaling}
+    calls = record_calls(monkeypatch, "softmax_topk")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        expected = routing(logits, k, **options)
+        assert not calls
+        with apply_megasoftmax_to_megatron():
+            actual = routing(logits, k, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(calls) == 1
+    assert torch.equal(actual[1], expected[1])
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_function": "sigmoid"},
+        {"score_function": "sigmoid", "expert_bias": torch.linspace(0, 1, 8)},
+        {"num_groups": 4, "group_topk": 2},
+        {"expert_bias": torch.linspace(0, 1, 8)},
+        {"router_replay": SimpleNamespace(get_replay_topk=lambda *args: torch.topk(-args[0], 2))},
+        {"dtype": torch.float64},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_other_routing_is_megatrons(options, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(33, 8, dtype=options.pop("dtype", torch.float32))
+    calls = record_calls(monkeypatch, "softmax_topk")
+    expected = routing(logits, 2, **options)
+    with apply_megasoftmax_to_megatron():
+        actual = routing(logits, 2, **options)
+    assert not calls
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_errors_of_routing_are_megatrons():
+    with apply_megasoftmax_to_megatron():
+        with pytest.raises(ValueError, match="Invalid score_function: odd"):
+            routing(torch.randn(3, 8), 2, score_function="odd")
+        with pytest.raises(ValueError, match="fused_topk_with_score_function is not available"):
+            routing(torch.randn(3, 8), 2, fused=True)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'odd'"):
+            routing(torch.randn(3, 8), 2, odd=1)
+
+
+def test_router_module(stock, home, monkeypatch):
+    """Megatron's router, after its linear layer, which needs TransformerEngine."""
+    config = make_config(num_moe_experts=8, moe_router_topk=2, moe_router_pre_softmax=True)
+    router = moe_router.TopKRouter(config, ProcessGroupCollection.use_mpu_process_groups())
+    router.set_layer_number(1)
+    logits = torch.randn(5, 3, 8, device=home, requires_grad=True)
+
+    def step():
+        probabilities, routing_map = router.routing(logits)
+        loss = (probabilities * torch.arange(8, device=home)).square().sum()
+        return probabilities, routing_map, torch.autograd.grad(loss, logits)
+
+    calls = record_calls(monkeypatch, "softmax_topk")
+    expected = step()
+    with apply_megasoftmax_to_megatron():
+        actual = step()
+    assert [call["renormalize"] for call in calls] == [False]
+    torch.testing.assert_close(actual, expected)
+
+
+# Extensions by their names
+
+
+def megatrons(name, scores, mask, scale):
+    """What Megatron's autograd function of that extension makes of scores."""
+    if name == "scaled_upper_triang_masked_softmax_cuda":
+        return fused_softmax.ScaledUpperTriangMaskedSoftmax.apply(scores, scale)
+    if name == "scaled_masked_softmax_cuda":
+        return fused_softmax.ScaledMaskedSoftmax.apply(scores, mask, scale)
+    return fused_softmax.ScaledSoftmax.apply(scores, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODULES)
+def test_extension_modules(name, dtype, device):
+    causal, masked = "triang" in name, "_masked_softmax" in name and "triang" not in name
+    shape = (6, 7, 7) if causal else (2, 3, 7, 11)
+    scores = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    mask = None
+    exact = scores.double() * 0.25
+    if causal:
+        exact = exact.masked_fill(torch.ones(7, 7, device=device).triu(1).bool(), -math.inf)
+    elif masked:
+        mask = torch.rand(2, 1, 7, 11, device=device) < 0.4
+        mask[..., 5] = False
+        exact = exact.masked_fill(mask, -math.inf)
+    expected = exact.softmax(-1)
+    gradient = torch.randn(shape, device=device).to(dtype)
+    before = gradient.clone()
+    with install_extension_modules():
+        if masked:
+            as_bytes = sys.modules[name].forward(scores.detach(), mask.byte(), 0.25)
+        actual = megatrons(name, scores, mask, 0.25)
+        actual.backward(gradient)
+        # Megatron's own call may hand over gradients of any strides.
+        strided = gradient.transpose(0, 1).contiguous().transpose(0, 1)
+        again = sys.modules[name].backward(strided, actual.detach(), torch.tensor(0.25))
+    (wanted,) = torch.autograd.grad(expected, scores, gradient.double())
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    )
+    torch.testing.assert_close(actual.double(), expected, **tolerance)
+    torch.testing.assert_close(scores.grad, wanted, **tolerance)
+    torch.testing.assert_close(again, scores.grad)
+    assert torch.equal(gradient, before)
+    assert torch.equal(strided, before)
+    if masked:
+        assert torch.equal(as_bytes, actual)
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "padding", "no_mask"])
+def test_megatrons_softmax_finds_the_extensions(mask_type, device):
+    """Where its conditions hold, the class of Megatron takes them; they were not there before."""
+    given = (False, True, AttnMaskType[mask_type], True, None, True, 0.5)
+    softmax = fused_softmax.FusedScaleMaskSoftmax(*given)
+    scores = torch.randn(2, 4, 20, 20, device=device).bfloat16()
+    mask = torch.rand(2, 1, 20, 20, device=device) < 0.4 if mask_type == "padding" else None
+    if mask is not None:
+        mask[0, :, 3] = True
+    with pytest.raises(ModuleNotFoundError, match="scaled_masked_softmax_cuda"):
+        softmax(scores, mask)
+    with install_extension_modules():
+        assert softmax.is_kernel_available(mask, 2, 4, 20, 20)
+        actual = softmax(scores, mask)
+    expected = megasoftmax.softmax(
+        scores, scale=0.5, mask=mask, causal=mask_type == "causal", fused=False
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3)
+    assert actual.dtype == torch.bfloat16
+
+
+def test_extension_modules_are_put_back(monkeypatch):
+    own = ModuleType("scaled_softmax_cuda")
+    monkeypatch.setitem(sys.modules, "scaled_softmax_cuda", own)
+    installed = install_extension_modules()
+    assert set(installed.names) == set(MODULES)
+    assert install_extension_modules().names == ()
+    assert sys.modules["scaled_masked_softmax_cuda"].get_batch_per_block(7, 9, 3, 5) == 1
+    installed.undo()
+    assert sys.modules["scaled_softmax_cuda"] is own
+    assert "scaled_masked_softmax_cuda" not in sys.modules
+
+
+def test_softmax_backward_is_refused():
+    probabilities = torch.rand(2, 3, 3)
+    backward = MODULES["scaled_softmax_cuda"].backward
+    with pytest.raises(TypeError, match=r"gradient: expected a tensor of torch\.float32, .*16"):
+        backward(probabilities.half(), probabilities, 1.0)
+    with pytest.raises(ValueError, match=r"gradient: expected shape \(2, 3, 3\).*got \(3, 3\)"):
+        backward(probabilities[0], probabilities, 1.0)
+    with pytest.raises(ValueError, match="scale: expected a finite number, got nan"):
+        backward(probabilities, probabilities, math.nan)
