@@ -9,8 +9,15 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
 from megasoftmax.biases import RelativeBias
+from megasoftmax.context_parallel import merge_attention
 from megasoftmax.dispatch import Reason
-from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused
+from megasoftmax.functional import (
+    attention,
+    ring_attention,
+    softmax,
+    softmax_topk,
+    why_not_fused,
+)
 from megasoftmax.modules import (
     AttnMaskType,
     FusedAttention,
@@ -35,6 +42,8 @@ __all__ = [
     "SoftmaxOne",
     "__version__",
     "attention",
+    "merge_attention",
+    "ring_attention",
     "softmax",
     "softmax_topk",
     "why_not_fused",

@@ -22,7 +22,7 @@ FAMILIES = {
 
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
-    "__init__": {"biases", "functional", "modules", "dispatch"},
+    "__init__": {"biases", "context_parallel", "functional", "modules", "dispatch"},
     "__main__": {"_build", "_extension", "explain"},
     "_build": set(),
     "biases": set(),
@@ -35,9 +35,12 @@ MODULES = {
     "ops_attention": {"ops", "reference", "reference_attention"},
     "ops_topk": {"ops", "reference", "reference_topk"},
     "vocabulary": {"reference", "reference_topk"},
+    "context_parallel": {"reference", "reference_attention"},
+    "sharding": {"reference", "reference_attention", "reference_topk"},
     "dispatch": {"_extension"},
     "functional": {
         "biases",
+        "context_parallel",
         "dispatch",
         "ops",
         "ops_attention",
@@ -45,6 +48,7 @@ MODULES = {
         "reference",
         "reference_attention",
         "reference_topk",
+        "sharding",
         "vocabulary",
     },
     "modules": {"biases", "functional"},
@@ -54,6 +58,7 @@ MODULES = {
 # Modules that run once per call, where an import would cost time and hide an arrow.
 HOT = (
     "biases",
+    "context_parallel",
     "dispatch",
     "functional",
     "modules",
