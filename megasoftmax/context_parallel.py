@@ -55,7 +55,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
     shares = [
-        (weight / total).unsqueeze(-1) * output
+        output * (weight / total).unsqueeze(-1)  # lies in memory as the output does
         for weight, output in zip(weights, outputs, strict=True)
     ]
     lse = total.log().masked_fill(nothing, -torch.inf) + largest

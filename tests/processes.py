@@ -20,7 +20,7 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
         worker: a function of a module. It finds torch.distributed initialised, gloo for "cpu" and
             NCCL for "cuda", and returns what torch.load reads without unpickling code.
         world: how many processes.
-        device: "cpu", where fused=True is served by the ops all the same; or "cuda", of which each
+        device: "cpu", where the ops serve fused=True all the same, in any type; or "cuda", of which each
             process gets its own.
         folder: an empty one for all.
     """
@@ -34,7 +34,8 @@ def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> No
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     else:
-        dispatch._device = dispatch._compiled_part = lambda scores: None
+        for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
+            setattr(dispatch, constraint, lambda *_: None)
     torch.distributed.init_process_group(
         "nccl" if device != "cpu" else "gloo",
         init_method=f"file://{folder}/store",
