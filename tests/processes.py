@@ -20,12 +20,17 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
         worker: a function of a module. It finds torch.distributed initialised, gloo for "cpu" and
             NCCL for "cuda", and returns what torch.load reads without unpickling code.
         world: how many processes.
-        device: "cpu", where the ops serve fused=True all the same, in any type; or "cuda", of which each
-            process gets its own.
+        device: "cpu", see `let_ops_serve_cpus`; or "cuda", of which each process gets its own.
         folder: an empty one for all.
     """
     torch.multiprocessing.spawn(_run, args=(worker, world, device, folder), nprocs=world)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:
+    """Makes fused=True run through the ops where there are no kernels, in any type."""
+    for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
+        setattr(dispatch, constraint, lambda *_: None)
 
 
 def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> None:
@@ -34,8 +39,7 @@ def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> No
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     else:
-        for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
-            setattr(dispatch, constraint, lambda *_: None)
+        let_ops_serve_cpus(setattr)
     torch.distributed.init_process_group(
         "nccl" if device != "cpu" else "gloo",
         init_method=f"file://{folder}/store",

@@ -5,9 +5,12 @@ The processes run once for each number of them, and leave what they found; the t
 
 import copy
 import os
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
 from megasoftmax import RelativeBias
@@ -257,8 +263,7 @@ SPLITS = {
         attention,
         with_table(4, 4),
         OF_HEADS | {"table": 0},
-        {"output": 1, "query": 1, "key": 1, "sink": 0},
-        sends=True,  # a table without batches is given one, and DTensor
+        {"output": 1, "query": 1, "key": 1, "table": 0, "sink": 0},
     ),
     # 3 heads of keys are shared out as 2 and 1, and 12 of queries as 6 and 6.
     "attention, heads that cannot be split": Split(
@@ -683,11 +688,12 @@ def test_what_a_ring_keeps(ranks, world):
 
 
 def test_messages(ranks):
-    for rank in ranks(2):
+    for number, rank in enumerate(ranks(2)):
+        lengths = f"lengths: expected 2 integers from 0 on, 4 at {number}"
         assert [message.split(", got")[0] for message in rank["messages"]] == [
             "query: expected as many queries as keys, 4, with causal, window or a RelativeBias",
-            f"lengths: expected 2 integers from 0 on, 4 at {ranks(2).index(rank)}",
-            f"lengths: expected 2 integers from 0 on, 4 at {ranks(2).index(rank)}",
+            lengths,
+            lengths,
             "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
             "(1, 2, 15), where the first two sizes may be divided",
             "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
@@ -722,3 +728,225 @@ def test_sharded_heads(of_models, of_one_process):
     for rank in of_models:
         assert rank["queries"] == (4, 2, 12, 8)  # 2 of 4 heads
         assert rank["sharded heads"] == pytest.approx(of_one_process, rel=1e-5)
+
+
+# On one process
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """Of which there is one: what it sends is lost, and what it receives is noise."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "of_query", "of_key", "of_output"),
+    [
+        ((2, 4), (8, 8), (0, 1), (0, 1), (0, 1)),
+        ((2, 4), (8, 4), (0, 1), (0, 1), (0, 1)),
+        ((2, 4), (8, 4), (0, 1), (0, None), (0, 1)),
+        ((2, 4), (8, 1), (0, 1), (0, None), (0, 1)),
+        ((2, 4), (8, 2), (0, 1), (0, 1), (0, None)),  # fewer heads of keys than devices
+        ((4, 2), (12, 6), (1, 0), (1, 0), (None, 0)),  # 6 do not divide by 4
+        ((4, 2), (12, 6), (0, 1), (0, 1), (0, 1)),
+        ((4, 2), (16, 8), (1, 1), (1, 1), (1, 1)),
+        ((4, 2), (16, 4), (1, 1), (1, 1), (None, None)),  # neither by 4 * 2
+        ((4, 2), (16, 4), (1, None), (None, None), (1, None)),
+        ((4, 2), (16, 4), (1, 0), (0, 1), (0, None)),  # no agreement about heads
+        ((8,), (12, 12), (1,), (1,), (1,)),  # 2, 2, 2, 2, 2, 2, 0, 0
+    ],
+)
+def test_heads_that_share_keys_stay_together(
+    eight_ranks, sizes, heads, of_query, of_key, of_output
+):
+    mesh = init_device_mesh("cpu", sizes)
+
+    def on_mesh(heads: int, dims: tuple[int | None, ...]) -> DTensor:
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return distribute_tensor(torch.zeros(8, heads, 3, 4), mesh, placements)
+
+    key = on_mesh(heads[1], of_key)
+    output = megasoftmax.attention(on_mesh(heads[0], of_query), key, key)
+    found = [None if each.is_replicate() else each.dim for each in output.placements]
+    assert found == list(of_output)
+
+
+@pytest.mark.parametrize("sizes", [(4, 9), (0, 13), (5, 5, 3)])
+def test_merge(sizes):
+    query, key, value = (double(2, 3, n, 4, seed=i) for i, n in enumerate((5, 13, 13)))
+    mask = coin(2, 1, 5, 13, device="cpu")
+    mask[:, :, 1], mask[:, :, 2, :4] = True, True  # nothing at all; nothing in the first part
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+
+    def attention(start: int, size: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+        parts = (each.narrow(-2, start, size) for each in (key, value))
+        part = mask.narrow(-1, start, size)
+        return megasoftmax.attention(query, *parts, mask=part, return_lse=True, **arguments)
+
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for sink in (None, 0.3):
+        sinks = [sink, *[None] * (len(sizes) - 1)]
+        parts = [
+            attention(start, size, sink=each)
+            for start, size, each in zip(starts, sizes, sinks, strict=True)
+        ]
+        merged = megasoftmax.merge_attention(*zip(*parts, strict=True))
+        wanted = attention(0, 13, sink=sink)
+        grads = [cotangent(each, i) for i, each in enumerate(wanted)]
+        both = [
+            (*results, *torch.autograd.grad(results, inputs, grads, retain_graph=True))
+            for results in (merged, wanted)
+        ]
+        for what, *values in zip(("output", "lse", "query", "key", "value"), *both, strict=True):
+            check(what, *values, torch.float64)
+
+
+def test_merge_of_far_apart_and_of_nothing():
+    outputs = [torch.full((1, 3, 2), number) for number in (1.0, 2.0, 3.0)]
+    lses = [
+        torch.tensor([numbers]).requires_grad_()
+        for numbers in ([1e4, -INF, -1e4], [0.0, -INF, -1e4], [1e4, -INF, -INF])
+    ]
+    output, lse = megasoftmax.merge_attention(outputs, lses)
+    assert output[0, :, 0].tolist() == [2.0, 0.0, 1.5]
+    torch.testing.assert_close(lse, torch.tensor([[1e4 + 0.6931, -INF, -1e4 + 0.6931]]))
+    gradients = torch.autograd.grad((output.sum(), lse.sum()), lses)
+    # The weight, times 1 and over two columns the distance of the own output from the merged one
+    wanted = ([0.5 * (1 - 2), 0, 0.5 * (1 - 1)], [0, 0, 0.5 * (1 + 1)], [0.5 * (1 + 2), 0, 0])
+    for gradient, numbers in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, torch.tensor([numbers], dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        ([], [], "lses: expected one for each of at least one output, got 0 for 0 outputs"),
+        ([(2, 3)], [], "lses: expected one for each of at least one output, got 0 for 1 outputs"),
+        (
+            [(2, 3), (3, 3)],
+            [(2,), (3,)],
+            "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
+        ),
+        (
+            [(2, 3)],
+            [(3,)],
+            "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
+            "got (3,)",
+        ),
+    ],
+)
+def test_messages_of_merge(outputs, lses, message):
+    tensors = ([torch.zeros(shape) for shape in shapes] for shapes in (outputs, lses))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        megasoftmax.merge_attention(*tensors)
+
+
+def test_ring_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        group = torch.distributed.group.WORLD
+        found = {
+            (name, (TOKENS,)): run_ring(make(TOKENS), group, (TOKENS,), 0, "cpu")
+            for name, make in RINGS.items()
+            if "through the ops" not in name
+        }
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, lengths in found:
+        check_ring(name, lengths, [{"rings": found}], "cpu")
+
+
+class _Counted(TorchDispatchMode):
+    """How often each op of megasoftmax runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if function.namespace == "megasoftmax":
+            self.calls[function.__name__.removesuffix(".default")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+OPS = ("attention_forward", "softmax_forward", "softmax_topk_forward")
+
+
+def layer(query: Tensor, key: Tensor, sink: Tensor) -> Tensor:
+    """Through every family of ops."""
+    output = megasoftmax.attention(query, key, key, causal=True, sink=sink, fused=True)
+    p = megasoftmax.softmax(output, scale=2.0, sink=sink, fused=True)
+    values, _ = megasoftmax.softmax_topk(p.sin(), 3, fused=True)
+    return values.float().square().sum()
+
+
+def gradients_of_layer(device: str, run: Callable[..., Tensor]) -> list[Tensor]:
+    tensors = [
+        normal(*shape, device=device, dtype=torch.bfloat16, seed=i).requires_grad_()
+        for i, shape in enumerate(((2, 4, 9, 16), (2, 2, 9, 16), (4,)))
+    ]
+    run(layer, *tensors).backward()
+    return [tensor.grad for tensor in tensors]
+
+
+@pytest.fixture
+def with_ops(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """fused=True runs through the ops; the same bits every time."""
+    if device == "cpu":
+        processes.let_ops_serve_cpus(monkeypatch.setattr)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(device, with_ops, use_reentrant):
+    wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
+    with _Counted() as ops:
+        found = gradients_of_layer(device, partial(checkpoint, use_reentrant=use_reentrant))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert {name: ops.calls[name] for name in OPS} == dict.fromkeys(OPS, 2)
+
+
+@pytest.mark.parametrize("kept", [OPS, OPS[:1], OPS[1:]])
+def test_selective_checkpoint(device, with_ops, kept):
+    """What is kept is not computed again."""
+    wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
+    listed = [getattr(torch.ops.megasoftmax, name).default for name in kept]
+    with _Counted() as ops:
+        found = gradients_of_layer(
+            device,
+            partial(
+                checkpoint,
+                use_reentrant=False,
+                context_fn=partial(create_selective_checkpoint_contexts, listed),
+            ),
+        )
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert {name: ops.calls[name] for name in OPS} == {n: 1 if n in kept else 2 for n in OPS}
+
+
+# On two GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
+def test_on_two_gpus(tmp_path):
+    ranks = processes.spawn(worker, 2, "cuda", tmp_path)
+    for rank in ranks:
+        for name in SPLITS:
+            check_split(name, rank["splits"][name], "cuda")
+    for name in RINGS:
+        for lengths in (*LENGTHS[2], ALIKE[2]):
+            check_ring(name, lengths, ranks, "cuda")
+    if ranks[0]["models"] is not None:
+        wanted = losses(llama().cuda(), batch().cuda())
+        found = [rank["models"]["sharded parameters"] for rank in ranks]
+        assert [sum(step) / 2 for step in zip(*found, strict=True)] == pytest.approx(
+            wanted, rel=1e-3
+        )
