@@ -99,6 +99,8 @@ def softmax(
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
     modified. The same call gives the same bits on the same device, gradients included.
 
+    DTensors stay split along the dimensions before queries and keys, see `megasoftmax.sharding`.
+
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
             on, any strides.
@@ -214,6 +216,8 @@ def softmax_topk(
     Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
     Gradients use the returned probabilities where they are summed over K, and float32 ones
     elsewhere. The same call gives the same bits on the same device, gradients included.
+
+    DTensors stay split along all dimensions but the last, see `megasoftmax.sharding`.
 
     Vocabulary-parallel, with `group`: every rank gives its shard of the logits, of mask and of bias
     along the last dimension, in the order of the ranks; shards may have any lengths, also none.
@@ -359,6 +363,8 @@ def attention(
     Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
     everywhere under torch.use_deterministic_algorithms.
 
+    DTensors stay split along batches and heads, see `megasoftmax.sharding`; differentiable once.
+
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
             strides. Kernels take the 16-bit types and head dimensions up to 256; of query, key and
@@ -494,7 +500,8 @@ def ring_attention(
 
     All ranks must call it, with the same options and kinds of arguments, forward and backward.
     The parts need not have equal lengths, but where they have not, `lengths` must say so: it cannot
-    be checked here. With causality the last ranks have the most to do.
+    be checked here. With causality the last ranks have the most to do. Compiled code leaves its
+    graph for the call.
 
     Args:
         query: [batch, heads, queries, head_dim] of this rank, as in `attention`.

@@ -120,6 +120,14 @@ def softmax_with_all(**tensors: Tensor) -> dict[str, Tensor]:
     return softmax(**tensors, scale=0.7, causal=True, window=(3, 0))
 
 
+def gradients_of_softmax(**tensors: Tensor) -> dict[str, Tensor]:
+    """That are differentiated once more."""
+    inputs = [tensors[name] for name in ("scores", "bias", "sink")]
+    p = softmax_with_all(**tensors)["p"]
+    found = torch.autograd.grad(p.sin().sum(), inputs, create_graph=True)
+    return dict(zip(("d_scores", "d_bias", "d_sink"), found, strict=True))
+
+
 def softmax_over_one(scores: Tensor) -> dict[str, Tensor]:
     return softmax(scores, dim=1, scale=-0.7, fused=True if isinstance(scores, DTensor) else None)
 
@@ -219,6 +227,12 @@ SPLITS = {
         {"scores": 3},
         dict.fromkeys(("p", "lse", "scores", "bias", "sink")),
         sends=True,
+    ),
+    "softmax, twice": Split(
+        gradients_of_softmax,
+        SCORES,
+        {"scores": 1, "bias": 0, "sink": 0},
+        {"d_scores": 1, "d_bias": 0, "d_sink": 0, "scores": 1, "sink": 0},
     ),
     "columns, before": Split(
         softmax_over_one, {"scores": double(4, 5, 6, seed=0)}, {"scores": 0}, {"p": 0, "lse": 0}
