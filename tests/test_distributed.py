@@ -392,6 +392,10 @@ RINGS: dict[str, Callable[[int], Ring]] = {
     "table, window": lambda n: (
         of_ring(n) | {"table": double(2, 2, 2 * n - 1, seed=3), "window": (4, 1)}
     ),
+    "two queries for a key": lambda n: (
+        of_ring(n)
+        | {"query": double(2, 4, 2 * n, 8, seed=0), "mask": coin(1, 4, 2 * n, n, device="cpu")}
+    ),
     "float32 through the ops": lambda n: (
         {name: tensor.float() for name, tensor in of_ring(n).items()}
         | {"causal": True, "fused": True, "table": double(4, 2 * n - 1, seed=3).float()}
@@ -415,17 +419,20 @@ OF_TOKENS = ("query", "key", "value")
 
 def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, device: str) -> Ring:
     """Results and gradients of one rank; without a group, of the whole sequence."""
-    start, length = sum(lengths[:rank]), lengths[rank]
+    tokens, start, length = sum(lengths), sum(lengths[:rank]), lengths[rank]
     given = cast(given, dtype_on(device, True))
+    queries = given["query"].shape[2]
 
-    def part(name: str, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
+    def part(tensor: Tensor, dim: int) -> Tensor:
+        """Of what each token has one or several of."""
+        each = tensor.shape[dim] // tokens
+        return tensor.narrow(dim, each * start, each * length).to(device, copy=True)
+
+    for name, tensor in given.items():
         if name in (*OF_TOKENS, "mask", "bias") and tensor.shape[-2] != 1:
-            tensor = tensor.narrow(-2, start, length)
-        return tensor.to(device, copy=True)
-
-    given = {name: part(name, tensor) for name, tensor in given.items()}
+            given[name] = part(tensor, -2)
+        elif isinstance(tensor, Tensor):
+            given[name] = tensor.to(device, copy=True)
     inputs = {
         name: tensor.requires_grad_()
         for name, tensor in given.items()
@@ -436,6 +443,9 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
     tensors = [given.pop(name) for name in OF_TOKENS]
     if group is None:
         given.pop("fused", None)
+    elif device != "cpu":
+        given["fused"] = True if tensors[0].dtype == torch.bfloat16 else None
+    if group is None:
         output, lse = megasoftmax.attention(*tensors, **given, return_lse=True)
     else:
         alike = len(set(lengths)) == 1
@@ -443,11 +453,8 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
             *tensors, **given, group=group, lengths=None if alike else lengths
         )
     assert output.transpose(1, 2).is_contiguous()
-    tokens = sum(lengths)
     grads = [
-        cotangent(torch.empty((*r.shape[:2], tokens, *r.shape[3:]), dtype=r.dtype), i)
-        .narrow(2, start, length)
-        .to(device)
+        part(cotangent(torch.empty((*r.shape[:2], queries, *r.shape[3:]), dtype=r.dtype), i), 2)
         for i, r in enumerate((output, lse))
     ]
     gradients = torch.autograd.grad((output, lse), list(inputs.values()), grads)
@@ -960,7 +967,9 @@ def test_on_two_gpus(tmp_path):
             check_ring(name, lengths, ranks, "cuda")
     if ranks[0]["models"] is not None:
         wanted = losses(llama().cuda(), batch().cuda())
-        found = [rank["models"]["sharded parameters"] for rank in ranks]
-        assert [sum(step) / 2 for step in zip(*found, strict=True)] == pytest.approx(
-            wanted, rel=1e-3
-        )
+        found = [rank["models"] for rank in ranks]
+        parameters = [each["sharded parameters"] for each in found]
+        mean = [sum(step) / 2 for step in zip(*parameters, strict=True)]
+        assert mean == pytest.approx(wanted, rel=1e-3)
+        for each in found:
+            assert each.get("sharded heads", wanted) == pytest.approx(wanted, rel=1e-3)
