@@ -75,7 +75,8 @@ def main(
     parallel_state.initialize_model_parallel()
     torch.manual_seed(seed)
     if on_gpu:
-        torch.cuda.set_device(place)
+        if place.index is not None:
+            torch.cuda.set_device(place)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     model = build_model(layers, width, heads, length, window).to(place)
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -10,8 +10,15 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
 
 from megasoftmax import layers as layers
 from megasoftmax.biases import RelativeBias
+from megasoftmax.context_parallel import merge_attention
 from megasoftmax.dispatch import Reason
-from megasoftmax.functional import attention, softmax, softmax_topk, why_not_fused
+from megasoftmax.functional import (
+    attention,
+    ring_attention,
+    softmax,
+    softmax_topk,
+    why_not_fused,
+)
 from megasoftmax.modules import (
     AttnMaskType,
     FusedAttention,
@@ -36,6 +43,8 @@ __all__ = [
     "SoftmaxOne",
     "__version__",
     "attention",
+    "merge_attention",
+    "ring_attention",
     "softmax",
     "softmax_topk",
     "why_not_fused",

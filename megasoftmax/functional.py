@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from megasoftmax import (
+    context_parallel,
     dispatch,
     ops,
     ops_attention,
@@ -16,6 +17,7 @@ from megasoftmax import (
     reference,
     reference_attention,
     reference_topk,
+    sharding,
     vocabulary,
 )
 from megasoftmax.biases import RelativeBias
@@ -96,6 +98,8 @@ def softmax(
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
     modified. The same call gives the same bits on the same device, gradients included.
+
+    DTensors stay split along the dimensions before queries and keys, see `megasoftmax.sharding`.
 
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
@@ -268,6 +272,8 @@ def softmax_topk(
     Gradients use the returned probabilities where they are summed over K, and float32 ones
     elsewhere. The same call gives the same bits on the same device, gradients included.
 
+    DTensors stay split along all dimensions but the last, see `megasoftmax.sharding`.
+
     Vocabulary-parallel, with `group`: every rank gives its shard of the logits, of mask and of bias
     along the last dimension, in the order of the ranks; shards may have any lengths, also none.
     Every rank gets the same bits, with indices into the whole vocabulary. One all-gather moves
@@ -311,6 +317,9 @@ def softmax_topk(
     if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
         halves = ops_topk.HALVES
         bias, _ = _as_kernels_take_it(logits, bias, None)
+    elif sharding.prepare(logits):
+        _check_shards("logits", logits)
+        halves = ops_topk.HALVES
     out = logits.dtype if dtype is None else dtype
     if group is not None:
         probabilities, indices, statistics = vocabulary.softmax_topk(
@@ -320,8 +329,18 @@ def softmax_topk(
         needs_gradient = torch.is_grad_enabled() and (
             logits.requires_grad or (bias is not None and bias.requires_grad)
         )
-        probabilities, indices, statistics = reference_topk.call(
-            halves, needs_gradient, logits, k, scale, mask, bias, renormalize, out, False
+        probabilities, indices, statistics = _call(
+            reference_topk.call,
+            halves,
+            needs_gradient,
+            logits,
+            k,
+            scale,
+            mask,
+            bias,
+            renormalize,
+            out,
+            False,
         )
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
 
@@ -399,6 +418,8 @@ def attention(
     Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
     everywhere under torch.use_deterministic_algorithms.
 
+    DTensors stay split along batches and heads, see `megasoftmax.sharding`; differentiable once.
+
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
             strides. Kernels take the 16-bit types and head dimensions up to 256; of query, key and
@@ -445,12 +466,8 @@ def attention(
     scale = _attention_scale(query, scale)
     relative = isinstance(bias, RelativeBias)
     table = bias.table if isinstance(bias, RelativeBias) else bias
-    halves = reference_attention.HALVES
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        halves = ops_attention.HALVES_IN_BLOCKS
-    against = dispatch.reasons_against_fused_attention
-    if _is_fused(fused, against, query, key, value, scale):
-        halves = ops_attention.HALVES
+    halves = _attention_halves(query, key, value, scale, fused)
+    if halves is ops_attention.HALVES:
         table, sink = _as_kernels_take_it(query, table, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -458,7 +475,8 @@ def attention(
         tensor is not None and tensor.requires_grad
         for tensor in (query, key, value, table, sink_tensor)
     )
-    output, statistics = reference_attention.call(
+    output, statistics = _call(
+        reference_attention.call,
         halves,
         needs_gradient,
         query,
@@ -505,6 +523,110 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
     )
 
 
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: "ProcessGroup",
+    lengths: Sequence[int] | None = None,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a sequence of which each rank of a group has a part: context parallelism.
+
+        group = mesh.get_group("context")
+        query, key, value = (each.chunk(group.size(), 2)[group.rank()] for each in whole)
+        output, lse = megasoftmax.ring_attention(query, key, value, group=group, causal=True)
+
+    What `attention` would compute for this rank's queries if it had the keys of all ranks, which
+    follow each other in the order of the ranks. Keys and values go round in a ring while blocks
+    are computed, forward and backward; a rank holds those of two ranks at a time. What is kept for
+    the backward pass is of this rank, and three numbers for each query, head and rank that it sees.
+
+    Differentiable once. The gradients of query, key and value are whole. That of a sink or bias is
+    what this rank's queries contribute: where ranks share one, as with any parameter of a model
+    whose batch is sharded, their gradients are to be added up.
+
+    All ranks must call it, with the same options and kinds of arguments, forward and backward.
+    The parts need not have equal lengths, but where they have not, `lengths` must say so: it cannot
+    be checked here. With causality the last ranks have the most to do. Compiled code leaves its
+    graph for the call.
+
+    Args:
+        query: [batch, heads, queries, head_dim] of this rank, as in `attention`.
+        key: [batch, key_heads, keys, head_dim] of this rank, of the same dtype.
+        value: [batch, key_heads, keys, value_dim], of the same dtype.
+        group: its ranks have the parts in the order of their numbers. Every backend of
+            torch.distributed that can send and receive serves.
+        lengths: the number of keys of each rank, from 0 on; by default all have as many.
+        bias: floating, broadcastable to this rank's queries and the keys of all ranks, [batch,
+            heads, queries, sum(lengths)], as in `attention`. Or a `RelativeBias` with the table of
+            the whole sequence, 2 * sum(lengths) - 1 entries.
+        mask: bool, True = excluded, broadcastable to the same.
+        scale: factor of the products; by default head_dim ** -0.5.
+        causal: exclude keys after the query.
+        window: (left, right), as in `attention`.
+        sink: a logit that joins the denominator, once: floating [heads], or one element, or a
+            number.
+        fused: of each block, as in `attention`.
+
+    Returns:
+        The output of this rank's queries, [batch, heads, queries, value_dim], in the dtype of the
+        query, in memory [batch, queries, heads, value_dim]; and the log-sum-exp over the keys of
+        all ranks, sink included, [batch, heads, queries], float32 (float64 for float64 queries),
+        differentiable too.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; causality, a window or a `RelativeBias`
+            is given, for which query i is the token of key i, but not as many queries as keys; or
+            `fused` is True and a block cannot run fused.
+        NotImplementedError: a backward pass with create_graph=True.
+
+    Source:
+        Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889.
+    """
+    _check_group(group)
+    _check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
+    every = _check_lengths(lengths, key, group)
+    batch, heads, queries, _ = query.shape
+    relative = isinstance(bias, RelativeBias)
+    if (causal or window is not None or relative) and queries != key.shape[2]:
+        raise ValueError(
+            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window or a "
+            f"RelativeBias, got {queries}"
+        )
+    total = sum(every)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, "query", query, (batch, heads, queries, total))
+    if bias is not None:
+        _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+    scale = _attention_scale(query, scale)
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    halves = _attention_halves(query, key, value, scale, fused)
+    if halves is ops_attention.HALVES:
+        table, sink = _as_kernels_take_it(query, table, sink)
+    left, right = (-1, -1) if window is None else window
+    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    return context_parallel.attention(
+        halves,
+        context_parallel.Ring(group, every),
+        query,
+        key,
+        value,
+        _with_rank(table, 3 if relative else 4),
+        _with_rank(mask, 4),
+        sink_tensor,
+        context_parallel.Options(scale, left, 0 if causal else right, sink_value, relative),
+    )
+
+
 def _softmax_over_last(
     scores: Tensor,
     scale: float,
@@ -522,6 +644,9 @@ def _softmax_over_last(
     if _is_fused(fused, against, scores, scale, mask, bias, causal, window, dtype):
         halves = ops.HALVES
         bias, sink = _as_kernels_take_it(scores, bias, sink)
+    elif sharding.prepare(scores):
+        _check_shards("scores", scores)
+        halves = ops.HALVES
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -530,7 +655,8 @@ def _softmax_over_last(
         or (bias is not None and bias.requires_grad)
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
-    return reference.call(
+    return _call(
+        reference.call,
         halves,
         needs_gradient,
         scores,
@@ -597,7 +723,8 @@ def _softmax_of_columns(
 ) -> tuple[Tensor, Tensor]:
     """Fused, where `_has_columns_alone`."""
     before, after = scores.shape[:dim], scores.shape[dim + 1 :]
-    probabilities, lse = reference.call(
+    probabilities, lse = _call(
+        reference.call,
         ops.COLUMN_HALVES,
         torch.is_grad_enabled() and scores.requires_grad,
         scores.reshape(math.prod(before), scores.shape[dim], math.prod(after)),
@@ -628,6 +755,17 @@ def _is_fused(
     if reasons and fused:
         raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
     return not reasons
+
+
+def _call(through_autograd: Callable[..., Any], halves: Any, *args: Any) -> Any:
+    """`through_autograd(halves, needs_gradient, *arguments of forward)`.
+
+    Compiled, an autograd function gets gradients without placements: DTensors go to ops, which have
+    autograd of their own.
+    """
+    if sharding.prepare(args[1]) and torch.compiler.is_compiling():
+        return halves.forward(*args[1:])
+    return through_autograd(halves, *args)
 
 
 _SIGNATURE = inspect.signature(softmax)
@@ -674,6 +812,18 @@ def _attention_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     _check_attention(**given)
     query, scale = given["query"], _attention_scale(given["query"], given["scale"])
     return dispatch.reasons_against_fused_attention(query, given["key"], given["value"], scale)
+
+
+def _attention_halves(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, fused: bool | None
+) -> reference_attention.Halves:
+    """Who computes; raises where it must be kernels and cannot be."""
+    if _is_fused(fused, dispatch.reasons_against_fused_attention, query, key, value, scale):
+        return ops_attention.HALVES
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if compiled or sharding.prepare(query):
+        return ops_attention.HALVES_IN_BLOCKS
+    return reference_attention.HALVES
 
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:
@@ -745,6 +895,8 @@ def _check_topk(
         raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
     if group is not None:
         _check_group(group)
+        if sharding.prepare(logits):
+            raise ValueError("group: expected None for a DTensor, got a group")
     if not isinstance(renormalize, bool):
         raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
     _check_choices(dtype, fused)
@@ -878,6 +1030,29 @@ def _check_group(group: "ProcessGroup") -> None:
     is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
     if not is_one:
         raise TypeError(f"group: expected None or a process group, got {_kind(group)}")
+
+
+def _check_lengths(
+    lengths: Sequence[int] | None, key: Tensor, group: "ProcessGroup"
+) -> tuple[int, ...]:
+    keys, ranks = key.shape[2], group.size()
+    if lengths is None:
+        return (keys,) * ranks
+    expected = f"lengths: expected {ranks} integers from 0 on, {keys} at {group.rank()}"
+    if not isinstance(lengths, (tuple, list)) or not all(type(each) is int for each in lengths):
+        raise TypeError(f"{expected}, got {lengths!r}")
+    if len(lengths) != ranks or min(lengths) < 0 or lengths[group.rank()] != keys:
+        raise ValueError(f"{expected}, got {lengths!r}")
+    return tuple(lengths)
+
+
+def _check_shards(name: str, scores: Tensor) -> None:
+    """DTensors that do not run fused: they run as ops all the same, which CPUs have in any case."""
+    if scores.is_cuda:
+        raise ValueError(
+            f"{name}: expected a DTensor that runs fused (see why_not_fused), or to_local() of it, "
+            "got one that cannot or must not"
+        )
 
 
 def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:

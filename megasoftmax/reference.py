@@ -338,7 +338,8 @@ def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
     """What the rows [..., heads, queries] that share a sink add up to, in its shape and dtype."""
     if sink.numel() == 1:
         return rows.sum().reshape(sink.shape).to(sink.dtype)
-    return rows.movedim(-2, 0).flatten(1).sum(1).to(sink.dtype)
+    others = [dim for dim in range(rows.dim()) if dim != rows.dim() - 2]
+    return rows.sum(others).to(sink.dtype)
 
 
 def largest_of_rows(z: Tensor, of_nothing: float) -> Tensor:

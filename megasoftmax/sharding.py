@@ -1,0 +1,277 @@
+"""How the ops run on the shards of DTensors: split along batches and heads, never along keys.
+
+    mesh = init_device_mesh("cuda", (2,))
+    query, key, value = (distribute_tensor(each, mesh, [Shard(1)]) for each in (query, key, value))
+    output = megasoftmax.attention(query, key, value, causal=True)  # [Shard(1)]; nothing was sent
+
+What batches or heads share is replicated, and its gradient is Partial: a sum over devices that is
+still to be made. Other placements are changed into these, as DTensor does it for torch's operators.
+The public functions register the rules when the first DTensor arrives; who calls
+torch.ops.megasoftmax.* by name calls `register` beforehand.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import reference, reference_attention, reference_topk
+
+# A placement: the dimension of which each device has a part, or one of these. Not torch's classes:
+# importing torch.distributed.tensor takes a second, and most programs never do.
+_REPLICATED, _PARTIAL = "replicated", "partial"
+_Placement = int | str | None  # None for what is no tensor
+
+# A way to run an op: the placements of its results, and of its arguments.
+_Split = tuple[Iterable[_Placement], Iterable[_Placement]]
+
+
+def prepare(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; if so, the rules are registered."""
+    if not hasattr(tensor, "device_mesh"):
+        return False
+    register()
+    return True
+
+
+def register() -> None:
+    """Tells DTensor, once, how each op is split."""
+    if _registered:
+        return
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    others = {_REPLICATED: Replicate(), _PARTIAL: Partial(), None: None}
+
+    def placements(described: Iterable[_Placement]) -> list[Any]:
+        return [Shard(each) if isinstance(each, int) else others[each] for each in described]
+
+    def ways(op: Any, splits: Callable[..., Iterator[_Split]], *args: Any) -> list[Any]:
+        replicated = [_REPLICATED] * len(op._schema.returns), [_REPLICATED] * len(args)
+        return [
+            (
+                placements(results),
+                placements(
+                    each if hasattr(arg, "placements") else None
+                    for each, arg in zip(arguments, args, strict=True)
+                ),
+            )
+            # Where several ways send nothing, DTensor takes the first.
+            for results, arguments in (replicated, *splits(*args))
+        ]
+
+    for name, splits in _SPLITS.items():
+        op = getattr(getattr(torch.ops, __package__), name).default
+        register_sharding(op)(partial(ways, op, splits))
+        _registered.append(name)
+
+
+_registered: list[str] = []
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
+
+
+def _softmax_forward(*args: Any) -> Iterator[_Split]:
+    given = reference.ForwardSlots(*args)
+    scores = given.scores
+    for dim in range(scores.ndim - 2):
+        yield (
+            (dim, dim if given.return_lse else _REPLICATED),
+            reference.ForwardSlots(
+                scores=dim,
+                mask=_of_broadcast(given.mask, scores, dim),
+                bias=_of_broadcast(given.bias, scores, dim),
+                sink=_of_sink(given.sink, dim == scores.ndim - 3),
+            ),
+        )
+
+
+def _softmax_backward(*args: Any) -> Iterator[_Split]:
+    given = reference.BackwardSlots(*args)
+    probabilities = given.probabilities
+    for dim in range(probabilities.ndim - 2):
+        bias = _of_broadcast(given.bias, probabilities, dim)
+        yield (
+            (
+                dim,
+                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                dim if given.sink_gradient else _REPLICATED,
+            ),
+            reference.BackwardSlots(
+                gradient=dim,
+                probabilities=dim,
+                lse_gradient=dim,
+                lse=dim,
+                bias=bias,
+                sink=_of_sink(given.sink, dim == probabilities.ndim - 3),
+            ),
+        )
+
+
+def _columns_forward(scores: Any, scale: Any, dtype: Any, return_lse: Any) -> Iterator[_Split]:
+    for dim, of_lse in ((0, 0), (2, 1)):
+        yield (dim, of_lse if return_lse else _REPLICATED), (dim, None, None, None)
+
+
+def _columns_backward(*args: Any) -> Iterator[_Split]:
+    for dim, of_lse in ((0, 0), (2, 1)):
+        yield (dim,), (dim, dim, of_lse, None, None)
+
+
+def _topk_forward(*args: Any) -> Iterator[_Split]:
+    given = reference_topk.ForwardSlots(*args)
+    logits = given.logits
+    for dim in range(logits.ndim - 1):
+        yield (
+            (dim, dim, dim + 1),
+            reference_topk.ForwardSlots(
+                logits=dim,
+                mask=_of_broadcast(given.mask, logits, dim),
+                bias=_of_broadcast(given.bias, logits, dim),
+            ),
+        )
+
+
+def _topk_backward(*args: Any) -> Iterator[_Split]:
+    given = reference_topk.BackwardSlots(*args)
+    logits = given.logits
+    for dim in range(logits.ndim - 1):
+        yield (
+            (dim,),
+            reference_topk.BackwardSlots(
+                gradient=dim,
+                probabilities=dim,
+                indices=dim,
+                lse_gradient=dim,
+                logits=dim,
+                statistics=dim + 1,
+                mask=_of_broadcast(given.mask, logits, dim),
+                bias=_of_broadcast(given.bias, logits, dim),
+            ),
+        )
+
+
+def _attention_forward(*args: Any) -> Iterator[_Split]:
+    given = reference_attention.ForwardSlots(*args)
+    for dim in _splittable(given):
+        yield (
+            (dim, dim + 1),
+            reference_attention.ForwardSlots(
+                query=dim,
+                key=_of_shared(given.key, dim),
+                value=_of_shared(given.value, dim),
+                bias=_of_shared(given.bias, dim),
+                mask=_of_shared(given.mask, dim),
+                sink=_of_sink(given.sink, dim == 1),
+            ),
+        )
+
+
+def _attention_backward(*args: Any) -> Iterator[_Split]:
+    given = reference_attention.BackwardSlots(*args)
+    for dim in _splittable(given):
+        key, bias = _of_shared(given.key, dim), _of_shared(given.bias, dim)
+        yield (
+            (
+                dim,
+                _of_gradient(key),
+                _of_gradient(key),
+                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                dim if given.sink_gradient else _REPLICATED,
+            ),
+            reference_attention.BackwardSlots(
+                d_output=dim,
+                d_lse=dim,
+                query=dim,
+                key=key,
+                value=key,
+                output=dim,
+                statistics=dim + 1,
+                bias=bias,
+                mask=_of_shared(given.mask, dim),
+                sink=_of_sink(given.sink, dim == 1),
+            ),
+        )
+
+
+def _of_broadcast(tensor: Any, scores: Any, dim: int) -> _Placement:
+    """Of what broadcasts to the scores, where they are split along a dimension."""
+    if tensor is None:
+        return None
+    own = dim - (scores.ndim - tensor.ndim)
+    return own if own >= 0 and tensor.shape[own] != 1 else _REPLICATED
+
+
+def _of_shared(tensor: Any, dim: int) -> _Placement:
+    """Of what attention has with as many batches or heads as the query, fewer, or 1."""
+    return None if tensor is None else dim if tensor.shape[dim] != 1 else _REPLICATED
+
+
+def _of_sink(sink: Any, splits_heads: bool) -> _Placement:
+    if sink is None:
+        return None
+    return 0 if splits_heads and math.prod(sink.shape) != 1 else _REPLICATED
+
+
+def _of_gradient(placement: _Placement) -> _Placement:
+    return _PARTIAL if placement == _REPLICATED else placement
+
+
+def _splittable(given: Any) -> Iterator[int]:
+    """Of batches, 0, and heads, 1, those along which attention can be split.
+
+    Neighbours that share an entry, of keys or of a bias, must stay together: the entries have to be
+    divided evenly. Where all have their own, or all the same, the parts may differ by anything.
+    """
+    for dim in (0, 1):
+        entries = {
+            tensor.shape[dim] for tensor in (given.key, given.bias) if tensor is not None
+        } - {1, given.query.shape[dim]}
+        parts = _parts(given, dim) if entries else 1
+        if parts is not None and all(count % parts == 0 for count in entries):
+            yield dim
+
+
+# Where batches and heads are, if not at 0 and 1.
+_WHERE = {"statistics": (1, 2), "sink": (None, 0)}
+
+
+def _parts(given: Any, dim: int) -> int | None:
+    """Into how many parts batches or heads are split already.
+
+    None where the arguments do not agree about it: DTensor then takes what sends the least.
+    """
+    tensors = {
+        name: tensor for name, tensor in given._asdict().items() if hasattr(tensor, "placements")
+    }
+    count = 1
+    for of_mesh, size in enumerate(given.query.mesh.shape):
+        found = set()
+        for name, tensor in tensors.items():
+            placement = tensor.placements[of_mesh]
+            where = _WHERE.get(name, (0, 1))
+            if placement.is_shard() and placement.dim in where:
+                found.add(where.index(placement.dim))
+            elif not placement.is_replicate():
+                return None
+        if len(found) > 1:
+            return None
+        if found == {dim}:
+            count *= size
+    return count
+
+
+_SPLITS = {
+    "softmax_forward": _softmax_forward,
+    "softmax_backward": _softmax_backward,
+    "softmax_columns_forward": _columns_forward,
+    "softmax_columns_backward": _columns_backward,
+    "softmax_topk_forward": _topk_forward,
+    "softmax_topk_backward": _topk_backward,
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
+    "attention_in_blocks_forward": _attention_forward,
+    "attention_in_blocks_backward": _attention_backward,
+}

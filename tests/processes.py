@@ -1,0 +1,51 @@
+"""Runs a function in several processes that form a process group."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from megasoftmax import dispatch
+
+Worker = Callable[[int, int, str, Path], Any]
+
+
+def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
+    """What `worker(rank, world, device, folder)` returned in each of the processes.
+
+    Args:
+        worker: a function of a module. It finds torch.distributed initialised, gloo for "cpu" and
+            NCCL for "cuda", and returns what torch.load reads without unpickling code.
+        world: how many processes.
+        device: "cpu", see `let_ops_serve_cpus`; or "cuda", of which each process gets its own.
+        folder: an empty one for all.
+    """
+    torch.multiprocessing.spawn(_run, args=(worker, world, device, folder), nprocs=world)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:
+    """Makes fused=True run through the ops where there are no kernels, in any type."""
+    for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
+        setattr(dispatch, constraint, lambda *_: None)
+
+
+def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    else:
+        let_ops_serve_cpus(setattr)
+    torch.distributed.init_process_group(
+        "nccl" if device != "cpu" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+    )
+    found = worker(rank, world, device, folder)
+    torch.save(found, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,975 @@
+"""What runs on several processes, against one: DTensors, a sequence in a ring, sharded models.
+
+The processes run once for each number of them, and leave what they found; the tests compare.
+"""
+
+import copy
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed
+from inputs import coin, normal
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import megasoftmax
+from megasoftmax import RelativeBias
+
+WORLDS = (2, 3)
+INF = torch.inf
+
+
+def double(*shape: int, seed: int) -> Tensor:
+    return normal(*shape, device="cpu", dtype=torch.float64, seed=seed)
+
+
+def excluded(*shape: int) -> Tensor:
+    """With rows of which nothing is left."""
+    mask = coin(*shape, device="cpu")
+    mask[0] = True
+    return mask
+
+
+def dtype_on(device: str, needs_half: bool) -> torch.dtype:
+    """In which cases of float64 run: that of the kernels, if there are any."""
+    if not device.startswith("cuda"):
+        return torch.float64
+    return torch.bfloat16 if needs_half else torch.float32
+
+
+def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """With tensors of float64 in another type."""
+
+    def in_type(value: Any) -> Any:
+        is_double = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.to(dtype) if is_double else value
+
+    return {name: in_type(value) for name, value in given.items()}
+
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def check(what: str, actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Within what arithmetic in a type allows, of values around 1."""
+    if not wanted.is_floating_point():
+        assert torch.equal(actual, wanted), what
+        return
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        actual.double(),
+        wanted.double(),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda message: f"{what}: {message}",
+    )
+
+
+def cotangent(result: Tensor, seed: int) -> Tensor:
+    return normal(*result.shape, device="cpu", seed=seed).to(result.dtype)
+
+
+# DTensors
+
+
+@dataclass
+class Split:
+    """A call with DTensors.
+
+    Args:
+        call: of the tensors by name, to its results by name.
+        tensors: what is not bool gets a gradient.
+        given: the dimension along which each tensor is sharded; what is not named is replicated.
+        found: the same of results, and of gradients by the names of their tensors, with 2 ranks;
+            PARTIAL for a sum that is still to be made.
+        sends: whether anything need be sent.
+    """
+
+    call: Callable[..., dict[str, Tensor]]
+    tensors: dict[str, Tensor]
+    given: dict[str, int]
+    found: dict[str, int | str | None]
+    sends: bool = False
+    compiles: bool = False
+
+
+PARTIAL = "partial"
+
+
+def softmax(scores: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    p, lse = megasoftmax.softmax(scores, return_lse=True, **arguments)
+    return {"p": p, "lse": lse}
+
+
+def softmax_with_all(**tensors: Tensor) -> dict[str, Tensor]:
+    return softmax(**tensors, scale=0.7, causal=True, window=(3, 0))
+
+
+def gradients_of_softmax(**tensors: Tensor) -> dict[str, Tensor]:
+    """That are differentiated once more."""
+    inputs = [tensors[name] for name in ("scores", "bias", "sink")]
+    p = softmax_with_all(**tensors)["p"]
+    found = torch.autograd.grad(p.sin().sum(), inputs, create_graph=True)
+    return dict(zip(("d_scores", "d_bias", "d_sink"), found, strict=True))
+
+
+def softmax_over_one(scores: Tensor) -> dict[str, Tensor]:
+    return softmax(scores, dim=1, scale=-0.7, fused=True if isinstance(scores, DTensor) else None)
+
+
+def topk(logits: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    p, indices, lse = megasoftmax.softmax_topk(
+        logits, 3, scale=0.7, return_lse=True, renormalize=True, **arguments
+    )
+    return {"p": p, "indices": indices, "lse": lse}
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor | None = None, **arguments: Any
+) -> dict[str, Tensor]:
+    if table is not None:
+        arguments["bias"] = RelativeBias(table)
+    output, lse = megasoftmax.attention(
+        query, key, value, scale=0.5, causal=True, return_lse=True, **arguments
+    )
+    return {"output": output, "lse": lse}
+
+
+def attention_through_ops(query: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    return attention(query, **arguments, fused=True if isinstance(query, DTensor) else None)
+
+
+SCORES = {
+    "scores": double(4, 6, 5, 7, seed=0),
+    "mask": excluded(4, 1, 5, 7),
+    "bias": double(6, 1, 7, seed=1),
+    "sink": double(6, seed=2),
+}
+LOGITS = {
+    "logits": double(4, 6, 9, seed=0),
+    "mask": excluded(4, 1, 9),
+    "bias": double(9, seed=1),
+}
+
+
+def of_attention(
+    heads: int, key_heads: int, batches_of_bias: int, heads_of_bias: int
+) -> dict[str, Tensor]:
+    return {
+        "query": double(4, heads, 5, 8, seed=0),
+        "key": double(4, key_heads, 7, 8, seed=1),
+        "value": double(4, key_heads, 7, 6, seed=2),
+        "bias": double(batches_of_bias, heads_of_bias, 5, 7, seed=3),
+        "mask": excluded(4, 1, 5, 7),
+        "sink": double(heads, seed=4),
+    }
+
+
+def without_sink(*of: int) -> dict[str, Tensor]:
+    """As the ops take it: a sink of float64 would be rounded."""
+    tensors = of_attention(*of)
+    del tensors["sink"]
+    return tensors
+
+
+def with_table(heads: int, key_heads: int) -> dict[str, Tensor]:
+    tensors = of_attention(heads, key_heads, 1, 1)
+    del tensors["bias"], tensors["mask"]
+    return tensors | {"table": double(heads, 11, seed=5)}
+
+
+QKV = ("query", "key", "value")
+OF_BATCHES = dict.fromkeys((*QKV, "mask"), 0)
+OF_HEADS = dict.fromkeys(QKV, 1)
+WHOLE = dict.fromkeys(("output", "lse", *QKV, "bias", "sink"))
+
+SPLITS = {
+    "softmax, batches": Split(
+        softmax_with_all,
+        SCORES,
+        {"scores": 0, "mask": 0},
+        {"p": 0, "lse": 0, "scores": 0, "bias": PARTIAL, "sink": PARTIAL},
+    ),
+    "softmax, heads": Split(
+        softmax_with_all,
+        SCORES,
+        {"scores": 1, "bias": 0, "sink": 0},
+        {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
+        compiles=True,
+    ),
+    "softmax, heads of what is replicated": Split(
+        softmax_with_all,
+        SCORES,
+        {"scores": 1},
+        {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
+    ),
+    "softmax, nothing": Split(
+        softmax_with_all, SCORES, {}, dict.fromkeys(("p", "lse", "scores", "bias", "sink"))
+    ),
+    "softmax, keys": Split(
+        softmax_with_all,
+        SCORES,
+        {"scores": 3},
+        dict.fromkeys(("p", "lse", "scores", "bias", "sink")),
+        sends=True,
+    ),
+    "softmax, twice": Split(
+        gradients_of_softmax,
+        SCORES,
+        {"scores": 1, "bias": 0, "sink": 0},
+        {"d_scores": 1, "d_bias": 0, "d_sink": 0, "scores": 1, "sink": 0},
+    ),
+    "columns, before": Split(
+        softmax_over_one, {"scores": double(4, 5, 6, seed=0)}, {"scores": 0}, {"p": 0, "lse": 0}
+    ),
+    "columns, behind": Split(
+        softmax_over_one, {"scores": double(4, 5, 6, seed=0)}, {"scores": 2}, {"p": 2, "lse": 1}
+    ),
+    "top-k, batches": Split(
+        topk,
+        LOGITS,
+        {"logits": 0, "mask": 0},
+        {"p": 0, "indices": 0, "lse": 0, "logits": 0, "bias": PARTIAL},
+        compiles=True,
+    ),
+    "top-k, rows": Split(topk, LOGITS, {"logits": 1}, {"p": 1, "lse": 1, "logits": 1}),
+    "attention, batches": Split(
+        attention,
+        of_attention(4, 2, 1, 4),
+        OF_BATCHES,
+        {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
+    ),
+    "attention, batches that share a bias": Split(
+        attention_through_ops,
+        without_sink(4, 2, 2, 1),
+        OF_BATCHES | {"bias": 0},
+        {"output": 0, "query": 0, "bias": 0},
+    ),
+    "attention, heads": Split(
+        attention,
+        of_attention(4, 2, 4, 2),
+        OF_HEADS | {"bias": 1, "sink": 0},
+        {"output": 1, "lse": 1, "query": 1, "key": 1, "value": 1, "bias": 1, "sink": 0},
+        compiles=True,
+    ),
+    "attention, heads that share all": Split(
+        attention_through_ops,
+        without_sink(6, 1, 4, 1),
+        {"query": 1},
+        {"output": 1, "query": 1, "key": PARTIAL, "value": PARTIAL, "bias": PARTIAL},
+    ),
+    "attention, tables of heads": Split(
+        attention,
+        with_table(4, 4),
+        OF_HEADS | {"table": 0},
+        {"output": 1, "query": 1, "key": 1, "table": 0, "sink": 0},
+    ),
+    # 3 heads of keys are shared out as 2 and 1, and 12 of queries as 6 and 6.
+    "attention, heads that cannot be split": Split(
+        attention, of_attention(12, 3, 1, 1), OF_HEADS, WHOLE, sends=True
+    ),
+    "attention, batches of a bias that cannot be split": Split(
+        attention, of_attention(12, 4, 1, 3), OF_HEADS, WHOLE, sends=True
+    ),
+    "attention, queries": Split(
+        attention, of_attention(4, 2, 4, 2), {"query": 2}, WHOLE, sends=True
+    ),
+}
+
+
+def tensors_of(split: Split, device: str) -> dict[str, Tensor]:
+    return cast(split.tensors, dtype_on(device, "query" in split.tensors))
+
+
+def run_split(split: Split, mesh: DeviceMesh, *, compiled: bool = False) -> dict[str, Any]:
+    """Whole results and gradients, where they were, and how many messages that took."""
+
+    def placement(dim: int | None) -> list[Any]:
+        return [Replicate() if dim is None else Shard(dim)]
+
+    def dimension(tensor: DTensor) -> int | str | None:
+        (found,) = tensor.placements
+        return PARTIAL if found.is_partial() else None if found.is_replicate() else found.dim
+
+    def on_mesh(tensor: Tensor, placements: Any) -> DTensor:
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)
+
+    tensors = {
+        name: on_mesh(tensor, placement(split.given.get(name)))
+        for name, tensor in tensors_of(split, mesh.device_type).items()
+    }
+    inputs = {
+        f"gradient of {name}": tensor.requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
+    call = split.call
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    forward, backward = CommDebugMode(), CommDebugMode()
+    with nullcontext() if compiled else forward:  # dynamo goes through no modes
+        results = call(**tensors)
+    wanted = [result for result in results.values() if result.is_floating_point()]
+    grads = [on_mesh(cotangent(r, i), r.placements) for i, r in enumerate(wanted)]
+    with nullcontext() if compiled else backward:
+        gradients = torch.autograd.grad(wanted, list(inputs.values()), grads)
+    found = results | dict(zip(inputs, gradients, strict=True))
+    return {
+        "values": {name: tensor.detach().full_tensor().cpu() for name, tensor in found.items()},
+        "placements": {name: dimension(tensor) for name, tensor in found.items()},
+        "sent": forward.get_total_counts() + backward.get_total_counts(),
+    }
+
+
+def whole_split(split: Split, device: str) -> dict[str, Tensor]:
+    """The same values from one process, in plain torch and float64."""
+    tensors = {
+        name: tensor.clone() if tensor.dtype == torch.bool else tensor.double().requires_grad_()
+        for name, tensor in tensors_of(split, device).items()
+    }
+    inputs = {f"gradient of {name}": t for name, t in tensors.items() if t.requires_grad}
+    results = split.call(**tensors)
+    wanted = [result for result in results.values() if result.is_floating_point()]
+    grads = [cotangent(r, i) for i, r in enumerate(wanted)]
+    gradients = torch.autograd.grad(wanted, list(inputs.values()), grads)
+    return results | dict(zip(inputs, gradients, strict=True))
+
+
+# A sequence over ranks
+
+
+TOKENS = 11
+LENGTHS = {1: [(11,)], 2: [(6, 5), (11, 0)], 3: [(4, 4, 3), (3, 0, 8)]}
+ALIKE = {1: (11,), 2: (5, 5), 3: (4, 4, 4)}  # as `lengths` need not say
+
+Ring = dict[str, Any]
+
+
+def of_ring(tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (8, 6)) -> Ring:
+    return {
+        "query": double(2, heads[0], tokens, dims[0], seed=0),
+        "key": double(2, heads[1], tokens, dims[0], seed=1),
+        "value": double(2, heads[1], tokens, dims[1], seed=2),
+    }
+
+
+RINGS: dict[str, Callable[[int], Ring]] = {
+    "full": lambda n: of_ring(n),
+    "causal": lambda n: of_ring(n) | {"causal": True},
+    "window": lambda n: of_ring(n) | {"window": (2, 1)},
+    "narrowest window": lambda n: of_ring(n) | {"window": (0, 0)},
+    "window to the left": lambda n: of_ring(n) | {"window": (5, -1)},
+    "window to the right": lambda n: of_ring(n) | {"window": (-1, 5)},
+    "causal window": lambda n: of_ring(n) | {"causal": True, "window": (6, 3)},
+    "sink": lambda n: of_ring(n) | {"causal": True, "sink": double(4, seed=3)},
+    "sink of one": lambda n: of_ring(n) | {"sink": double(1, seed=3)},
+    "number as a sink": lambda n: of_ring(n) | {"causal": True, "sink": 0.5, "scale": 1.0},
+    "sink of -inf": lambda n: of_ring(n) | {"mask": nothing_left(n), "sink": -INF},
+    "one head of keys": lambda n: of_ring(n, (3, 1)) | {"causal": True},
+    "mask": lambda n: of_ring(n) | {"causal": True, "mask": nothing_left(n)},
+    "mask of keys": lambda n: of_ring(n) | {"mask": coin(2, 1, 1, n, device="cpu")},
+    "mask and sink": lambda n: of_ring(n) | {"mask": nothing_left(n), "sink": double(4, seed=3)},
+    "bias": lambda n: of_ring(n) | {"causal": True, "bias": double(1, 4, n, n, seed=3)},
+    "bias of keys": lambda n: of_ring(n) | {"bias": double(2, 1, 1, n, seed=3)},
+    "bias of queries": lambda n: of_ring(n) | {"bias": double(2, n, 1, seed=3)},
+    "table": lambda n: of_ring(n) | {"table": double(4, 2 * n - 1, seed=3)},
+    "table, window": lambda n: (
+        of_ring(n) | {"table": double(2, 2, 2 * n - 1, seed=3), "window": (4, 1)}
+    ),
+    "two queries for a key": lambda n: (
+        of_ring(n)
+        | {"query": double(2, 4, 2 * n, 8, seed=0), "mask": coin(1, 4, 2 * n, n, device="cpu")}
+    ),
+    "float32 through the ops": lambda n: (
+        {name: tensor.float() for name, tensor in of_ring(n).items()}
+        | {"causal": True, "fused": True, "table": double(4, 2 * n - 1, seed=3).float()}
+    ),
+    "bfloat16": lambda n: (
+        {name: tensor.bfloat16() for name, tensor in of_ring(n, dims=(8, 8)).items()}
+        | {"causal": True, "sink": double(4, seed=3).float()}
+    ),
+}
+
+
+def nothing_left(tokens: int) -> Tensor:
+    """For the third query; for others something."""
+    mask = coin(2, 1, tokens, tokens, device="cpu")
+    mask[:, :, 2] = True
+    return mask
+
+
+OF_TOKENS = ("query", "key", "value")
+
+
+def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, device: str) -> Ring:
+    """Results and gradients of one rank; without a group, of the whole sequence."""
+    tokens, start, length = sum(lengths), sum(lengths[:rank]), lengths[rank]
+    given = cast(given, dtype_on(device, True))
+    queries = given["query"].shape[2]
+
+    def part(tensor: Tensor, dim: int) -> Tensor:
+        """Of what each token has one or several of."""
+        each = tensor.shape[dim] // tokens
+        return tensor.narrow(dim, each * start, each * length).to(device, copy=True)
+
+    for name, tensor in given.items():
+        if name in (*OF_TOKENS, "mask", "bias") and tensor.shape[-2] != 1:
+            given[name] = part(tensor, -2)
+        elif isinstance(tensor, Tensor):
+            given[name] = tensor.to(device, copy=True)
+    inputs = {
+        name: tensor.requires_grad_()
+        for name, tensor in given.items()
+        if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
+    if "table" in given:
+        given["bias"] = RelativeBias(given.pop("table"))
+    tensors = [given.pop(name) for name in OF_TOKENS]
+    if group is None:
+        given.pop("fused", None)
+    elif device != "cpu":
+        given["fused"] = True if tensors[0].dtype == torch.bfloat16 else None
+    if group is None:
+        output, lse = megasoftmax.attention(*tensors, **given, return_lse=True)
+    else:
+        alike = len(set(lengths)) == 1
+        output, lse = megasoftmax.ring_attention(
+            *tensors, **given, group=group, lengths=None if alike else lengths
+        )
+    assert output.transpose(1, 2).is_contiguous()
+    grads = [
+        part(cotangent(torch.empty((*r.shape[:2], queries, *r.shape[3:]), dtype=r.dtype), i), 2)
+        for i, r in enumerate((output, lse))
+    ]
+    gradients = torch.autograd.grad((output, lse), list(inputs.values()), grads)
+    found = {"output": output, "lse": lse} | dict(zip(inputs, gradients, strict=True))
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def joined(name: str, parts: list[Tensor], wanted: Tensor) -> Tensor:
+    """What the ranks found, as one process has it."""
+    if name == "lse":
+        return torch.cat(parts, 2)
+    if name in ("output", *OF_TOKENS) or (name == "bias" and wanted.shape[-2] != 1):
+        return torch.cat(parts, -2)
+    return sum(parts[1:], parts[0])
+
+
+def kept_for_backward(device: str, group: Any) -> int:
+    """Numbers, where each rank has 4 of the tokens of a sequence."""
+    kept: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    tensors = [double(1, 1, 4, 8, seed=i).to(device).requires_grad_() for i in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        megasoftmax.ring_attention(*tensors, group=group)
+    return sum(kept)
+
+
+def messages(device: str, group: Any) -> list[str]:
+    """What is said where a call is refused."""
+    query = double(1, 2, 4, 8, seed=0).to(device)
+    fewer = query[:, :, :3]
+    other = [3] * group.size()
+    tensor = query.clone().requires_grad_()
+    output, _ = megasoftmax.ring_attention(tensor, query, query, group=group)
+    table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
+    refused: list[Callable[[], Any]] = [
+        lambda: megasoftmax.ring_attention(fewer, query, query, group=group, causal=True),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=other),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=[4.0, 4]),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, bias=table),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, mask=mask),
+        lambda: megasoftmax.ring_attention(query, query, query, group="ring"),
+        lambda: torch.autograd.grad(output.sum(), tensor, create_graph=True),
+        lambda: megasoftmax.softmax_topk(
+            distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),))),
+            2,
+            group=group,
+        ),
+    ]
+    said = []
+    for call in refused:
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+# Models of transformers
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+STEPS = 4
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))
+
+
+def losses(model: Any, tokens: Tensor) -> list[float]:
+    """Of a few steps of training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(STEPS):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def batch() -> Tensor:
+    return torch.randint(1, 97, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
+    """Losses of a model whose parameters, or whose heads, are sharded over the ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaForCausalLM
+
+    from megasoftmax.integrations import transformers as integration
+
+    integration.register()
+    shapes: list[tuple[int, ...]] = []
+    tokens = batch().to(device)
+    whole = llama().to(device)
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation("megasoftmax")
+    mesh = init_device_mesh(torch.device(device).type, (world,))
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    found: dict[str, Any] = {"sharded parameters": losses(model, tokens[rank::world])}
+
+    # Through attention itself, which on CPUs transformers is otherwise not given
+    integration._runs_fused = lambda query, *_: shapes.append(tuple(query.shape)) or True
+    if rank == 0:
+        whole.save_pretrained(folder / "llama")
+    torch.distributed.barrier()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    try:
+        model = LlamaForCausalLM.from_pretrained(
+            folder / "llama", tp_plan="auto", attn_implementation="megasoftmax"
+        )
+    except ValueError as error:
+        if "accelerate" not in str(error):
+            raise
+        return found
+    found["sharded heads"] = losses(model, tokens)
+    found["queries"] = shapes[0]
+    return found
+
+
+# The processes
+
+
+def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
+    group = torch.distributed.group.WORLD
+    mesh = init_device_mesh(torch.device(device).type, (world,))
+    found: dict[str, Any] = {
+        "splits": {name: run_split(split, mesh) for name, split in SPLITS.items()},
+        "rings": {
+            (name, lengths): run_ring(make(sum(lengths)), group, lengths, rank, device)
+            for name, make in RINGS.items()
+            for lengths in (*LENGTHS[world], ALIKE[world])
+        },
+        "kept": kept_for_backward(device, group),
+        "messages": messages(device, group),
+    }
+    if world == 2:
+        found["compiled"] = {
+            name: run_split(split, mesh, compiled=True)
+            for name, split in SPLITS.items()
+            if split.compiles
+        }
+        try:
+            found["models"] = models(rank, world, device, folder)
+        except ModuleNotFoundError:
+            found["models"] = None
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many processes found; they run once."""
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def get(world: int) -> list[dict[str, Any]]:
+        if world not in found:
+            found[world] = []  # should they fail
+            folder = tmp_path_factory.mktemp(f"gloo{world}")
+            found[world] = processes.spawn(worker, world, "cpu", folder)
+        assert found[world], "the processes failed, see the first failure"
+        return found[world]
+
+    return get
+
+
+def check_split(name: str, found: dict[str, Any], device: str) -> None:
+    split = SPLITS[name]
+    dtype = dtype_on(device, "query" in split.tensors)
+    wanted = whole_split(split, device)
+    assert found["values"].keys() == wanted.keys()
+    for what, value in wanted.items():
+        check(f"{name}: {what}", found["values"][what], value, dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", SPLITS)
+def test_dtensors(ranks, world, name):
+    for found in ranks(world):
+        check_split(name, found["splits"][name], "cpu")
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_where_results_are(ranks, name):
+    split = SPLITS[name]
+    for rank in ranks(2):
+        found = rank["splits"][name]
+        actual = {what.removeprefix("gradient of "): p for what, p in found["placements"].items()}
+        assert {what: actual[what] for what in split.found} == split.found
+        assert (found["sent"] > 0) == split.sends
+
+
+@pytest.mark.parametrize("name", [name for name, split in SPLITS.items() if split.compiles])
+def test_compiled_dtensors(ranks, name):
+    for found in ranks(2):
+        check_split(name, found["compiled"][name], "cpu")
+
+
+def check_ring(
+    name: str, lengths: tuple[int, ...], ranks: list[dict[str, Any]], device: str
+) -> None:
+    tokens = sum(lengths)
+    made = RINGS[name](tokens)
+    dtype = cast(made, dtype_on(device, True))["query"].dtype
+    whole = cast(made, dtype_on(device, True))
+    doubled = {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in whole.items()
+    }
+    wanted = run_ring(doubled, None, (tokens,), 0, "cpu")
+    found = [rank["rings"][name, lengths] for rank in ranks]
+    assert found[0].keys() == wanted.keys()
+    for what, value in wanted.items():
+        actual = joined(what, [each[what] for each in found], value)
+        check(f"{name}: {what}", actual, value, dtype)
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths"),
+    [(world, each) for world in WORLDS for each in (*LENGTHS[world], ALIKE[world])],
+)
+@pytest.mark.parametrize("name", RINGS)
+def test_ring(ranks, world, lengths, name):
+    check_ring(name, lengths, ranks(world), "cpu")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_a_ring_keeps(ranks, world):
+    """Of other ranks three numbers for each of the 4 queries, and not their keys."""
+    for rank in ranks(world):
+        query, lse = 4 * 8, 4
+        assert rank["kept"] == 4 * query + lse + world * 3 * lse
+
+
+def test_messages(ranks):
+    for number, rank in enumerate(ranks(2)):
+        lengths = f"lengths: expected 2 integers from 0 on, 4 at {number}"
+        assert [message.split(", got")[0] for message in rank["messages"]] == [
+            "query: expected as many queries as keys, 4, with causal, window or a RelativeBias",
+            lengths,
+            lengths,
+            "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
+            "(1, 2, 15), where the first two sizes may be divided",
+            "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
+            "group: expected None or a process group",
+            "ring_attention: expected to be differentiated once",
+            "group: expected None for a DTensor",
+        ]
+
+
+@pytest.fixture(scope="module")
+def of_models(ranks) -> list[dict[str, Any]]:
+    pytest.importorskip("transformers")
+    return [rank["models"] for rank in ranks(2)]
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> list[float]:
+    pytest.importorskip("transformers")
+    return losses(llama(), batch())
+
+
+def test_sharded_parameters(of_models, of_one_process):
+    """Each rank has half of the batch: the mean of their losses is that of the batch."""
+    found = [rank["sharded parameters"] for rank in of_models]
+    mean = [sum(step) / 2 for step in zip(*found, strict=True)]
+    assert mean == pytest.approx(of_one_process, rel=1e-5)
+
+
+def test_sharded_heads(of_models, of_one_process):
+    if any("sharded heads" not in rank for rank in of_models):
+        pytest.skip("transformers asks for accelerate where it shards heads")
+    for rank in of_models:
+        assert rank["queries"] == (4, 2, 12, 8)  # 2 of 4 heads
+        assert rank["sharded heads"] == pytest.approx(of_one_process, rel=1e-5)
+
+
+# On one process
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """Of which there is one: what it sends is lost, and what it receives is noise."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "of_query", "of_key", "of_output"),
+    [
+        ((2, 4), (8, 8), (0, 1), (0, 1), (0, 1)),
+        ((2, 4), (8, 4), (0, 1), (0, 1), (0, 1)),
+        ((2, 4), (8, 4), (0, 1), (0, None), (0, 1)),
+        ((2, 4), (8, 1), (0, 1), (0, None), (0, 1)),
+        ((2, 4), (8, 2), (0, 1), (0, 1), (0, None)),  # fewer heads of keys than devices
+        ((4, 2), (12, 6), (1, 0), (1, 0), (None, 0)),  # 6 do not divide by 4
+        ((4, 2), (12, 6), (0, 1), (0, 1), (0, 1)),
+        ((4, 2), (16, 8), (1, 1), (1, 1), (1, 1)),
+        ((4, 2), (16, 4), (1, 1), (1, 1), (None, None)),  # neither by 4 * 2
+        ((4, 2), (16, 4), (1, None), (None, None), (1, None)),
+        ((4, 2), (16, 4), (1, 0), (0, 1), (0, None)),  # no agreement about heads
+        ((8,), (12, 12), (1,), (1,), (1,)),  # 2, 2, 2, 2, 2, 2, 0, 0
+    ],
+)
+def test_heads_that_share_keys_stay_together(
+    eight_ranks, sizes, heads, of_query, of_key, of_output
+):
+    mesh = init_device_mesh("cpu", sizes)
+
+    def on_mesh(heads: int, dims: tuple[int | None, ...]) -> DTensor:
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return distribute_tensor(torch.zeros(8, heads, 3, 4), mesh, placements)
+
+    key = on_mesh(heads[1], of_key)
+    output = megasoftmax.attention(on_mesh(heads[0], of_query), key, key)
+    found = [None if each.is_replicate() else each.dim for each in output.placements]
+    assert found == list(of_output)
+
+
+@pytest.mark.parametrize("sizes", [(4, 9), (0, 13), (5, 5, 3)])
+def test_merge(sizes):
+    query, key, value = (double(2, 3, n, 4, seed=i) for i, n in enumerate((5, 13, 13)))
+    mask = coin(2, 1, 5, 13, device="cpu")
+    mask[:, :, 1], mask[:, :, 2, :4] = True, True  # nothing at all; nothing in the first part
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+
+    def attention(start: int, size: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+        parts = (each.narrow(-2, start, size) for each in (key, value))
+        part = mask.narrow(-1, start, size)
+        return megasoftmax.attention(query, *parts, mask=part, return_lse=True, **arguments)
+
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for sink in (None, 0.3):
+        sinks = [sink, *[None] * (len(sizes) - 1)]
+        parts = [
+            attention(start, size, sink=each)
+            for start, size, each in zip(starts, sizes, sinks, strict=True)
+        ]
+        merged = megasoftmax.merge_attention(*zip(*parts, strict=True))
+        wanted = attention(0, 13, sink=sink)
+        grads = [cotangent(each, i) for i, each in enumerate(wanted)]
+        both = [
+            (*results, *torch.autograd.grad(results, inputs, grads, retain_graph=True))
+            for results in (merged, wanted)
+        ]
+        for what, *values in zip(("output", "lse", "query", "key", "value"), *both, strict=True):
+            check(what, *values, torch.float64)
+
+
+def test_merge_of_far_apart_and_of_nothing():
+    outputs = [torch.full((1, 3, 2), number) for number in (1.0, 2.0, 3.0)]
+    lses = [
+        torch.tensor([numbers]).requires_grad_()
+        for numbers in ([1e4, -INF, -1e4], [0.0, -INF, -1e4], [1e4, -INF, -INF])
+    ]
+    output, lse = megasoftmax.merge_attention(outputs, lses)
+    assert output[0, :, 0].tolist() == [2.0, 0.0, 1.5]
+    torch.testing.assert_close(lse, torch.tensor([[1e4 + 0.6931, -INF, -1e4 + 0.6931]]))
+    gradients = torch.autograd.grad((output.sum(), lse.sum()), lses)
+    # The weight, times 1 and over two columns the distance of the own output from the merged one
+    wanted = ([0.5 * (1 - 2), 0, 0.5 * (1 - 1)], [0, 0, 0.5 * (1 + 1)], [0.5 * (1 + 2), 0, 0])
+    for gradient, numbers in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, torch.tensor([numbers], dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        ([], [], "lses: expected one for each of at least one output, got 0 for 0 outputs"),
+        ([(2, 3)], [], "lses: expected one for each of at least one output, got 0 for 1 outputs"),
+        (
+            [(2, 3), (3, 3)],
+            [(2,), (3,)],
+            "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
+        ),
+        (
+            [(2, 3)],
+            [(3,)],
+            "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
+            "got (3,)",
+        ),
+    ],
+)
+def test_messages_of_merge(outputs, lses, message):
+    tensors = ([torch.zeros(shape) for shape in shapes] for shapes in (outputs, lses))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        megasoftmax.merge_attention(*tensors)
+
+
+def test_ring_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        group = torch.distributed.group.WORLD
+        found = {
+            (name, (TOKENS,)): run_ring(make(TOKENS), group, (TOKENS,), 0, "cpu")
+            for name, make in RINGS.items()
+            if "through the ops" not in name
+        }
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, lengths in found:
+        check_ring(name, lengths, [{"rings": found}], "cpu")
+
+
+class _Counted(TorchDispatchMode):
+    """How often each op of megasoftmax runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if function.namespace == "megasoftmax":
+            self.calls[function.__name__.removesuffix(".default")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+OPS = ("attention_forward", "softmax_forward", "softmax_topk_forward")
+
+
+def layer(query: Tensor, key: Tensor, sink: Tensor) -> Tensor:
+    """Through every family of ops."""
+    output = megasoftmax.attention(query, key, key, causal=True, sink=sink, fused=True)
+    p = megasoftmax.softmax(output, scale=2.0, sink=sink, fused=True)
+    values, _ = megasoftmax.softmax_topk(p.sin(), 3, fused=True)
+    return values.float().square().sum()
+
+
+def gradients_of_layer(device: str, run: Callable[..., Tensor]) -> list[Tensor]:
+    tensors = [
+        normal(*shape, device=device, dtype=torch.bfloat16, seed=i).requires_grad_()
+        for i, shape in enumerate(((2, 4, 9, 16), (2, 2, 9, 16), (4,)))
+    ]
+    run(layer, *tensors).backward()
+    return [tensor.grad for tensor in tensors]
+
+
+@pytest.fixture
+def with_ops(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """fused=True runs through the ops; the same bits every time."""
+    if device == "cpu":
+        processes.let_ops_serve_cpus(monkeypatch.setattr)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(device, with_ops, use_reentrant):
+    wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
+    with _Counted() as ops:
+        found = gradients_of_layer(device, partial(checkpoint, use_reentrant=use_reentrant))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert {name: ops.calls[name] for name in OPS} == dict.fromkeys(OPS, 2)
+
+
+@pytest.mark.parametrize("kept", [OPS, OPS[:1], OPS[1:]])
+def test_selective_checkpoint(device, with_ops, kept):
+    """What is kept is not computed again."""
+    wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
+    listed = [getattr(torch.ops.megasoftmax, name).default for name in kept]
+    with _Counted() as ops:
+        found = gradients_of_layer(
+            device,
+            partial(
+                checkpoint,
+                use_reentrant=False,
+                context_fn=partial(create_selective_checkpoint_contexts, listed),
+            ),
+        )
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert {name: ops.calls[name] for name in OPS} == {n: 1 if n in kept else 2 for n in OPS}
+
+
+# On two GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
+def test_on_two_gpus(tmp_path):
+    ranks = processes.spawn(worker, 2, "cuda", tmp_path)
+    for rank in ranks:
+        for name in SPLITS:
+            check_split(name, rank["splits"][name], "cuda")
+    for name in RINGS:
+        for lengths in (*LENGTHS[2], ALIKE[2]):
+            check_ring(name, lengths, ranks, "cuda")
+    if ranks[0]["models"] is not None:
+        wanted = losses(llama().cuda(), batch().cuda())
+        found = [rank["models"] for rank in ranks]
+        parameters = [each["sharded parameters"] for each in found]
+        mean = [sum(step) / 2 for step in zip(*parameters, strict=True)]
+        assert mean == pytest.approx(wanted, rel=1e-3)
+        for each in found:
+            assert each.get("sharded heads", wanted) == pytest.approx(wanted, rel=1e-3)
