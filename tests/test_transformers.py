@@ -733,7 +733,9 @@ def test_planted_fault_is_caught(implementation, fault, affected, padding, monke
 
 
 @pytest.mark.parametrize(
-    "fault", [lambda cap: None, lambda cap: 2 * cap, lambda cap: cap + 0.01], ids=str
+    "fault",
+    [lambda cap: None, lambda cap: 2 * cap, lambda cap: cap + 0.01],
+    ids=["dropped", "doubled", "other"],
 )
 def test_wrong_softcap_is_caught(implementation, fault, monkeypatch):
     original = integration._through_softmax
