@@ -40,6 +40,8 @@ _DECODER = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+# Rounding that sends a token to other experts would hide what attention does to gradients.
+_ALL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 _NO_GROUPS = {
     name: size for name, size in _DECODER.items() if name not in ("num_key_value_heads", "head_dim")
 }
@@ -48,7 +50,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _NO_GROUPS | {"n_inner": 128}),
     "llama": ("LlamaForCausalLM", _DECODER),
     "mistral": ("MistralForCausalLM", _DECODER | {"sliding_window": WINDOW}),
-    "mixtral": ("MixtralForCausalLM", _DECODER | {"num_local_experts": 4, "sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", _DECODER | {**_ALL_EXPERTS, "sliding_window": None}),
     "gemma2": (
         "Gemma2ForCausalLM",
         _DECODER | {"sliding_window": WINDOW, "query_pre_attn_scalar": 48},
@@ -58,8 +60,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         _DECODER
         | {
             "sliding_window": WINDOW,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **_ALL_EXPERTS,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),

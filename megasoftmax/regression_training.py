@@ -12,7 +12,6 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 from megasoftmax.regression_models import Batch, RegressionError
 
@@ -40,7 +39,7 @@ PRECISIONS = {
 }
 
 SMALL_GRADIENT = 1e-3
-"""Of the whole model's: gradients are not measured against less."""
+"""Of those that a gradient is measured against; below, it counts as noise."""
 
 
 @dataclass
@@ -269,11 +268,26 @@ def _scales(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
     elements = sum(p.numel() for p in parameters.values())
     whole = sum(squares[name] * p.numel() for name, p in parameters.items()) / elements
     layers: dict[str, float] = defaultdict(float)
+    peers: dict[tuple[str, str], float] = defaultdict(float)
     for name, square in squares.items():
-        layer = name.rpartition(".")[0]
-        layers[layer] = max(layers[layer], square)
-    least = SMALL_GRADIENT * math.sqrt(whole)
-    return {name: max(math.sqrt(layers[name.rpartition(".")[0]]), least) for name in squares}
+        layers[_layer(name)] = max(layers[_layer(name)], square)
+        peers[_peers(name)] = max(peers[_peers(name)], square)
+    scales = {}
+    for name, square in squares.items():
+        largest = max(layers[_layer(name)], SMALL_GRADIENT**2 * whole)
+        if square < SMALL_GRADIENT**2 * largest:
+            largest = max(largest, peers[_peers(name)])
+        scales[name] = math.sqrt(largest)
+    return scales
+
+
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _peers(parameter: str) -> tuple[str, str]:
+    """The block that the layer is in, and the parameter's name in its layer."""
+    return _layer(_layer(parameter)), parameter.rpartition(".")[2]
 
 
 def _differences(
