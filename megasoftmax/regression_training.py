@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from megasoftmax.regression_models import Batch, RegressionError
 
@@ -90,7 +91,8 @@ class Trainee:
         """Operators of megasoftmax that the latest `compare` called."""
         if (
             self.dtype == torch.float64
-            and getattr(model, "_can_set_experts_implementation", bool)()
+            and isinstance(model, PreTrainedModel)
+            and model._can_set_experts_implementation()
         ):
             model.set_experts_implementation("eager")  # torch's grouped_mm has no float64
 

@@ -23,7 +23,14 @@ FAMILIES = {
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
     "__init__": {"biases", "functional", "modules", "dispatch"},
-    "__main__": {"_build", "_extension", "explain"},
+    "__main__": {
+        "_build",
+        "_extension",
+        "explain",
+        "regression",
+        "regression_models",
+        "regression_report",
+    },
     "_build": set(),
     "biases": set(),
     "_extension": {"_build"},
@@ -49,6 +56,10 @@ MODULES = {
     },
     "modules": {"biases", "functional"},
     "integrations": {"megasoftmax", "modules"},
+    "regression": {"megasoftmax", "regression_models", "regression_training"},
+    "regression_models": {"integrations"},
+    "regression_report": {"regression", "regression_models", "regression_training"},
+    "regression_training": {"regression_models"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.
