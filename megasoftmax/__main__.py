@@ -156,6 +156,10 @@ def regress(
     from megasoftmax import regression, regression_report
     from megasoftmax.regression_models import TINY, RegressionError
 
+    for file in (json_file, html_file):
+        if file is not None and not file.parent.is_dir():
+            typer.echo(f"Error: no folder {file.parent} for {file.name}", err=True)
+            raise typer.Exit(2)
     logging.set_verbosity_error()
     names = [*TINY] if all_models else model or ["gpt2"]
     outcomes: dict[str, regression.Report | RegressionError] = {}
@@ -184,6 +188,9 @@ def regress(
             except RegressionError as error:
                 outcomes[name] = error
                 typer.echo(f"Error: {error}", err=True)
+            except Exception as error:  # of a factory, say: exit code 1 is for regressions alone
+                outcomes[name] = RegressionError(f"{type(error).__name__}: {error}")
+                console.print_exception()
     if len(names) > 1:
         regression_report.print_summary(console, outcomes)
     if json_file is not None:

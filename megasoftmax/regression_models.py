@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -216,9 +217,9 @@ def _switched(model: transformers.PreTrainedModel, name: str) -> transformers.Pr
 def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> Iterator[Batch]:
     """Batches without end, of the standard library's own sources, byte by byte.
 
-    Every other batch, the first one too, is padded: its first sequence on the left, its second
-    one on the right, its third one not, and so on. With padding on the left the label of the first
-    token is ignored, because it is predicted where nothing is visible.
+    The first and the last of four batches are padded: their first sequence on the left, the second
+    on the right, the third not, and so on. With padding on the left the label of the first token is
+    ignored, because it is predicted where nothing is visible.
 
     Args:
         model: its head decides what a batch has: labels for the next byte, for masked bytes, for
@@ -242,14 +243,14 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
         begins = torch.randint(len(text) - count, (batch, 1), generator=generator)
         return text[begins + torch.arange(count)].long()
 
-    padded = True
-    while True:
+    for step in itertools.count():
         if task == "image":
             yield _images(pieces, config)
         else:
             vocabulary = getattr(config, "vocab_size", BYTES)
-            yield _sequences(task, pieces(2 * length) % vocabulary, length, padded, generator)
-        padded = not padded
+            yield _sequences(
+                task, pieces(2 * length) % vocabulary, length, step % 4 in (0, 3), generator
+            )
 
 
 def _read_text() -> torch.Tensor:

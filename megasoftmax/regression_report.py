@@ -1,7 +1,7 @@
 """Reports of `megasoftmax.regression` for the terminal, and as one HTML file."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
 
@@ -26,7 +26,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; 
   color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .25em .8em; text-align: left; border-bottom: 1px solid #ddd }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+td { font-variant-numeric: tabular-nums }
 .passed { color: #176f2c } .failed { color: #b3261e; font-weight: 600 }
 svg { max-width: 100%; height: auto }
 """
@@ -133,29 +133,22 @@ def _html_verdict(passed: bool) -> str:
     return '<span class="passed">same</span>' if passed else '<span class="failed">differs</span>'
 
 
-def _costs(report: Report) -> Iterator[tuple[str, str, str, str]]:
+def _costs(report: Report) -> Iterator[tuple[str, ...]]:
     """Rows of speed and memory: baseline, candidate, their ratio."""
     pair = report.baseline, report.candidate
-    speeds = [report.speed(training) for training in pair]
-    yield (
-        f"{report.items} per second, median step",
-        *(f"{speed:,.0f}" for speed in speeds),
-        f"{speeds[1] / speeds[0]:.2f}",
-    )
-    memory = [report.peak_mebibytes(training) for training in pair]
-    if memory[0] is None or memory[1] is None:
-        yield "peak memory of a step", "n/a", "n/a", "n/a"
+    before, after = map(report.speed, pair)
+    name = f"{report.items} per second, median step"
+    yield name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}"
+    peaks = [peak for peak in map(report.peak_mebibytes, pair) if peak is not None]
+    name = "peak memory of a step, MiB"
+    if not peaks:
+        yield name, *["n/a"] * 3
     else:
-        yield (
-            "peak memory of a step, MiB",
-            *(f"{peak:,.1f}" for peak in memory),
-            f"{memory[1] / memory[0]:.2f}",
-        )
+        yield name, *(f"{peak:,.1f}" for peak in peaks), f"{peaks[1] / peaks[0]:.2f}"
 
 
 def _notes(report: Report) -> Iterator[str]:
-    environment = ", ".join(f"{name} {value}" for name, value in report.environment.items())
-    yield environment
+    yield ", ".join(f"{name} {value}" for name, value in report.environment.items())
     kernels = ", ".join(f"{name} × {count}" for name, count in report.kernels.items())
     yield f"kernels in a step of the candidate: {kernels or 'none of megasoftmax'}"
     if report.repeated:
@@ -177,7 +170,7 @@ def _section(name: str, outcome: Report | RegressionError) -> str:
         [
             f"<h2>{escape(_title(outcome))}: {_html_verdict(outcome.passed)}</h2>",
             _html_table((*headings, "where it is worst"), distances),
-            _html_table(("", "baseline", "candidate", "ratio"), list(_costs(outcome))),
+            _html_table(("", "baseline", "candidate", "ratio"), _costs(outcome)),
             *(f"<p>{escape(note)}</p>" for note in _notes(outcome)),
             f"<h3>Regressions, the worst first</h3><ol>{failures}</ol>" if failures else "",
             _curves(outcome),
@@ -186,7 +179,7 @@ def _section(name: str, outcome: Report | RegressionError) -> str:
     )
 
 
-def _html_table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
