@@ -1,5 +1,6 @@
 """Training regressions: the true implementations pass, planted faults fail and are named."""
 
+import functools
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+import megasoftmax
 from megasoftmax import __main__, regression, regression_models, regression_training
 from megasoftmax.integrations import transformers as integration
 
@@ -75,6 +77,15 @@ def run_model_parameters(family):
 def test_other_implementations_and_types_pass(family, candidate, dtype, device):
     report = run(family, candidate=candidate, dtype=dtype, device=device)
     assert report.passed, report.failures[0]
+
+
+def test_kernels_are_counted(through_ops, monkeypatch):
+    softmax = functools.partial(megasoftmax.softmax, fused=through_ops)
+    monkeypatch.setattr(megasoftmax, "softmax", softmax)
+    report = run("bert")
+    assert report.passed, report.failures[0]
+    layers = {"megasoftmax::softmax_forward": 2, "megasoftmax::softmax_backward": 2}
+    assert report.kernels == (layers if through_ops else {})
 
 
 def test_attention_on_a_cpu_passes(monkeypatch):
@@ -511,7 +522,8 @@ def test_command_survives_a_broken_factory(invoke, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     code, output, found, _ = invoke("--model=broken_models:factory", "--model=gpt2")
     assert code == 2
-    assert "broken_models.py:1" in output
+    assert "Traceback" in output
+    assert "disk on fire" in output
     assert found["models"]["broken_models:factory"] == {"error": "OSError: disk on fire"}
     assert found["models"]["gpt2"]["passed"] is True
     assert invoke(f"--json={tmp_path / 'no_folder' / 'report.json'}")[0] == 2
