@@ -20,11 +20,13 @@ factor, plus a floor:
   `FREE_LOSS`, `FREE_PARAMETERS`). It finds what goes wrong in other steps.
 
 A gradient's distance is the root mean square of its difference, relative to the largest gradient
-in the same layer, and at least to a thousandth of the whole model's, as root mean squares. So
-noise where the true gradient is zero, as that of the bias of a key projection, is measured against
-the gradients among which it arose. For parameters of few elements a single distance is a matter of
-luck: the candidate is held to the baseline's largest among the chosen steps and the layers alike,
-those whose names differ in numbers only.
+in the same layer; but at least to a quarter of the largest one of that name in the block around,
+such as the weights of a transformer's layer or their biases, and to a thousandth of the whole
+model's. Rounding is as large as the numbers it happens to: where the true gradient is zero, as that
+of the bias of a key projection, or next to nothing, as those of queries and keys while attention
+is uniform, it is measured against the gradients beside. For parameters of few elements a single
+distance is a matter of luck: the candidate is held to the baseline's largest among the chosen steps
+and the layers alike, those whose names differ in numbers only.
 
 A rectifier or a router of experts may decide by the last bit of a number, and then a step is far
 off without a fault. A step that is too far off is therefore repeated from other weights close by,

@@ -22,6 +22,7 @@ Build = Callable[[str], torch.nn.Module]
 TEXT_BYTES = 2_000_000
 BYTES = 256  # a byte is a token
 IGNORED = -100  # a label without a loss
+PAD, MASK = 0, 1  # bytes that text has not
 MASKED_SHARE = 0.15  # of the tokens of masked language models
 WINDOW = 20
 
@@ -39,7 +40,7 @@ _DECODER = {
     "initializer_range": 0.1,
     "bos_token_id": None,
     "eos_token_id": None,
-    "pad_token_id": 0,
+    "pad_token_id": PAD,
 }
 # Rounding that sends a token to other experts would hide what attention does to gradients.
 _ALL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
@@ -76,7 +77,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "num_heads": 2,
             "decoder_start_token_id": 0,
             "eos_token_id": None,
-            "pad_token_id": 0,
+            "pad_token_id": PAD,
         },
     ),
     "bert": ("BertForMaskedLM", _NO_GROUPS),
@@ -288,7 +289,7 @@ def _sequences(
     ids, following = text[:, :length], text[:, length:]
     keep = torch.ones_like(ids)
     if padded:
-        pads = torch.randint(1, length // 2 + 1, (len(ids),), generator=generator)
+        pads = torch.randint(length // 4, length // 2 + 1, (len(ids),), generator=generator)
         for row, pad in enumerate(pads.tolist()):
             if row % 3 == 0:
                 keep[row, :pad] = 0
@@ -301,11 +302,11 @@ def _sequences(
         masked[:, length // 2] = True  # at least one of a sequence, and never padding
         keep[:, length // 2] = 1
         labels = ids.masked_fill(~masked | (keep == 0), IGNORED)
-        ids = ids.masked_fill(masked, 0)
+        ids = ids.masked_fill(masked, MASK)
     else:
         predicted_by_padding = keep.roll(1, dims=1) == 0
         labels = ids.masked_fill((keep == 0) | predicted_by_padding, IGNORED)
-    batch = {"input_ids": ids.masked_fill(keep == 0, 0), "labels": labels}
+    batch = {"input_ids": ids.masked_fill(keep == 0, PAD), "labels": labels}
     return batch | {"attention_mask": keep} if padded else batch
 
 

@@ -1,6 +1,7 @@
 """Models in training for `megasoftmax.regression`, in their own precision or a higher one."""
 
 import math
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -39,8 +40,9 @@ PRECISIONS = {
     "pure-bf16": Precision(torch.bfloat16, None, torch.float32, "weights in bf16, no autocast"),
 }
 
-SMALL_GRADIENT = 1e-3
-"""Of those that a gradient is measured against; below, it counts as noise."""
+SHARE_OF_BLOCK = 0.25
+SHARE_OF_MODEL = 1e-3
+"""Of the largest gradient of that name around, and of the whole model's: see `regression`."""
 
 
 @dataclass
@@ -270,26 +272,30 @@ def _scales(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
     elements = sum(p.numel() for p in parameters.values())
     whole = sum(squares[name] * p.numel() for name, p in parameters.items()) / elements
     layers: dict[str, float] = defaultdict(float)
-    peers: dict[tuple[str, str], float] = defaultdict(float)
+    blocks: dict[tuple[str, str], float] = defaultdict(float)
     for name, square in squares.items():
         layers[_layer(name)] = max(layers[_layer(name)], square)
-        peers[_peers(name)] = max(peers[_peers(name)], square)
-    scales = {}
-    for name, square in squares.items():
-        largest = max(layers[_layer(name)], SMALL_GRADIENT**2 * whole)
-        if square < SMALL_GRADIENT**2 * largest:
-            largest = max(largest, peers[_peers(name)])
-        scales[name] = math.sqrt(largest)
-    return scales
+        blocks[_block(name)] = max(blocks[_block(name)], square)
+    return {
+        name: math.sqrt(
+            max(
+                layers[_layer(name)],
+                SHARE_OF_BLOCK**2 * blocks[_block(name)],
+                SHARE_OF_MODEL**2 * whole,
+            )
+        )
+        for name in squares
+    }
 
 
 def _layer(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _peers(parameter: str) -> tuple[str, str]:
-    """The block that the layer is in, and the parameter's name in its layer."""
-    return _layer(_layer(parameter)), parameter.rpartition(".")[2]
+def _block(parameter: str) -> tuple[str, str]:
+    """What is in front of and in its name's last number, if it has one; its name in its layer."""
+    numbered = re.match(r"(.*\.\d+)\.", parameter)
+    return numbered[1] if numbered else "", parameter.rpartition(".")[2]
 
 
 def _differences(

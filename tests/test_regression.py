@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -193,7 +194,7 @@ def test_missing_gradient_is_caught_and_named(family, argument, parameter, dtype
     assert len({failure.parameter for failure in failed}) == 2  # of layers, or encoder and decoder
     for failure in failed:
         assert failure.parameter.endswith(f".{parameter}")
-        assert failure.candidate == pytest.approx(1)
+        assert 0.2 < failure.candidate < 1.01
         layer, _, name = failure.parameter.rpartition(".")
         assert f"step {failure.step}, layer {layer}, parameter {name}" in str(failure)
 
@@ -320,18 +321,19 @@ def test_reference_computes_in_float64_throughout():
     assert all(model.dropout.p == 0 for model in built)
 
 
-def test_vanishing_gradient_is_measured_against_its_peers():
-    parameters = {
-        name: torch.nn.Parameter(torch.zeros(4))
-        for name in ("block.query.bias", "block.key.bias", "block.key.weight", "head.weight")
+def test_gradients_are_measured_against_what_is_around():
+    sizes = {
+        "blocks.0.query.weight": (3.0, 3.0),  # its layer's largest is its own
+        "blocks.0.query.bias": (2.0, 3.0),
+        "blocks.0.key.weight": (0.4, 0.75),  # a quarter of the query's
+        "blocks.0.key.bias": (1e-9, 0.5),  # a quarter of the query's bias; 0.4 stands in its layer
+        "blocks.1.key.bias": (1e-9, 1e-3 * math.sqrt(13.16 / 5)),  # nothing around but the model
     }
-    for size, parameter in zip((5.0, 1e-9, 0.5, 1e-9), parameters.values(), strict=True):
-        parameter.grad = torch.full((4,), size)
-    scales = regression_training._scales(parameters)
-    assert scales["block.query.bias"] == pytest.approx(5)
-    assert scales["block.key.bias"] == pytest.approx(5)
-    assert scales["block.key.weight"] == pytest.approx(0.5)
-    assert scales["head.weight"] == pytest.approx(1e-3 * (25.25 / 4) ** 0.5)
+    parameters = {name: torch.nn.Parameter(torch.zeros(4)) for name in sizes}
+    for parameter, (size, _) in zip(parameters.values(), sizes.values(), strict=True):
+        parameter.grad = torch.full((4,), -size)
+    expected = {name: scale for name, (_, scale) in sizes.items()}
+    assert regression_training._scales(parameters) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_batches_have_every_kind_of_padding():
     assert ["attention_mask" in batch for batch in batches] == [True, False, False, True]
     for batch in (batches[0], batches[3]):
         keep, labels = batch["attention_mask"].bool(), batch["labels"]
-        assert keep.sum(1).min() >= 8
+        assert 8 <= keep[:2].sum(1).min() <= keep[:2].sum(1).max() <= 12
         assert not keep[0, 0]
         assert keep[0, -1]
         assert keep[1, 0]
@@ -376,9 +378,9 @@ def test_masked_labels_are_what_was_masked():
     model = regression_models.model_builder("bert")("eager")
     batch = next(regression_models.make_batches(model, 3, 16, seed=1))
     ids, labels, keep = batch["input_ids"], batch["labels"], batch["attention_mask"].bool()
-    assert (ids[labels != -100] == 0).all()
+    assert (ids[labels != -100] == regression_models.MASK).all()
     assert (labels[~keep] == -100).all()
-    assert (labels[labels != -100] > 0).all()
+    assert (labels[labels != -100] > 1).all()
     assert ((labels != -100).sum(1) > 0).all()
 
 
