@@ -19,6 +19,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -29,7 +30,8 @@ import transformers
 import typer
 from rich.progress import track
 from torch import Tensor
-from training_cases import Case, cases
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from training_cases import FLASH, Case, cases
 from transformers import PreTrainedModel
 
 import megasoftmax
@@ -70,6 +72,7 @@ class Training:
 
     def switch(self, implementation: str) -> None:
         """Raises RuntimeError when a part of the model keeps another one."""
+        implementation = "sdpa" if implementation == FLASH else implementation
         self.model.set_attn_implementation(implementation)
         for name, module in self.model.named_modules():
             if isinstance(module, PreTrainedModel):
@@ -106,8 +109,9 @@ class Training:
     def _backward(self, implementation: str) -> Tensor:
         self.switch(implementation)
         self.optimizer.zero_grad()
-        loss = self.model(**self.inputs, use_cache=False).loss
-        loss.backward()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == FLASH else nullcontext():
+            loss = self.model(**self.inputs, use_cache=False).loss
+            loss.backward()
         return loss.detach()
 
 

@@ -34,6 +34,7 @@ TRAINED = {
     OURS: SHOWN[OURS],
     "megasoftmax_softmax": "#7fb3d5",
     "sdpa": ATTENTION_PEERS["SDPA cuDNN"],
+    "sdpa flash": ATTENTION_PEERS["SDPA mem-efficient"],
     "eager": SHOWN["eager"],
 }
 

@@ -29,7 +29,9 @@ from transformers import (
 from megasoftmax.integrations.transformers import NAME, SOFTMAX_NAME
 
 VOCABULARY = 16384
+FLASH = "sdpa flash"  # as "sdpa" with no other backend: what runs on mma.sync, as we do
 ALL = ("eager", "sdpa", SOFTMAX_NAME, NAME)
+WITHOUT_BIAS = ("eager", "sdpa", FLASH, SOFTMAX_NAME, NAME)
 SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
 
 
@@ -120,7 +122,7 @@ class Case:
 def cases() -> list[Case]:
     no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    without_bias = (SOFTMAX_BAR, (NAME, "sdpa", 0.95))
+    without_bias = (SOFTMAX_BAR, (NAME, FLASH, 0.95))
     llama_1b = Case(
         name="Llama 1B, 2048 tokens",
         model=LlamaForCausalLM,
@@ -131,6 +133,7 @@ def cases() -> list[Case]:
         batch=4,
         length=2048,
         bars=without_bias,
+        implementations=WITHOUT_BIAS,
         sizes={"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, **no_tokens},
     )
     return [
@@ -144,6 +147,7 @@ def cases() -> list[Case]:
             batch=8,
             length=1024,
             bars=without_bias,
+            implementations=WITHOUT_BIAS,
             sizes={**no_dropout, **no_tokens},
         ),
         llama_1b,

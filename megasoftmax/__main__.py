@@ -1,6 +1,7 @@
 """``python -m megasoftmax`` tells what runs here.
 
 Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call, and
+``regress`` whether a model trains with them as it did without.
 ``export-kernels`` writes a folder for Hugging Face's ``kernels``.
 """
 
@@ -16,6 +17,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megasoftmax import _build, _extension
@@ -136,6 +138,100 @@ def explain_call(
     console.print(_call(explanation, gpu))
     if explanation.skipped:
         console.print(_skipped(explanation))
+
+
+@app.command()
+def regress(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeatable: a tiny gpt2, llama, mistral, mixtral, gemma2, gpt_oss, t5, bert, opt "
+            "or swin; a checkpoint's folder; package.module:factory. Default: gpt2."
+        ),
+    ] = None,
+    all_models: Annotated[bool, typer.Option("--all", help="All tiny models.")] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="package.module:batches, called as (batch, length, seed). Default: the standard "
+            "library's sources, half of the batches padded."
+        ),
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="Attention implementation.")] = "eager",
+    candidate: Annotated[str, typer.Option(help="Attention implementation.")] = "megasoftmax",
+    dtype: Annotated[
+        str, typer.Option(help="fp32; bf16: autocast with weights in fp32; pure-bf16.")
+    ] = "fp32",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    steps: Annotated[int, typer.Option(help="Of training.")] = 32,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 6,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    checks: Annotated[int, typer.Option(help="Steps whose gradients are compared.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a report as JSON.")
+    ] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page.")] = None,
+) -> None:
+    """Train a model with and without megasoftmax, and tell whether only speed and memory differ.
+
+    Exit code 0: the trainings are the same within rounding; 1: they differ; 2: no result.
+    """
+    # transformers takes seconds to import, which the other commands need not wait for.
+    from transformers.utils import logging
+
+    from megasoftmax import regression, regression_report
+    from megasoftmax.regression_models import TINY, RegressionError
+
+    for file in (json_file, html_file):
+        if file is not None and not file.parent.is_dir():
+            typer.echo(f"Error: no folder {file.parent} for {file.name}", err=True)
+            raise typer.Exit(2)
+    logging.set_verbosity_error()
+    names = [*TINY] if all_models else model or ["gpt2"]
+    outcomes: dict[str, regression.Report | RegressionError] = {}
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(names) * steps)
+        for index, name in enumerate(names):
+            progress.update(task, description=name, completed=index * steps)
+            try:
+                outcomes[name] = report = regression.run(
+                    name,
+                    data=data,
+                    baseline=baseline,
+                    candidate=candidate,
+                    dtype=dtype,
+                    device=device,
+                    seed=seed,
+                    steps=steps,
+                    batch=batch,
+                    length=length,
+                    learning_rate=lr,
+                    checks=checks,
+                    progress=lambda step: progress.advance(task),
+                )
+                regression_report.print_report(console, report)
+            except RegressionError as error:
+                outcomes[name] = error
+                typer.echo(f"Error: {error}", err=True)
+            except Exception as error:  # of a factory, say: exit code 1 is for regressions alone
+                outcomes[name] = RegressionError(f"{type(error).__name__}: {error}")
+                console.print_exception()
+    if len(names) > 1:
+        regression_report.print_summary(console, outcomes)
+    if json_file is not None:
+        json_file.write_text(regression_report.to_json(outcomes))
+    if html_file is not None:
+        html_file.write_text(regression_report.to_html(outcomes))
+    reports = [outcome for outcome in outcomes.values() if isinstance(outcome, regression.Report)]
+    if not all(report.passed for report in reports):
+        raise typer.Exit(1)
+    if len(reports) < len(names):
+        raise typer.Exit(2)
 
 
 def _dimensions(text: str) -> tuple[list[int], int]:

@@ -23,7 +23,15 @@ FAMILIES = {
 # A module -> the modules of the package that it may import; "megasoftmax" is the public face.
 MODULES = {
     "__init__": {"biases", "context_parallel", "functional", "layers", "modules", "dispatch"},
-    "__main__": {"_build", "_export_kernels", "_extension", "explain"},
+    "__main__": {
+        "_build",
+        "_export_kernels",
+        "_extension",
+        "explain",
+        "regression",
+        "regression_models",
+        "regression_report",
+    },
     "_build": set(),
     "_export_kernels": {"_build"},
     "biases": set(),
@@ -55,6 +63,10 @@ MODULES = {
     "layers": {"functional"},
     "modules": {"biases", "functional"},
     "integrations": {"functional", "megasoftmax", "modules"},
+    "regression": {"megasoftmax", "regression_models", "regression_training"},
+    "regression_models": {"integrations"},
+    "regression_report": {"regression", "regression_models", "regression_training"},
+    "regression_training": {"regression_models"},
 }
 
 # Modules that run once per call, where an import would cost time and hide an arrow.

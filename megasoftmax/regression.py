@@ -1,0 +1,450 @@
+"""Whether training with another attention implementation is the same training.
+
+    report = run("gpt2", candidate="megasoftmax", baseline="eager", dtype="bf16", steps=32)
+    for failure in report.failures:
+        print(failure)
+
+Three models train side by side on the same batches, from the same weights, each with an AdamW of
+its own and without dropout: the *baseline*, the *candidate*, and the *reference*, which is the
+baseline in a higher precision: float32 for bfloat16, float64 for float32, for what a model computes
+in float32 by itself too. The reference is taken as the truth, and the baseline's distance from it
+as the rounding that the user has accepted. The candidate may be no further away than that times a
+factor, plus a floor:
+
+* **From equal weights**, at a few steps spread over the training. The baseline's weights of that
+  moment, which a higher precision holds exactly, are lent to the other two, so that what differs is
+  this step and nothing before it. Compared are the loss and the gradient of every parameter. This
+  is strict (`FACTOR`, `FLOOR`), and finds faults.
+* **Running free**, at every step the loss, and at the end the parameters, all together. Training
+  amplifies rounding, by how much is a matter of chance, so this is loose (`FREE_FACTOR`,
+  `FREE_LOSS`, `FREE_PARAMETERS`). It finds what goes wrong in other steps.
+
+A gradient's distance is the root mean square of its difference, relative to the largest gradient
+in the same layer; but at least to a quarter of the largest one of that name in the block around,
+such as the weights of a transformer's layer or their biases, and to a thousandth of the whole
+model's. Rounding is as large as the numbers it happens to: where the true gradient is zero, as that
+of the bias of a key projection, or next to nothing, as those of queries and keys while attention
+is uniform, it is measured against the gradients beside. For parameters of few elements a single
+distance is a matter of luck: the candidate is held to the baseline's largest among the chosen steps
+and the layers alike, those whose names differ in numbers only.
+
+A rectifier or a router of experts may decide by the last bit of a number, and then a step is far
+off without a fault. A step that is too far off is therefore repeated from other weights close by,
+and a distance counts only if it is too large each time. `Report.repeated` names such steps. In
+bfloat16 this happens all the time, in the baseline too, and is part of what it is allowed.
+
+What bfloat16 rounds away is not seen, such as a scale that was rounded to bfloat16; with float32
+it is.
+"""
+
+import json
+import math
+import platform
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+
+import megasoftmax
+from megasoftmax.regression_models import (
+    Batch,
+    RegressionError,
+    import_object,
+    make_batches,
+    model_builder,
+    take,
+)
+from megasoftmax.regression_training import (
+    PRECISIONS,
+    Distance,
+    Trainee,
+    Training,
+    compare,
+    relative,
+    travelled,
+)
+
+FACTOR = 3.0
+"""Of the baseline's distance, from equal weights. Attention that does not write probabilities, that
+of torch too, takes a sum of its backward pass from the rounded output: in half precision gradients
+of queries and keys of tiny models were up to 3.3 times as far off as those of "eager"."""
+FLOOR = 4.0
+"""In units of the last place of 1 in `dtype`, from equal weights."""
+FREE_FACTOR = 8.0
+"""Of the baseline's distance, running free."""
+FREE_LOSS = 0.01
+"""Of the reference's loss."""
+FREE_PARAMETERS = 0.1
+"""Of the way that the reference's parameters have come."""
+
+REPETITIONS = 3
+"""Of a step that is too far off, at most."""
+NEARBY = 0.01
+"""How far weights are changed for it, relative to each."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run was asked for: the arguments of `run`."""
+
+    model: str
+    data: str
+    baseline: str
+    candidate: str
+    dtype: str
+    device: str
+    seed: int
+    steps: int
+    batch: int
+    length: int
+    learning_rate: float
+    checks: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison, of relative distances from the reference."""
+
+    quantity: str
+    """ "loss from equal weights", "gradient", "loss" (running free) or "parameters" (at the end)"""
+    step: int
+    parameter: str | None
+    baseline: float
+    """The largest one that the candidate is held to."""
+    candidate: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.candidate <= self.allowed  # False for what is no number
+
+    @property
+    def excess(self) -> float:
+        """The candidate's distance in units of the allowed one; infinite for what is no number."""
+        return math.inf if math.isnan(self.candidate) else self.candidate / self.allowed
+
+    @property
+    def layer(self) -> str | None:
+        return None if self.parameter is None else self.parameter.rpartition(".")[0]
+
+    def __str__(self) -> str:
+        where = f"step {self.step}"
+        if self.parameter is not None:
+            name = self.parameter.rpartition(".")[2]
+            where += f", layer {self.layer or 'of the model itself'}, parameter {name}"
+        return (
+            f"{self.quantity}, {where}: {self.candidate:.2e} off the reference, "
+            f"allowed {self.allowed:.2e}, baseline {self.baseline:.2e}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `run`."""
+
+    settings: Settings
+    environment: dict[str, str]
+    items: str
+    """What speed counts: "tokens" or "samples"."""
+    items_per_step: float
+    baseline: Training
+    candidate: Training
+    reference: Training
+    kernels: dict[str, int]
+    """Operators of megasoftmax that a step of the candidate calls; empty: plain torch."""
+    repeated: list[int]
+    """Steps that were compared from other weights as well."""
+    checks: list[Check]
+
+    @property
+    def failures(self) -> list[Check]:
+        """The checks that did not pass, the worst one first."""
+        failed = [check for check in self.checks if not check.passed]
+        return sorted(failed, key=lambda check: check.excess, reverse=True)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def worst(self, quantity: str) -> Check:
+        """The check of this quantity that came closest to failing, or failed most."""
+        alike = (check for check in self.checks if check.quantity == quantity)
+        return max(alike, key=lambda check: check.excess)
+
+    def speed(self, training: Training) -> float:
+        """Items per second of the median step."""
+        return self.items_per_step / statistics.median(training.seconds)
+
+    def peak_mebibytes(self, training: Training) -> float | None:
+        """Of the median step; None where there is no GPU."""
+        return statistics.median(training.peak_bytes) / 2**20 if training.peak_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as numbers, strings, lists and dictionaries."""
+        costs = {
+            name: {
+                f"{self.items}_per_second": self.speed(training),
+                "peak_mebibytes": self.peak_mebibytes(training),
+            }
+            for name, training in (("baseline", self.baseline), ("candidate", self.candidate))
+        }
+        return {
+            "passed": self.passed,
+            "failures": [str(failure) for failure in self.failures],
+            "costs": costs,
+            **asdict(self),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON; what is no finite number becomes a string."""
+        return json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run(
+    model: str | Callable[..., torch.nn.Module] = "gpt2",
+    *,
+    data: str | Callable[..., Iterable[Batch]] | None = None,
+    baseline: str = "eager",
+    candidate: str = "megasoftmax",
+    dtype: str = "fp32",
+    device: str = "auto",
+    seed: int = 0,
+    steps: int = 32,
+    batch: int = 6,
+    length: int = 64,
+    learning_rate: float = 1e-3,
+    checks: int = 5,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """Train the baseline, the candidate and the reference side by side, and compare.
+
+    Args:
+        model: a tiny one by name (`regression_models.TINY`); a folder with a config.json and, if
+            its weights are wanted, a checkpoint; "package.module:factory" or the factory itself,
+            which returns a PreTrainedModel, or takes the name of the attention implementation and
+            returns any module whose forward(**batch) returns something with a scalar `loss`.
+        data: None for the standard library's own sources (`regression_models.make_batches`);
+            "package.module:batches" or a callable, called as (batch, length, seed), that returns an
+            iterable of batches: mappings of names to tensors.
+        baseline, candidate: attention implementations known to transformers, or to the factory.
+        dtype: "fp32"; "bf16", as most people train: autocast, weights in float32; "pure-bf16".
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is cuda where there is one.
+        seed: decides initial weights and data.
+        steps: of training.
+        batch, length: sequences of a batch, and tokens of a sequence.
+        learning_rate: of AdamW, constant.
+        checks: at how many steps gradients are compared: the first, the second, the last, and
+            others between them. Each costs a further forward and backward pass of all three.
+        progress: called after each step with its number.
+
+    Returns:
+        The report. Its `failures` is empty if the candidate trains as the baseline does.
+
+    Raises:
+        RegressionError: wrong arguments; a model that cannot be built, switched or run; losses or
+            gradients of baseline or reference that are no numbers.
+
+    Dropout is switched off, because its random numbers depend on the type. All three models and
+    their moments stay on the device; while gradients are compared, up to three more copies of the
+    weights, and no more than two models' gradients.
+    """
+    device = _device(device)
+    settings = Settings(
+        model if isinstance(model, str) else _name(model),
+        "sources of the standard library" if data is None else _name(data),
+        baseline,
+        candidate,
+        dtype,
+        device,
+        seed,
+        steps,
+        batch,
+        length,
+        learning_rate,
+        checks,
+    )
+    _check(settings)
+    precision = PRECISIONS[dtype]
+    build = model_builder(model)
+    trainees = []
+    for role, name in (("baseline", baseline), ("candidate", candidate), ("reference", baseline)):
+        torch.manual_seed(seed)
+        trainees.append(Trainee(role, name, build(name), precision, device, learning_rate))
+    first, second, truth = trainees
+    second.start_from(first)
+    truth.start_from(first)
+    start = {name: p.detach().to("cpu", copy=True) for name, p in first.parameters.items()}
+    if data is None:
+        batches: Iterable[Batch] = make_batches(first.model, batch, length, seed)
+    else:
+        source = import_object(data, "data") if isinstance(data, str) else data
+        batches = source(batch, length, seed)
+
+    comparison = _Comparison(precision.epsilon)
+    chosen = _chosen_steps(steps, checks)
+    counts = []
+    for step, given in enumerate(take(batches, steps)):
+        moved = {name: tensor.to(device) for name, tensor in given.items()}
+        counts.append(_count(moved))
+        if step in chosen:
+            comparison.add(step, moved, trainees)
+        for trainee in trainees:
+            trainee.step(step, moved)
+        progress(step)
+
+    ends = travelled(first, truth, start), travelled(second, truth, start)
+    return Report(
+        settings,
+        _environment(device),
+        counts[0][0],
+        statistics.mean(count for _, count in counts),
+        first.record,
+        second.record,
+        truth.record,
+        dict(second.kernels),
+        comparison.repeated,
+        [
+            *comparison.judge(),
+            *_judge_losses(first.record, second.record, truth.record),
+            _judge_freely("parameters", steps - 1, *ends, floor=FREE_PARAMETERS),
+        ],
+    )
+
+
+def _device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RegressionError(f"device: {device!r} cannot be used: {error}") from error
+    return device
+
+
+def _name(given: str | Callable) -> str:
+    return given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+
+
+def _check(settings: Settings) -> None:
+    if settings.dtype not in PRECISIONS:
+        expected = ", ".join(PRECISIONS)
+        raise RegressionError(f"dtype: expected one of {expected}, got {settings.dtype!r}")
+    for name, least in (("steps", 1), ("batch", 1), ("length", 4), ("checks", 1)):
+        actual = getattr(settings, name)
+        if actual < least:
+            raise RegressionError(f"{name}: expected at least {least}, got {actual}")
+
+
+def _environment(device: str) -> dict[str, str]:
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "megasoftmax": megasoftmax.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else f"{device}, {platform.machine()}",
+    }
+
+
+def _chosen_steps(steps: int, checks: int) -> set[int]:
+    """The first, the second, the last and others between them; as many as there are to have."""
+    last = steps - 1
+    between = [1 + round(i * (last - 1) / max(checks - 2, 1)) for i in range(checks - 1)]
+    return {min(step, last) for step in [0, *between]}
+
+
+def _count(batch: Batch) -> tuple[str, int]:
+    """What a batch has, and how many of it."""
+    if "input_ids" in batch:
+        return "tokens", batch["input_ids"].numel()
+    return "samples", len(next(iter(batch.values())))
+
+
+class _Comparison:
+    """The chosen steps, from equal weights."""
+
+    def __init__(self, epsilon: float) -> None:
+        self.floor = FLOOR * epsilon
+        self.repeated: list[int] = []
+        self._measured: list[tuple[int, Distance]] = []
+        self._largest: dict[str | None, float] = defaultdict(float)  # of the baseline, by kind
+
+    def add(self, step: int, batch: Batch, trainees: list[Trainee]) -> None:
+        """Measure a step; again, from weights close to the baseline's, while it is too far off."""
+        baseline = trainees[0]
+        weights = {name: p.detach().clone() for name, p in baseline.parameters.items()}
+        generator = torch.Generator(baseline.device).manual_seed(step)
+        closest = self._measure(step, batch, weights, trainees)
+        for _ in range(REPETITIONS):
+            if all(found.candidate <= self._allowed(found.parameter) for found in closest):
+                break
+            for weight in weights.values():
+                noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+                weight.mul_(1 + NEARBY * noise)
+            closest = [
+                min(pair, key=lambda found: found.candidate)
+                for pair in zip(closest, self._measure(step, batch, weights, trainees), strict=True)
+            ]
+            self.repeated = sorted({*self.repeated, step})
+        self._measured += [(step, found) for found in closest]
+
+    def judge(self) -> Iterator[Check]:
+        """What was measured, held to the baseline's largest of all steps and layers alike."""
+        for step, found in self._measured:
+            yield Check(
+                "loss from equal weights" if found.parameter is None else "gradient",
+                step,
+                found.parameter,
+                self._largest[_kind(found.parameter)],
+                found.candidate,
+                self._allowed(found.parameter),
+            )
+
+    def _measure(
+        self,
+        step: int,
+        batch: Batch,
+        weights: dict[str, torch.Tensor],
+        trainees: list[Trainee],
+    ) -> list[Distance]:
+        distances = compare(step, batch, weights, *trainees)
+        for found in distances:
+            kind = _kind(found.parameter)
+            self._largest[kind] = max(self._largest[kind], found.baseline)
+        return distances
+
+    def _allowed(self, parameter: str | None) -> float:
+        return FACTOR * self._largest[_kind(parameter)] + self.floor
+
+
+def _kind(parameter: str | None) -> str | None:
+    """What the layers have in common in its name."""
+    return None if parameter is None else re.sub(r"\d+", "*", parameter)
+
+
+def _judge_losses(baseline: Training, candidate: Training, reference: Training) -> Iterator[Check]:
+    """Hold the candidate to the baseline's largest distance up to the same step."""
+    largest = 0.0
+    curves = zip(baseline.losses, candidate.losses, reference.losses, strict=True)
+    for step, (of_baseline, of_candidate, truth) in enumerate(curves):
+        largest = max(largest, relative(of_baseline - truth, truth))
+        distance = relative(of_candidate - truth, truth)
+        yield _judge_freely("loss", step, largest, distance, floor=FREE_LOSS)
+
+
+def _judge_freely(
+    quantity: str, step: int, baseline: float, candidate: float, floor: float
+) -> Check:
+    return Check(quantity, step, None, baseline, candidate, FREE_FACTOR * baseline + floor)

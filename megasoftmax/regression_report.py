@@ -1,0 +1,226 @@
+"""Reports of `megasoftmax.regression` for the terminal, and as one HTML file."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from io import StringIO
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megasoftmax.regression import Check, Report
+from megasoftmax.regression_models import RegressionError
+from megasoftmax.regression_training import PRECISIONS
+
+Outcomes = Mapping[str, Report | RegressionError]
+"""Of each model: its report, or why there is none."""
+
+QUANTITIES = ("loss from equal weights", "gradient", "loss", "parameters")
+NAMED_FAILURES = 8
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em;
+  color: #222; background: #fff }
+table { border-collapse: collapse; margin: 1em 0 }
+th, td { padding: .25em .8em; text-align: left; border-bottom: 1px solid #ddd }
+td { font-variant-numeric: tabular-nums }
+.passed { color: #176f2c } .failed { color: #b3261e; font-weight: 600 }
+svg { max-width: 100%; height: auto }
+"""
+
+
+def print_report(console: Console, report: Report) -> None:
+    """A table of the distances, what both cost, and the worst failures."""
+    table = Table(title=_title(report), title_justify="left", box=box.SIMPLE)
+    table.add_column("distance from the reference")
+    for heading in ("baseline", "candidate", "allowed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("where it is worst", overflow="fold")
+    for worst in _worst(report):
+        table.add_row(*_distances(worst), _verdict(worst.passed), _place(worst))
+    console.print(table)
+    costs = Table(box=box.SIMPLE)
+    for heading in ("", "baseline", "candidate", "ratio"):
+        costs.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in _costs(report):
+        costs.add_row(*row)
+    console.print(costs)
+    for line in _notes(report):
+        console.print(line, soft_wrap=True, highlight=False)
+    for failure in report.failures[:NAMED_FAILURES]:
+        console.print(f"[red]REGRESSION[/red] {failure}", soft_wrap=True, highlight=False)
+    unnamed = len(report.failures) - NAMED_FAILURES
+    if unnamed > 0:
+        console.print(f"and {unnamed} more")
+
+
+def print_summary(console: Console, outcomes: Outcomes) -> None:
+    """A row per model."""
+    table = Table(title="All models", title_justify="left", box=box.SIMPLE)
+    table.add_column("model", no_wrap=True)
+    for quantity in QUANTITIES:
+        table.add_column(quantity, justify="right")
+    table.add_column("speed", justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("verdict", no_wrap=True)
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, RegressionError):
+            table.add_row(name, *[""] * (len(QUANTITIES) + 2), "[red]no result[/red]")
+            continue
+        shares = (f"{worst.excess:.2f}" for worst in _worst(outcome))
+        ratios = (ratio for *_, ratio in _costs(outcome))
+        table.add_row(name, *shares, *ratios, _verdict(outcome.passed))
+    console.print(table)
+    console.print("Distances in units of the allowed ones; speed and memory, candidate / baseline.")
+
+
+def to_json(outcomes: Outcomes) -> str:
+    """{"passed": bool, "models": {name: a report, or {"error": why there is none}}}."""
+    models = {
+        name: {"error": str(outcome)}
+        if isinstance(outcome, RegressionError)
+        else json.loads(outcome.to_json())
+        for name, outcome in outcomes.items()
+    }
+    return json.dumps({"passed": _all_passed(outcomes), "models": models}, indent=1)
+
+
+def to_html(outcomes: Outcomes) -> str:
+    """One page with curves and tables; it loads nothing."""
+    title = "Training with another attention"
+    sections = "\n".join(_section(name, outcome) for name, outcome in outcomes.items())
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>{STYLE}</style>\n<h1>{title}: {_html_verdict(_all_passed(outcomes))}</h1>\n"
+        f"{sections}\n</html>\n"
+    )
+
+
+def _all_passed(outcomes: Outcomes) -> bool:
+    return all(isinstance(outcome, Report) and outcome.passed for outcome in outcomes.values())
+
+
+def _title(report: Report) -> str:
+    settings = report.settings
+    return (
+        f"{settings.model}: {settings.candidate} against {settings.baseline}, "
+        f"{PRECISIONS[settings.dtype].meaning}, {settings.steps} steps"
+    )
+
+
+def _worst(report: Report) -> Iterator[Check]:
+    return (report.worst(quantity) for quantity in QUANTITIES)
+
+
+def _distances(check: Check) -> tuple[str, ...]:
+    numbers = (check.baseline, check.candidate, check.allowed)
+    return check.quantity, *(f"{number:.1e}" for number in numbers)
+
+
+def _place(check: Check) -> str:
+    return f"step {check.step}" + ("" if check.parameter is None else f", {check.parameter}")
+
+
+def _verdict(passed: bool) -> str:
+    return "[green]same[/green]" if passed else "[red]DIFFERS[/red]"
+
+
+def _html_verdict(passed: bool) -> str:
+    return '<span class="passed">same</span>' if passed else '<span class="failed">differs</span>'
+
+
+def _costs(report: Report) -> Iterator[tuple[str, ...]]:
+    """Rows of speed and memory: baseline, candidate, their ratio."""
+    pair = report.baseline, report.candidate
+    before, after = map(report.speed, pair)
+    name = f"{report.items} per second, median step"
+    yield name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}"
+    peaks = [peak for peak in map(report.peak_mebibytes, pair) if peak is not None]
+    name = "peak memory of a step, MiB"
+    if not peaks:
+        yield name, *["n/a"] * 3
+    else:
+        yield name, *(f"{peak:,.1f}" for peak in peaks), f"{peaks[1] / peaks[0]:.2f}"
+
+
+def _notes(report: Report) -> Iterator[str]:
+    yield ", ".join(f"{name} {value}" for name, value in report.environment.items())
+    kernels = ", ".join(f"{name} × {count}" for name, count in report.kernels.items())
+    yield f"kernels in a step of the candidate: {kernels or 'none of megasoftmax'}"
+    if report.repeated:
+        steps = ", ".join(map(str, report.repeated))
+        yield f"compared from weights close by as well: steps {steps}"
+
+
+def _section(name: str, outcome: Report | RegressionError) -> str:
+    if isinstance(outcome, RegressionError):
+        return f'<h2>{escape(name)}</h2>\n<p class="failed">No result: {escape(str(outcome))}</p>'
+    distances = [
+        (*_distances(check), _html_verdict(check.passed), escape(_place(check)))
+        for check in _worst(outcome)
+    ]
+    settings = [(escape(key), escape(str(value))) for key, value in vars(outcome.settings).items()]
+    failures = "".join(f"<li>{escape(str(failure))}</li>" for failure in outcome.failures)
+    headings = ("distance from the reference", "baseline", "candidate", "allowed", "verdict")
+    return "\n".join(
+        [
+            f"<h2>{escape(_title(outcome))}: {_html_verdict(outcome.passed)}</h2>",
+            _html_table((*headings, "where it is worst"), distances),
+            _html_table(("", "baseline", "candidate", "ratio"), _costs(outcome)),
+            *(f"<p>{escape(note)}</p>" for note in _notes(outcome)),
+            f"<h3>Regressions, the worst first</h3><ol>{failures}</ol>" if failures else "",
+            _curves(outcome),
+            f"<details><summary>Settings</summary>{_html_table(('', ''), settings)}</details>",
+        ]
+    )
+
+
+def _html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _plot_checks(
+    axes: Axes, report: Report, quantity: str, position: Callable[[Check], int]
+) -> None:
+    """Distances on a logarithmic axis; a distance of 0 has no place there."""
+    checks = [check for check in report.checks if check.quantity == quantity]
+    positions = [position(check) for check in checks]
+    for name, marker in (("allowed", "_"), ("baseline", "o"), ("candidate", "x")):
+        values = [getattr(check, name) for check in checks]
+        axes.plot(positions, values, marker, label=name, markersize=4)
+    axes.set_yscale("log", nonpositive="mask")
+
+
+def _curves(report: Report) -> str:
+    """Losses, their distances, gradients and times, as an SVG."""
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    losses, distances, gradients, seconds = figure.subplots(2, 2).flat
+    trainings = {"baseline": report.baseline, "candidate": report.candidate}
+    for role, training in (trainings | {"reference": report.reference}).items():
+        losses.plot(training.losses, label=f"{role}, {training.implementation}", alpha=0.7)
+    losses.set(title="loss, running free", xlabel="step")
+    _plot_checks(distances, report, "loss", lambda check: check.step)
+    distances.set(title="loss, distance from the reference", xlabel="step")
+    names: dict[str | None, int] = {}
+    for check in report.checks:
+        if check.quantity == "gradient":
+            names.setdefault(check.parameter, len(names))
+    _plot_checks(gradients, report, "gradient", lambda check: names[check.parameter])
+    gradients.set(title="gradients from equal weights, distance", xlabel="parameter")
+    for role, training in trainings.items():
+        seconds.plot([1e3 * second for second in training.seconds], label=role)
+    seconds.set(title="milliseconds of a step", xlabel="step", ylim=(0, None))
+    for axes in (losses, distances, gradients, seconds):
+        axes.legend()
+    text = StringIO()
+    figure.savefig(
+        text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

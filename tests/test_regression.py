@@ -1,0 +1,562 @@
+"""Training regressions: the true implementations pass, planted faults fail and are named."""
+
+import functools
+import json
+import math
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+import megasoftmax
+from megasoftmax import __main__, regression, regression_models, regression_training
+from megasoftmax.integrations import transformers as integration
+
+FAMILIES = list(regression_models.TINY)
+QUICK = {"steps": 3, "checks": 3, "batch": 3, "length": 32}
+EQUAL_WEIGHTS = ("loss from equal weights", "gradient")
+
+
+def run(model, device="cpu", **settings):
+    return regression.run(model, device=device, **(QUICK | settings))
+
+
+def run_true(family, **settings):
+    """Of an implementation that may refuse gemma2's softcap."""
+    try:
+        return run(family, **settings)
+    except regression_models.RegressionError as error:
+        if family == "gemma2" and "softcap" in str(error):
+            pytest.skip("softcap is refused")
+        raise
+
+
+# The true implementations
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_passes(family, dtype, device):
+    report = run_true(family, dtype=dtype, device=device)
+    assert report.passed, report.failures[0]
+    assert {check.quantity for check in report.checks} == {*EQUAL_WEIGHTS, "loss", "parameters"}
+    gradients = [check for check in report.checks if check.quantity == "gradient"]
+    parameters = run_model_parameters(family)
+    assert {check.parameter for check in gradients} == parameters
+    assert len(gradients) == 3 * len(parameters)
+    epsilon = regression_training.PRECISIONS[dtype].epsilon
+    assert 0.01 * epsilon < report.worst("gradient").baseline < 200 * epsilon  # it does round
+    assert bool(report.kernels) == (device == "cuda")
+
+
+def run_model_parameters(family):
+    model = regression_models.model_builder(family)("eager")
+    return {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "dtype"),
+    [("megasoftmax_softmax", "fp32"), ("sdpa", "bf16"), ("megasoftmax", "pure-bf16")],
+)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_other_implementations_and_types_pass(family, candidate, dtype, device):
+    report = run(family, candidate=candidate, dtype=dtype, device=device)
+    assert report.passed, report.failures[0]
+
+
+def test_kernels_are_counted(through_ops, monkeypatch):
+    softmax = functools.partial(megasoftmax.softmax, fused=through_ops)
+    monkeypatch.setattr(megasoftmax, "softmax", softmax)
+    report = run("bert")
+    assert report.passed, report.failures[0]
+    layers = {"megasoftmax::softmax_forward": 2, "megasoftmax::softmax_backward": 2}
+    assert report.kernels == (layers if through_ops else {})
+
+
+def test_attention_on_a_cpu_passes(monkeypatch):
+    """The way that a GPU takes, which does not write probabilities."""
+    monkeypatch.setattr(integration, "_runs_fused", lambda *rest: True)
+    for dtype in ("fp32", "bf16"):
+        report = run("bert", dtype=dtype)
+        assert report.passed, report.failures[0]
+
+
+# Planted faults
+
+
+def without_padding(**sizes):
+    return integration.make_mask(**(sizes | {"attention_mask": None}))
+
+
+def narrow_window(module, query, key, value, mask, sliding_window=None, **options):
+    if sliding_window is not None:
+        token = torch.arange(mask.shape[-1], device=mask.device)
+        mask = mask & (token[:, None] - token < sliding_window - 1)
+    return integration.attention_forward(
+        module, query, key, value, mask, sliding_window=sliding_window, **options
+    )
+
+
+def detached(argument):
+    def forward(*tensors, **options):
+        if options.get(argument) is not None:
+            options[argument] = options[argument].detach()
+        return integration.attention_forward(*tensors, **options)
+
+    return forward
+
+
+def rounded_scale(*tensors, scaling, **options):
+    scaling = torch.tensor(scaling).bfloat16().item()
+    return integration.attention_forward(*tensors, scaling=scaling, **options)
+
+
+def swapped_heads(*tensors, **options):
+    output, probabilities = integration.attention_forward(*tensors, **options)
+    return output.flip(2), probabilities
+
+
+def no_numbers(*tensors, **options):
+    output, probabilities = integration.attention_forward(*tensors, **options)
+    return output * torch.nan, probabilities
+
+
+def register_faulty(forward=integration.attention_forward, make_mask=integration.make_mask):
+    AttentionInterface.register("faulty", forward)
+    AttentionMaskInterface.register("faulty", make_mask)
+
+
+@pytest.fixture(autouse=True)
+def _unregistered():
+    yield
+    register_faulty()
+
+
+def test_each_model_trains_freely():
+    """As in a loop of its own: neither the other two nor the comparison leave a trace."""
+    register_faulty(swapped_heads)
+    report = run("llama", candidate="faulty", learning_rate=0.01)
+    assert report.repeated == [0, 1, 2]
+    for name, training in (("eager", report.baseline), ("faulty", report.candidate)):
+        torch.manual_seed(0)
+        model = regression_models.model_builder("llama")(name).train()
+        batches = regression_models.make_batches(model, QUICK["batch"], QUICK["length"], seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for batch in regression_models.take(batches, 3):
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert training.losses == pytest.approx(losses, rel=1e-6)
+    assert abs(report.candidate.losses[2] - report.baseline.losses[2]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "t5", "bert", "opt"])
+def test_dropped_padding_is_caught(family, dtype, device):
+    register_faulty(make_mask=without_padding)
+    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    failed = [failure for failure in report.failures if failure.quantity == "gradient"]
+    assert {failure.step for failure in failed} == {0}  # the padded one
+    assert report.repeated == [0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_window_off_by_one_is_caught(family, dtype, device):
+    register_faulty(narrow_window)
+    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    assert report.failures[0].quantity == "gradient"
+    assert ".self_attn." in report.failures[0].parameter
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "argument", "parameter"),
+    [("gpt_oss", "s_aux", "sinks"), ("t5", "position_bias", "relative_attention_bias.weight")],
+)
+def test_missing_gradient_is_caught_and_named(family, argument, parameter, dtype, device):
+    register_faulty(detached(argument))
+    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    failed = [failure for failure in report.failures if failure.quantity in EQUAL_WEIGHTS]
+    assert {failure.step for failure in failed} == {0, 1, 2}
+    assert len({failure.parameter for failure in failed}) == 2  # of layers, or encoder and decoder
+    for failure in failed:
+        assert failure.parameter.endswith(f".{parameter}")
+        assert 0.2 < failure.candidate < 1.01
+        layer, _, name = failure.parameter.rpartition(".")
+        assert f"step {failure.step}, layer {layer}, parameter {name}" in str(failure)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss", "swin"])
+def test_rounded_scale_is_caught_in_fp32(family, device):
+    register_faulty(rounded_scale)
+    report = run(family, candidate="faulty", device=device)
+    assert {failure.step for failure in report.failures} == {0, 1, 2}
+    assert 1e-4 < report.failures[0].candidate < 1e-2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "swin"])
+def test_swapped_heads_are_caught_in_bf16(family, device):
+    register_faulty(swapped_heads)
+    report = run(family, candidate="faulty", dtype="bf16", device=device)
+    assert not report.passed
+
+
+def test_what_is_no_number_is_caught(device):
+    register_faulty(no_numbers)
+    report = run("gpt2", candidate="faulty", device=device)
+    assert {failure.quantity for failure in report.failures} == {
+        check.quantity for check in report.checks
+    }
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(report.to_json(), parse_constant=refuse)["candidate"]["losses"][0] == "nan"
+
+
+# How distances are measured and judged
+
+
+class Perceptron(torch.nn.Module):
+    """Two layers; what differs between implementations is `fault`, and when is `spoilt`."""
+
+    def __init__(self, fault=None, weights=None):
+        super().__init__()
+        self.fault = fault
+        self.first = torch.nn.Linear(4, 256)
+        self.second = torch.nn.Linear(256, 4)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.dtypes = set()
+        if weights is not None:
+            torch.nn.init.zeros_(self.first.bias)
+            self.first.weight.data[0] = weights
+
+    def forward(self, inputs, targets, spoilt=None):
+        hidden = self.first(inputs)
+        if self.fault == "offset":
+            hidden = hidden + 1e-7
+        hidden = self.second(self.dropout(hidden.relu()))
+        self.dtypes.add(hidden.to(torch.float32).softmax(-1, dtype=torch.float32).dtype)
+        self.dtypes.add(hidden.float().dtype)
+        loss = (hidden - targets).square().mean()
+        if self.fault == "spoilt" and spoilt is not None and spoilt.any():
+            loss = 1.5 * loss
+        if self.fault == "frozen":
+            loss = loss.detach() + 0 * self.first(inputs).sum()
+        return SimpleNamespace(loss=loss)
+
+
+def random_batches(batch, length, seed, spoilt=()):
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(64):
+        inputs, targets = torch.randn(2, batch, 4, generator=generator)
+        yield {
+            "inputs": inputs.round(),
+            "targets": targets,
+            "spoilt": torch.tensor([step in spoilt]),
+        }
+
+
+def factory(fault, **settings):
+    return lambda name: Perceptron(fault if name == "other" else None, **settings)
+
+
+def test_module_of_ones_own(device):
+    same = run(factory(None), candidate="other", data=random_batches, device=device)
+    assert same.passed
+    assert same.items == "samples"
+    assert same.items_per_step == QUICK["batch"]
+    frozen = run(factory("frozen"), candidate="other", data=random_batches, device=device)
+    gradients = [failure for failure in frozen.failures if failure.quantity == "gradient"]
+    assert {failure.layer for failure in gradients} == {"first", "second"}  # zeros and None
+
+
+def test_rectifier_at_the_border_is_no_failure():
+    """A unit whose input is exactly 0, or 1e-7 with the other implementation."""
+    weights = torch.tensor([1.0, -1.0, 0.0, 0.0])
+
+    def batches(batch, length, seed):
+        for given in random_batches(batch, length, seed):
+            given["inputs"][:, :2] = 1 + given["inputs"][:, :1].abs()
+            yield given
+
+    model = factory("offset", weights=weights)
+    report = run(model, candidate="other", data=batches, steps=1)
+    assert report.passed, report.failures[0]
+    assert report.repeated == [0]
+
+
+def test_fault_between_the_chosen_steps_is_caught():
+    def batches(batch, length, seed):
+        return random_batches(batch, length, seed, spoilt={5})
+
+    report = run(factory("spoilt"), candidate="other", data=batches, steps=9, checks=3)
+    assert {failure.quantity for failure in report.failures} == {"loss"}
+    assert {check.step for check in report.checks if check.quantity == "gradient"} == {0, 1, 8}
+    assert report.failures[0].step == 5
+
+
+def test_reference_computes_in_float64_throughout():
+    built = []
+
+    def build(name):
+        built.append(Perceptron())
+        return built[-1]
+
+    run(build, data=random_batches)
+    assert [model.dtypes for model in built] == [{torch.float32}] * 2 + [{torch.float64}]
+    assert all(model.dropout.p == 0 for model in built)
+
+
+def test_gradients_are_measured_against_what_is_around():
+    sizes = {
+        "blocks.0.query.weight": (3.0, 3.0),  # its layer's largest is its own
+        "blocks.0.query.bias": (2.0, 3.0),
+        "blocks.0.key.weight": (0.4, 0.75),  # a quarter of the query's
+        "blocks.0.key.bias": (1e-9, 0.5),  # a quarter of the query's bias; 0.4 stands in its layer
+        "blocks.1.key.bias": (1e-9, 1e-3 * math.sqrt(13.16 / 5)),  # nothing around but the model
+    }
+    parameters = {name: torch.nn.Parameter(torch.zeros(4)) for name in sizes}
+    for parameter, (size, _) in zip(parameters.values(), sizes.values(), strict=True):
+        parameter.grad = torch.full((4,), -size)
+    expected = {name: scale for name, (_, scale) in sizes.items()}
+    assert regression_training._scales(parameters) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "checks", "chosen"),
+    [
+        (32, 5, {0, 1, 11, 21, 31}),
+        (3, 3, {0, 1, 2}),
+        (1, 5, {0}),
+        (2, 5, {0, 1}),
+        (9, 1, {0}),
+        (9, 2, {0, 1}),
+    ],
+)
+def test_chosen_steps(steps, checks, chosen):
+    assert regression._chosen_steps(steps, checks) == chosen
+
+
+# Data
+
+
+def test_batches_have_every_kind_of_padding():
+    model = regression_models.model_builder("gpt2")("eager")
+    batches = [*regression_models.take(regression_models.make_batches(model, 3, 16, seed=1), 4)]
+    assert ["attention_mask" in batch for batch in batches] == [True, False, False, True]
+    for batch in (batches[0], batches[3]):
+        keep, labels = batch["attention_mask"].bool(), batch["labels"]
+        assert 8 <= keep[:2].sum(1).min() <= keep[:2].sum(1).max() <= 12
+        assert not keep[0, 0]
+        assert keep[0, -1]
+        assert keep[1, 0]
+        assert not keep[1, -1]
+        assert keep[2].all()
+        assert (labels[~keep] == -100).all()
+        begin = keep[0].int().argmax()
+        assert labels[0, begin] == -100
+        assert labels[0, begin + 1] == batch["input_ids"][0, begin + 1]
+    text = bytes(batches[1]["input_ids"][0].tolist())
+    assert text in bytes(regression_models._read_text().tolist())
+
+
+def test_masked_labels_are_what_was_masked():
+    model = regression_models.model_builder("bert")("eager")
+    batch = next(regression_models.make_batches(model, 3, 16, seed=1))
+    ids, labels, keep = batch["input_ids"], batch["labels"], batch["attention_mask"].bool()
+    assert (ids[labels != -100] == regression_models.MASK).all()
+    assert (labels[~keep] == -100).all()
+    assert (labels[labels != -100] > 1).all()
+    assert ((labels != -100).sum(1) > 0).all()
+
+
+# Models
+
+
+def test_checkpoint_folder(tmp_path):
+    torch.manual_seed(7)
+    model = GPT2LMHeadModel(GPT2Config(**regression_models.TINY["gpt2"][1]))
+    model.save_pretrained(tmp_path)
+    expected = run(lambda: GPT2LMHeadModel.from_pretrained(tmp_path), steps=1)
+    with_weights = run(str(tmp_path), steps=1)
+    assert with_weights.passed
+    assert with_weights.baseline.losses == expected.baseline.losses
+    (tmp_path / "model.safetensors").unlink()
+    random = run(str(tmp_path), steps=1)
+    assert random.passed
+    assert random.baseline.losses == run("gpt2", steps=1).baseline.losses
+
+
+def bert():
+    return BertForMaskedLM(BertConfig(**regression_models.TINY["bert"][1]))
+
+
+def test_factory_is_imported(monkeypatch, tmp_path):
+    (tmp_path / "some_models.py").write_text("from test_regression import bert, random_batches")
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = run("some_models:bert", steps=1)
+    assert imported.baseline.losses == run("bert", steps=1).baseline.losses
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("gpt3", {}, "model: expected one of gpt2, .*got 'gpt3'"),
+        ("no_such_module:factory", {}, "model: expected package.module:name"),
+        ("json:no_such_name", {}, "no_such_name"),
+        ("json:__name__", {}, "expected a callable"),
+        (lambda: torch.nn.Linear(2, 2), {}, "take the name .*Linear"),
+        (lambda name: 3, {}, "expected an nn.Module"),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=32, n_head=4)),
+            {},
+            "expected 'megasoftmax' in BloomForCausalLM, got 'eager'",
+        ),
+        (
+            lambda name: torch.nn.Linear(2, 2 + len(name)),
+            {"data": random_batches},
+            "same parameters",
+        ),
+        ("gpt2", {"candidate": "no_such"}, "GPT2LMHeadModel refuses 'no_such'"),
+        ("gpt2", {"dtype": "fp16"}, "dtype: expected one of fp32, bf16, pure-bf16"),
+        ("gpt2", {"device": "toaster"}, "device: 'toaster'"),
+        ("gpt2", {"steps": 0}, "steps: expected at least 1, got 0"),
+        ("gpt2", {"length": 1000}, "length: expected at most 512"),
+        ("gpt2", {"data": "json:no_such_name"}, "data: expected package.module:name"),
+        ("gpt2", {"data": lambda batch, length, seed: []}, "data: expected 3 batches, got 0"),
+        ("gpt2", {"data": lambda batch, length, seed: [3] * 3}, "data: expected mappings"),
+        ("gpt2", {"data": random_batches}, "reference 'eager': step 0 raised ValueError"),
+        ("gpt2", {"learning_rate": 1e30}, "baseline 'eager': expected a finite"),
+    ],
+)
+def test_wrong_use_is_explained(model, settings, message):
+    with pytest.raises(regression_models.RegressionError, match=message):
+        run(model, **settings)
+
+
+def test_folder_without_a_configuration(tmp_path):
+    with pytest.raises(regression_models.RegressionError, match=r"config\.json"):
+        run(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    with pytest.raises(regression_models.RegressionError, match="NoSuchModel"):
+        run(str(tmp_path))
+
+
+# The command
+
+
+@pytest.fixture
+def invoke(device, tmp_path):
+    """Run the command; its exit code, output, JSON and HTML."""
+
+    def invoke(*arguments):
+        quick = [f"--{name}={value}" for name, value in QUICK.items()]
+        files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
+        result = CliRunner().invoke(
+            __main__.app, ["regress", f"--device={device}", *quick, *files, *arguments]
+        )
+        assert result.exception is None or isinstance(result.exception, SystemExit), result
+        contents = (tmp_path / "report.json").read_text(), (tmp_path / "report.html").read_text()
+        return result.exit_code, result.output, json.loads(contents[0]), contents[1]
+
+    return invoke
+
+
+def test_command_passes(invoke, device):
+    code, output, found, page = invoke("--model=gpt2", "--model=swin", "--dtype=bf16")
+    assert code == 0
+    assert output.count("same") >= 10
+    assert "All models" in output
+    assert found["passed"] is True
+    assert list(found["models"]) == ["gpt2", "swin"]
+    report = found["models"]["gpt2"]
+    assert report["failures"] == []
+    assert report["settings"]["dtype"] == "bf16"
+    assert len(report["reference"]["losses"]) == 3
+    assert report["costs"]["candidate"]["tokens_per_second"] > 0
+    assert (report["costs"]["candidate"]["peak_mebibytes"] is None) == (device == "cpu")
+    assert page.count("<svg") == 2
+    assert 'class="failed"' not in page
+    assert not re.search(r"(src|href)=\"(?!#)|@import|<script|url\((?!#)", page)
+
+
+def test_command_fails_with_what_is_wrong(invoke):
+    register_faulty(detached("s_aux"))
+    code, output, found, page = invoke("--model=gpt_oss", "--candidate=faulty")
+    assert code == 1
+    assert "DIFFERS" in output
+    named = r"gradient, step \d, layer model\.layers\.\d\.self_attn, parameter sinks: 1\.00e\+00"
+    assert re.search(f"REGRESSION {named}", output)
+    assert found["passed"] is False
+    assert len(found["models"]["gpt_oss"]["failures"]) >= 6
+    assert re.search(f"<li>{named}", page)
+
+
+def test_command_explains_wrong_use(invoke):
+    code, output, found, page = invoke("--model=gpt2", "--model=<gpt3>")
+    assert code == 2
+    assert "Error: model: expected one of gpt2" in output
+    assert "no result" in output
+    assert found["passed"] is False
+    assert found["models"]["gpt2"]["passed"] is True
+    assert "'<gpt3>'" in found["models"]["<gpt3>"]["error"]
+    assert "<h2>&lt;gpt3&gt;</h2>" in page
+    assert invoke("--dtype=int8")[0] == 2
+    assert invoke("--all", "--steps=0")[0] == 2
+
+
+def test_command_survives_a_broken_factory(invoke, monkeypatch, tmp_path):
+    (tmp_path / "broken_models.py").write_text("def factory(name): raise OSError('disk on fire')")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, output, found, _ = invoke("--model=broken_models:factory", "--model=gpt2")
+    assert code == 2
+    assert "Traceback" in output
+    assert "disk on fire" in output
+    assert found["models"]["broken_models:factory"] == {"error": "OSError: disk on fire"}
+    assert found["models"]["gpt2"]["passed"] is True
+    assert invoke(f"--json={tmp_path / 'no_folder' / 'report.json'}")[0] == 2
+
+
+def test_command_runs_all_families(invoke, monkeypatch):
+    asked = []
+
+    def run(name, **settings):
+        asked.append((name, settings))
+        raise regression_models.RegressionError("not today")
+
+    monkeypatch.setattr(regression, "run", run)
+    assert invoke("--all", "--lr=0.5", "--baseline=sdpa", "--seed=3")[0] == 2
+    assert [name for name, _ in asked] == FAMILIES
+    settings = asked[0][1]
+    assert (settings["learning_rate"], settings["baseline"], settings["seed"]) == (0.5, "sdpa", 3)
+
+
+def test_package_imports_neither_transformers_nor_this():
+    code = (
+        "import sys, megasoftmax, megasoftmax.__main__; "
+        "print([m for m in sys.modules if m.startswith(('transformers', 'matplotlib')) "
+        "or 'regression' in m])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
