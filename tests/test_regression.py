@@ -185,7 +185,7 @@ def test_window_off_by_one_is_caught(family, dtype, device):
     register_faulty(narrow_window)
     report = run(family, candidate="faulty", dtype=dtype, device=device)
     assert report.failures[0].quantity == "gradient"
-    assert ".self_attn." in report.failures[0].parameter
+    assert any(".self_attn." in (failure.parameter or "") for failure in report.failures)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
