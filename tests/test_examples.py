@@ -1,38 +1,49 @@
-"""The examples run from the command line, print finite numbers and notice a difference."""
+"""The examples print finite numbers, notice a difference, and run from the command line."""
 
 import math
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers.utils import logging
+
+from megasoftmax import reference_topk
+from megasoftmax.integrations import transformers as integration
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--steps=6", "--batch=2", "--length=32", "--layers=1", "--width=16", "--heads=2"]
-
-# Runs an example with attention that is never causal; the arguments follow.
-RUN_WITH_FAULT = """
-import runpy, sys
-from megasoftmax.integrations import transformers as integration
-
-attention_forward = integration.attention_forward
-
-def faulty_forward(module, query, key, value, mask, **options):
-    mask = mask._replace(causal=False)
-    return attention_forward(module, query, key, value, mask, **options)
-
-integration.attention_forward = faulty_forward
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
 
 
-def run_python(*arguments, folder):
-    """Run this Python in `folder`; return (exit code, what it printed)."""
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    return result.returncode, result.stdout + result.stderr
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an example in this process, which has all imports already: (exit code, its output)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("COLUMNS", "80")
+    verbosity = logging.get_verbosity()
+
+    def run_example(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return ended.value.code, "".join(capsys.readouterr())
+
+    yield run_example
+    monkeypatch.undo()
+    integration.register()  # where a fault was
+    logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize(("name", "options"), [("train_gpt.py", TINY), ("generate.py", SAMPLE)])
+def test_example_runs_from_the_command_line(name, options, tmp_path):
+    command = [sys.executable, EXAMPLES / name, *options]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "megasoftmax: " in result.stdout
 
 
 def losses_of(output):
@@ -42,10 +53,8 @@ def losses_of(output):
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_train_gpt_compares(model, device, tmp_path):
-    code, output = run_python(
-        EXAMPLES / "train_gpt.py", "--model", model, "--device", device, *TINY, folder=tmp_path
-    )
+def test_train_gpt_compares(model, device, run, tmp_path):
+    code, output = run("train_gpt.py", "--model", model, "--device", device, *TINY)
     assert code == 0, output
     rows = losses_of(output)
     assert len(rows) == 6
@@ -57,46 +66,31 @@ def test_train_gpt_compares(model, device, tmp_path):
     assert ("reference path" in output) == (device == "cpu")
 
 
-def test_train_gpt_notices_a_difference(tmp_path):
-    code, output = run_python(
-        "-c", RUN_WITH_FAULT, EXAMPLES / "train_gpt.py", "--device", "cpu", *TINY, folder=tmp_path
-    )
+def test_train_gpt_notices_a_difference(run, monkeypatch):
+    """Attention that is never causal."""
+    original = integration.attention_forward
+
+    def faulty_forward(module, query, key, value, mask, **options):
+        return original(module, query, key, value, mask._replace(causal=False), **options)
+
+    monkeypatch.setattr(integration, "attention_forward", faulty_forward)
+    code, output = run("train_gpt.py", "--device", "cpu", *TINY)
     assert code == 1, output
     assert "THE CURVES DIFFER" in output
     assert max(difference for *_, difference in losses_of(output)) > 1e-3
 
 
-def test_train_gpt_alone_in_bfloat16(device, tmp_path):
+def test_train_gpt_alone_in_bfloat16(device, run):
     arguments = ["--attention", "megasoftmax", "--dtype", "bf16", "--device", device, *TINY]
-    code, output = run_python(EXAMPLES / "train_gpt.py", *arguments, folder=tmp_path)
+    code, output = run("train_gpt.py", *arguments)
     assert code == 0, output
     first, last = re.search(r"megasoftmax: loss (\S+) to (\S+),", output).groups()
     assert math.isfinite(float(first))
     assert math.isfinite(float(last))
 
 
-# Runs an example with a softmax_topk that ignores its scale; the arguments follow.
-RUN_WITH_OTHER_SAMPLES = """
-import pathlib, runpy, sys
-from megasoftmax import reference_topk
-
-call = reference_topk.call
-
-def faulty_call(halves, needs_gradient, logits, k, scale, *others):
-    return call(halves, needs_gradient, logits, k, 1.0, *others)
-
-reference_topk.call = faulty_call
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
-
-
-def test_generate_compares(device, tmp_path):
-    code, output = run_python(
-        EXAMPLES / "generate.py", "--prompt", "class ", "--device", device, *SAMPLE, folder=tmp_path
-    )
+def test_generate_compares(device, run):
+    code, output = run("generate.py", "--prompt", "class ", "--device", device, *SAMPLE)
     assert code == 0, output
     assert output.count("│ class ") == 2
     assert "the samples are equal" in output
@@ -107,26 +101,23 @@ def test_generate_compares(device, tmp_path):
     assert math.isfinite(float(last))
 
 
-def test_generate_notices_a_difference(tmp_path):
-    code, output = run_python(
-        "-c",
-        RUN_WITH_OTHER_SAMPLES,
-        EXAMPLES / "generate.py",
-        "--temperature=0.3",
-        "--device=cpu",
-        *SAMPLE,
-        folder=tmp_path,
-    )
+def test_generate_notices_a_difference(run, monkeypatch):
+    """A softmax_topk that ignores its scale."""
+    call = reference_topk.call
+
+    def faulty_call(halves, needs_gradient, logits, k, scale, *others):
+        return call(halves, needs_gradient, logits, k, 1.0, *others)
+
+    monkeypatch.setattr(reference_topk, "call", faulty_call)
+    code, output = run("generate.py", "--temperature=0.3", "--device=cpu", *SAMPLE)
     assert code == 1, output
     assert "THE SAMPLES DIFFER" in output
 
 
-def test_generate_depends_on_seed_and_k(tmp_path):
+def test_generate_depends_on_seed_and_k(run):
     found = []
     for change in ("--seed=0", "--seed=1", "--k=2"):
-        code, output = run_python(
-            EXAMPLES / "generate.py", "--device=cpu", *SAMPLE, change, folder=tmp_path
-        )
+        code, output = run("generate.py", "--device=cpu", *SAMPLE, change)
         assert code == 0, output
         found.append(re.findall(r"^│.*│$", output, re.MULTILINE))
     assert found[0]
