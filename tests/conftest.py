@@ -1,4 +1,6 @@
-"""Skips what this machine cannot run, with the reason; fixtures of many files."""
+"""Skips what this machine cannot run, with the reason; order, threads, fixtures of many files."""
+
+import os
 
 import pytest
 import torch
@@ -9,6 +11,19 @@ MISSING = {
     "gpu": None if torch.cuda.is_available() else "torch sees no CUDA GPU",
     "nvcc": None if _build.find_nvcc() else "no nvcc runs here",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist share the cores: more threads than cores wait for each other."""
+    if worker := getattr(config, "workerinput", None):
+        threads = max(1, len(os.sched_getaffinity(0)) // worker["workercount"])
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernels first: they compile for minutes, beside which other workers run all else."""
+    items.sort(key=lambda item: item.get_closest_marker("nvcc") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -118,10 +118,11 @@ def forward_arguments(device, dtype=None, **case):
         return random(BATCH, heads, length, dim).requires_grad_()
 
     left, right = case.get("window", (-1, -1))
+    dim, value_dim = case.get("dims", (DIM, VALUE_DIM))
     return (
-        states(HEADS, QUERIES, DIM),
-        states(KEY_HEADS, KEYS, DIM),
-        states(KEY_HEADS, KEYS, VALUE_DIM),
+        states(HEADS, QUERIES, dim),
+        states(KEY_HEADS, KEYS, dim),
+        states(KEY_HEADS, KEYS, value_dim),
         random(*case["bias"]).requires_grad_() if "bias" in case else None,
         torch.rand(case["mask"], device=device) < 0.3 if "mask" in case else None,
         0.4,
@@ -211,7 +212,7 @@ def test_gradients_of_misaligned_tensors_lie_as_declared(device):
 def test_gradients_of_forward(case):
     """Of the statistics the log-sum-exp alone has a gradient."""
     torch.manual_seed(0)
-    given = forward_arguments("cpu", torch.float64, **CASES[case])
+    given = forward_arguments("cpu", torch.float64, dims=(3, 2), **CASES[case])
     where = [i for i, each in enumerate(given) if isinstance(each, Tensor) and each.requires_grad]
 
     def function(*inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,9 +260,9 @@ def test_gradients_in_float64():
     *inputs, mask = make_inputs(dtype=torch.float64)
     mask[0, ..., :3] = False
     inputs = [
-        each[:, :, :3].detach().requires_grad_() if each.dim() == 4 else each for each in inputs
-    ]  # fewer queries and keys
-    inputs[3] = inputs[3][..., :3].detach().requires_grad_()
+        each[:, :, :3, :3].detach().requires_grad_() if each.dim() == 4 else each for each in inputs
+    ]  # fewer queries, keys and dimensions
+    inputs[2] = inputs[2][..., :2].detach().requires_grad_()
     inputs[4] = inputs[4][..., :5].detach().requires_grad_()
     function = full_call(megasoftmax.attention, mask[..., :3])
     assert torch.autograd.gradcheck(function, inputs)

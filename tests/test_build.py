@@ -59,23 +59,8 @@ def _compilations():
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("source", "architectures"), _compilations())
-def test_kernels_compile_and_spill_no_more_than_allowed(source, architectures, pytestconfig):
-    flags = _build.kernel_flags(architectures)
-    compiled = _build.compile_source(
-        source, _build.find_nvcc(), flags, _object_folder(pytestconfig)
-    )
-    log = compiled.with_suffix(".log").read_text()
-    found, count = _spills(log, _allowed_spills(source))
-    assert count == log.count("Compiling entry function")
-    assert count > 0 or source.parent.name != "instances"
-    if found:
-        text = "\n".join(found)
-        pytest.fail(subprocess.run(["c++filt"], input=text, capture_output=True, text=True).stdout)
-
-
-@pytest.mark.nvcc
 def test_library_builds_with_any_torch(tmp_path, pytestconfig):
+    """Comes first: it compiles on all cores what the tests of the kernels then find compiled."""
     library = tmp_path / _build.LIBRARY_NAME
     lines = []
     _build.build(
@@ -94,6 +79,22 @@ def test_library_builds_with_any_torch(tmp_path, pytestconfig):
     # The CUDA runtime is inside, and no C++ symbol of torch's unstable ABI is asked for.
     assert "cudaLaunchKernel" not in symbols
     assert not re.findall(r"_ZNK?(?:2at|3c10|5torch)\w+", symbols)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("source", "architectures"), _compilations())
+def test_kernels_compile_and_spill_no_more_than_allowed(source, architectures, pytestconfig):
+    flags = _build.kernel_flags(architectures)
+    compiled = _build.compile_source(
+        source, _build.find_nvcc(), flags, _object_folder(pytestconfig)
+    )
+    log = compiled.with_suffix(".log").read_text()
+    found, count = _spills(log, _allowed_spills(source))
+    assert count == log.count("Compiling entry function")
+    assert count > 0 or source.parent.name != "instances"
+    if found:
+        text = "\n".join(found)
+        pytest.fail(subprocess.run(["c++filt"], input=text, capture_output=True, text=True).stdout)
 
 
 def test_spill_report_is_understood():

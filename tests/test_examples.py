@@ -1,8 +1,9 @@
-"""The examples run from the command line, print finite numbers and notice a difference."""
+"""The examples print finite numbers, notice a difference, and run from the command line."""
 
 import importlib.util
 import math
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,65 +11,44 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from transformers.utils import logging
 from typer.testing import CliRunner
 
-from megasoftmax.integrations.transformers import register
+import megasoftmax
+from megasoftmax import reference_topk
+from megasoftmax.integrations import transformers as integration
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--steps=6", "--batch=2", "--length=32", "--layers=1", "--width=16", "--heads=2"]
-
-# Runs an example after a fault was planted; the arguments follow.
-RUN = """
-import pathlib, runpy, sys
-{fault}
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-FAULTY_ATTENTION = """
-from megasoftmax.integrations import transformers as integration
-
-attention_forward = integration.attention_forward
-
-def faulty_forward(module, query, key, value, mask, **options):
-    {change}
-    return attention_forward(module, query, key, value, mask, **options)
-
-integration.attention_forward = faulty_forward
-"""
-NEVER_CAUSAL = FAULTY_ATTENTION.format(change="mask = mask._replace(causal=False)")
-NO_SINK = FAULTY_ATTENTION.format(change='options.pop("s_aux")')
-OTHER_BIAS = FAULTY_ATTENTION.format(
-    change='options["position_bias"] = 1.01 * options["position_bias"]'
-)
-NO_SUM = """
-import megasoftmax
-
-softmax_topk = megasoftmax.softmax_topk
-
-def faulty_topk(*arguments, **options):
-    return softmax_topk(*arguments, **options | {"renormalize": False})
-
-megasoftmax.softmax_topk = faulty_topk
-"""
-# Ignores the scale.
-OTHER_SAMPLES = """
-from megasoftmax import reference_topk
-
-call = reference_topk.call
-
-def faulty_call(halves, needs_gradient, logits, k, scale, *others):
-    return call(halves, needs_gradient, logits, k, 1.0, *others)
-
-reference_topk.call = faulty_call
-"""
+SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
 
 
-def run_python(*arguments, folder):
-    """Run this Python in `folder`; return (exit code, what it printed)."""
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    return result.returncode, result.stdout + result.stderr
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an example in this process, which has all imports already: (exit code, its output)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("COLUMNS", "80")
+    verbosity = logging.get_verbosity()
+
+    def run_example(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return ended.value.code, "".join(capsys.readouterr())
+
+    yield run_example
+    monkeypatch.undo()
+    integration.register()  # where a fault was
+    logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize(("name", "options"), [("train_gpt.py", TINY), ("generate.py", SAMPLE)])
+def test_example_runs_from_the_command_line(name, options, tmp_path):
+    command = [sys.executable, EXAMPLES / name, *options]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "megasoftmax: " in result.stdout
 
 
 def losses_of(output):
@@ -78,10 +58,8 @@ def losses_of(output):
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_train_gpt_compares(model, device, tmp_path):
-    code, output = run_python(
-        EXAMPLES / "train_gpt.py", "--model", model, "--device", device, *TINY, folder=tmp_path
-    )
+def test_train_gpt_compares(model, device, run, tmp_path):
+    code, output = run("train_gpt.py", "--model", model, "--device", device, *TINY)
     assert code == 0, output
     rows = losses_of(output)
     assert len(rows) == 6
@@ -93,37 +71,41 @@ def test_train_gpt_compares(model, device, tmp_path):
     assert ("reference path" in output) == (device == "cpu")
 
 
-def test_train_gpt_notices_a_difference(tmp_path):
-    code, output = run_python(
-        "-c",
-        RUN.format(fault=NEVER_CAUSAL),
-        EXAMPLES / "train_gpt.py",
-        "--device",
-        "cpu",
-        *TINY,
-        folder=tmp_path,
-    )
+@pytest.fixture
+def plant(monkeypatch):
+    """plant(change): attention with the mask and the options that change(mask, options) gives."""
+    original = integration.attention_forward
+
+    def plant_fault(change):
+        def faulty_forward(module, query, key, value, mask, **options):
+            mask, options = change(mask, options)
+            return original(module, query, key, value, mask, **options)
+
+        monkeypatch.setattr(integration, "attention_forward", faulty_forward)
+
+    return plant_fault
+
+
+def test_train_gpt_notices_a_difference(run, plant):
+    """Attention that is never causal."""
+    plant(lambda mask, options: (mask._replace(causal=False), options))
+    code, output = run("train_gpt.py", "--device", "cpu", *TINY)
     assert code == 1, output
     assert "THE CURVES DIFFER" in output
     assert max(difference for *_, difference in losses_of(output)) > 1e-3
 
 
-def test_train_gpt_alone_in_bfloat16(device, tmp_path):
+def test_train_gpt_alone_in_bfloat16(device, run):
     arguments = ["--attention", "megasoftmax", "--dtype", "bf16", "--device", device, *TINY]
-    code, output = run_python(EXAMPLES / "train_gpt.py", *arguments, folder=tmp_path)
+    code, output = run("train_gpt.py", *arguments)
     assert code == 0, output
     first, last = re.search(r"megasoftmax: loss (\S+) to (\S+),", output).groups()
     assert math.isfinite(float(first))
     assert math.isfinite(float(last))
 
 
-SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
-
-
-def test_generate_compares(device, tmp_path):
-    code, output = run_python(
-        EXAMPLES / "generate.py", "--prompt", "class ", "--device", device, *SAMPLE, folder=tmp_path
-    )
+def test_generate_compares(device, run):
+    code, output = run("generate.py", "--prompt", "class ", "--device", device, *SAMPLE)
     assert code == 0, output
     assert output.count("│ class ") == 2
     assert "the samples are equal" in output
@@ -134,26 +116,23 @@ def test_generate_compares(device, tmp_path):
     assert math.isfinite(float(last))
 
 
-def test_generate_notices_a_difference(tmp_path):
-    code, output = run_python(
-        "-c",
-        RUN.format(fault=OTHER_SAMPLES),
-        EXAMPLES / "generate.py",
-        "--temperature=0.3",
-        "--device=cpu",
-        *SAMPLE,
-        folder=tmp_path,
-    )
+def test_generate_notices_a_difference(run, monkeypatch):
+    """A softmax_topk that ignores its scale."""
+    call = reference_topk.call
+
+    def faulty_call(halves, needs_gradient, logits, k, scale, *others):
+        return call(halves, needs_gradient, logits, k, 1.0, *others)
+
+    monkeypatch.setattr(reference_topk, "call", faulty_call)
+    code, output = run("generate.py", "--temperature=0.3", "--device=cpu", *SAMPLE)
     assert code == 1, output
     assert "THE SAMPLES DIFFER" in output
 
 
-def test_generate_depends_on_seed_and_k(tmp_path):
+def test_generate_depends_on_seed_and_k(run):
     found = []
     for change in ("--seed=0", "--seed=1", "--k=2"):
-        code, output = run_python(
-            EXAMPLES / "generate.py", "--device=cpu", *SAMPLE, change, folder=tmp_path
-        )
+        code, output = run("generate.py", "--device=cpu", *SAMPLE, change)
         assert code == 0, output
         found.append(re.findall(r"^│.*│$", output, re.MULTILINE))
     assert found[0]
@@ -162,16 +141,16 @@ def test_generate_depends_on_seed_and_k(tmp_path):
 
 
 COMPARISONS = {
-    "finetune_t5.py": ("megasoftmax", OTHER_BIAS, "the biases learn alike"),
-    "train_sinks.py": ("megasoftmax", NO_SINK, "the sinks learn alike"),
-    "train_router.py": ("softmax_topk", NO_SUM, "the routers agree"),
+    "finetune_t5.py": ("megasoftmax", "the biases learn alike"),
+    "train_sinks.py": ("megasoftmax", "the sinks learn alike"),
+    "train_router.py": ("softmax_topk", "the routers agree"),
 }
 
 
 @pytest.mark.parametrize("example", COMPARISONS)
-def test_comparison_agrees(example, device, tmp_path):
-    name, _, verdict = COMPARISONS[example]
-    code, output = run_python(EXAMPLES / example, "--device", device, *TINY, folder=tmp_path)
+def test_comparison_agrees(example, device, run):
+    name, verdict = COMPARISONS[example]
+    code, output = run(example, "--device", device, *TINY)
     assert code == 0, output
     assert "the first gradients agree" in output
     assert f"tokens/s: {name} /" in output
@@ -183,19 +162,27 @@ def test_comparison_agrees(example, device, tmp_path):
 
 
 @pytest.mark.parametrize("example", COMPARISONS)
-def test_comparison_notices_a_fault(example, tmp_path):
-    _, fault, verdict = COMPARISONS[example]
-    code, output = run_python(
-        "-c",
-        RUN.format(fault=fault),
-        EXAMPLES / example,
-        "--device=cpu",
-        *TINY,
-        folder=tmp_path,
-    )
+def test_comparison_notices_a_fault(example, run, plant, monkeypatch):
+    """Another bias, no sink, scores that are not divided by their sum."""
+    _, verdict = COMPARISONS[example]
+    if example == "finetune_t5.py":
+        plant(lambda mask, options: (mask, scaled(options, "position_bias")))
+    elif example == "train_sinks.py":
+        plant(lambda mask, options: (mask, options | {"s_aux": None}))
+    else:
+        select = megasoftmax.softmax_topk
+        monkeypatch.setattr(
+            megasoftmax, "softmax_topk", lambda *t, **o: select(*t, **o | {"renormalize": False})
+        )
+    code, output = run(example, "--device=cpu", *TINY)
     assert code == 1, output
     assert "the first gradients DIFFER" in output
     assert verdict not in output
+
+
+def scaled(options, name):
+    """The options with one of them a hundredth larger."""
+    return options | {name: 1.01 * options[name]}
 
 
 def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
@@ -204,7 +191,7 @@ def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(EXAMPLES)
     from finetune_t5 import build_model
 
-    register()
+    integration.register()
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 1}
     saved = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=384, dropout_rate=0.5))
     saved.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -216,10 +203,9 @@ def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_config_sets_defaults_and_the_command_line_wins(tmp_path):
+def test_config_sets_defaults_and_the_command_line_wins(run):
     config = EXAMPLES / "configs" / "train_llama.yaml"
-    arguments = ["--config", config, "--device=cpu", *TINY]
-    code, output = run_python(EXAMPLES / "train_gpt.py", *arguments, folder=tmp_path)
+    code, output = run("train_gpt.py", "--config", config, "--device=cpu", *TINY)
     assert code == 0, output
     assert "tolerance 5.0e-02" in output  # of bf16, as the file says
     assert len(losses_of(output)) == 6  # as TINY says, not the file
@@ -275,10 +261,12 @@ def test_config_is_refused(command, tmp_path, text, message):
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_train_megatron_gpt_learns(device, tmp_path):
     change = ["--steps=60", "--batch=8", "--lr=0.01", "--window=8", "--layers=2"]
-    code, output = run_python(
-        EXAMPLES / "train_megatron_gpt.py", "--device", device, *TINY, *change, folder=tmp_path
+    command = [sys.executable, EXAMPLES / "train_megatron_gpt.py", "--device", device]
+    result = subprocess.run(
+        [*command, *TINY, *change], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert code == 0, output
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)\n", output)]
     assert len(losses) == 10
     first, last = map(float, re.search(r"\nloss (\S+) to (\S+),", output).groups())
