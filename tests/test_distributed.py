@@ -543,7 +543,7 @@ def llama() -> Any:
 
 def losses(model: Any, tokens: Tensor) -> list[float]:
     """Of a few steps of training."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
     for _ in range(STEPS):
         loss = model(input_ids=tokens, labels=tokens).loss
