@@ -289,7 +289,7 @@ def _read(
             )
 
     queries = query.shape[2]
-    causal, excluded, bias = False, None, position_bias
+    causal, excluded, bias = False, None, _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and 1 < queries < key.shape[2]:  # filling a static cache: its end is unused
@@ -339,6 +339,22 @@ def _against_attention(
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     """GPT-2's option to have scores in float32, whatever multiplies them."""
     return getattr(module, "reorder_and_upcast_attn", False)
+
+
+def _with_dense_rows(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias with its keys side by side, copied once for all layers that share it.
+
+    T5's has its heads there; without this each layer would copy it, forward and backward.
+    """
+    if bias is None or torch.compiler.is_compiling() or bias.is_inference():
+        return bias
+    if bias.stride(-1) == 1 or 0 in bias.stride():
+        return bias
+    key = bias._version, bias.requires_grad and torch.is_grad_enabled()
+    found = getattr(bias, "_megasoftmax_dense", None)
+    if found is None or found[0] != key:
+        found = bias._megasoftmax_dense = key, bias.contiguous()
+    return found[1]
 
 
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:

@@ -583,6 +583,29 @@ def test_why_not_attention_names_every_reason(monkeypatch):
     assert reason.constraint == "dtype"
 
 
+def test_layers_share_one_copy_of_a_bias(implementation, monkeypatch):
+    """Of T5's, whose heads lie side by side; a later change, or a gradient, makes another."""
+    ours, _ = build_pair(implementation, "t5")
+    calls = record_calls(monkeypatch, FUNCTIONS[implementation])
+    ours(**build_batch("none")).loss.backward()
+    given = [options["bias"] for _, options in calls if options["bias"] is not None]
+    assert all(bias.stride(-1) == 1 for bias in given)
+    learnt = [bias for bias in given if bias.requires_grad]
+    assert len(learnt) > len({id(bias) for bias in learnt}) == 2  # of encoder and decoder
+
+    bias = torch.randn(1, 3, 5, 2).movedim(3, 1).requires_grad_()
+    with torch.no_grad():
+        without = integration._with_dense_rows(bias)
+    copy_of_bias = integration._with_dense_rows(bias)
+    assert (copy_of_bias.requires_grad, without.requires_grad) == (True, False)
+    assert integration._with_dense_rows(bias) is copy_of_bias
+    with torch.no_grad():
+        bias.add_(1)
+    assert torch.equal(integration._with_dense_rows(bias), bias)
+    expanded = torch.randn(1, 3, 5, 2).movedim(3, 1).expand(4, -1, -1, -1)
+    assert integration._with_dense_rows(expanded) is expanded
+
+
 @pytest.mark.parametrize("mask", ["none", "padding", "bool", "float"])
 def test_position_bias_and_its_gradient(implementation, mask):
     """The bias joins what the mask excludes or adds; unused keys of a cache are cut off it too."""
