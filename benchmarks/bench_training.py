@@ -3,7 +3,7 @@ results/training.csv.
 
 A step is forward, backward and fused AdamW, all in bfloat16, on random tokens. A case has one
 model, which is switched from one implementation to the next; these take turns. Before the weights
-change, each computes the loss and all gradients: what is further from the first implementation than
+change, each computes the loss and the gradients: what is further from the first implementation than
 rounding explains is not timed, `note` says so, and the run fails in the end. What has too little
 memory is a row with a note too. The bars of each case are printed beside what was measured.
 
@@ -83,9 +83,9 @@ class Training:
                     )
 
     def gradients(self, implementation: str) -> tuple[float, Gradients]:
-        """The loss, and the gradients of all but biases of linear layers.
+        """The loss, and the gradients of all but biases.
 
-        The bias of keys adds the same to all scores of a row: its gradient is rounding alone.
+        That of keys adds the same to all scores of a row: its gradient is rounding alone.
         """
         loss = self._backward(implementation).item()
         parameters = self.model.named_parameters()

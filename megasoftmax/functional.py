@@ -430,8 +430,9 @@ def attention(
         bias: added to the scaled products. Either floating, up to [batch, heads, queries, keys]
             with any strides, where leading dimensions may be missing, the last two may be 1, and
             the first two may be divisors: each entry then serves as many neighbours as it takes,
-            example i having entry i // (batch / bias_batch). Or a `RelativeBias`. Not materialised.
-            Its gradient, in its own type, is summed in float32 over what was broadcast.
+            example i having entry i // (batch / bias_batch). Or a `RelativeBias`. What is broadcast
+            is not materialised; kernels copy one whose rows are not as those of query. Its
+            gradient, in its own type, is summed in float32 over what was broadcast.
         mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
             not materialised.
         scale: factor of the products, finite; by default head_dim ** -0.5. Never rounded to their

@@ -94,9 +94,14 @@ def _of_shape(choose: Callable[[int, int, int, int], tuple[int, ...]]) -> Callab
     return make
 
 
-def _of_float32(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
-    """With values of the dtype, so that torch's attention in it has the same bias."""
-    return normal(*shape, device=device, dtype=dtype, seed=4).float()
+def _lying(layout: str, *, float32: bool = False) -> Callable[..., Tensor]:
+    """In float32 with values of the dtype, so that torch's attention in it has the same bias."""
+
+    def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+        values = normal(*shape, device=device, dtype=dtype, seed=4)
+        return _laid_out(values.float() if float32 else values, layout)
+
+    return make
 
 
 BIASES: dict[str, Callable[..., Tensor] | None] = {
@@ -120,7 +125,14 @@ BIASES: dict[str, Callable[..., Tensor] | None] = {
     "transposed": _transposed,
     "-inf": _with_infinities,
     "lowest": _lowest,
-    "float32": _of_float32,
+    "offset": _lying("offset"),
+    "wider rows": _lying("wider rows"),
+    "heads last": _lying("heads last"),
+    "float32": _lying("plain", float32=True),
+    "float32 offset": _lying("offset", float32=True),
+    "float32 wider rows": _lying("wider rows", float32=True),
+    "float32 heads last": _lying("heads last", float32=True),
+    "float32 expanded batch": _lying("expanded batch", float32=True),
     "relative": _of_shape(lambda b, h, m, n: (1, m + n - 1)),
     "relative per head": _of_shape(lambda b, h, m, n: (h, m + n - 1)),
     "relative per batch": _of_shape(lambda b, h, m, n: (b, h, m + n - 1)),
@@ -137,7 +149,16 @@ MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]] | None] = {
     "per head": lambda b, h, m, n: (1, h, m, n),
 }
 
-LAYOUTS = ("plain", "[b, s, h, d]", "packed", "last dimension apart", "offset", "expanded batch")
+LAYOUTS = (
+    "plain",
+    "[b, s, h, d]",
+    "packed",
+    "last dimension apart",
+    "offset",
+    "expanded batch",
+    "heads last",
+    "wider rows",
+)
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "bias": tuple(BIASES),
@@ -221,6 +242,13 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
         return flat.copy_(tensor)
     if layout == "expanded batch":
         return tensor[:1].expand(tensor.shape)
+    if layout == "heads last":  # as T5 has its bias
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "wider rows":  # aligned, and what lies behind a row is none of its entries
+        wide = tensor.new_full((b, h, length, d // 8 * 8 + 8), NAN)
+        wide[..., :d] = tensor
+        return wide[..., :d]
+    assert layout == "plain"
     return tensor
 
 
