@@ -341,7 +341,7 @@ def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     return getattr(module, "reorder_and_upcast_attn", False)
 
 
-def _with_dense_rows(bias: torch.Tensor | None) -> torch.Tensor | None:
+def _with_dense_rows(bias: Any) -> Any:
     """The bias with its keys side by side, copied once for all layers that share it.
 
     T5's has its heads there; without this each layer would copy it, forward and backward.
