@@ -48,9 +48,11 @@ Strided rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy.
-Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
-  if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
+// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy. Few queries read it
+// once, entry by entry.
+Tensor with_fast_rows(const Tensor& bias, int64_t queries, int64_t keys) {
+  if (queries <= kMaxDecodeQueries || bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0)
+    return bias;
   const int64_t in_chunk = 16 / size_of(dtype_of(bias.scalar_type(), "bias"));
   bool is_fast =
       reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
@@ -67,7 +69,7 @@ struct Inputs {
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
-    if (bias) bias_rows = with_fast_rows(*bias, k.size(2));
+    if (bias) bias_rows = with_fast_rows(*bias, q.size(2), k.size(2));
     STD_TORCH_CHECK(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };

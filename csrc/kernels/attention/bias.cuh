@@ -70,6 +70,7 @@ struct FloatBiasTile {
     }
     if (bias.has_float_chunks()) {
       constexpr int kChunks = kKeys / 4, kRowsAtATime = kThreads / kChunks;
+      static_assert(kPitch % 4 == 0 && kQueries % kRowsAtATime == 0);
       const int column = thread % kChunks * 4, first_row = thread / kChunks;
       const float* row = static_cast<const float*>(bias.first) +
                          (first_query + first_row) * bias.query_stride + first_key + column;
