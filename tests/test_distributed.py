@@ -6,6 +6,7 @@ The processes run once for each number of them, and leave what they found; the t
 import copy
 import os
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, context_parallel
 
 WORLDS = (2, 3)
 INF = torch.inf
@@ -485,6 +486,26 @@ def kept_for_backward(device: str, group: Any) -> int:
     return sum(kept)
 
 
+def held_at_once(device: str, group: Any) -> list[int]:
+    """How many tensors of other ranks lie beside each other, forward and backward."""
+    received: list[weakref.ref[Tensor]] = []
+    counts = []
+
+    class Exchange(context_parallel._Exchange):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            received.extend(map(weakref.ref, self.received))
+            counts.append(sum(each() is not None for each in received))
+
+    tensors = [double(1, 1, 4, 8, seed=i).to(device).requires_grad_() for i in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parallel, "_Exchange", Exchange)
+        output, _ = megasoftmax.ring_attention(*tensors, group=group)
+        forward = max(counts)
+        output.sum().backward()
+    return [forward, max(counts)]
+
+
 def messages(device: str, group: Any) -> list[str]:
     """What is said where a call is refused."""
     query = double(1, 2, 4, 8, seed=0).to(device)
@@ -493,6 +514,7 @@ def messages(device: str, group: Any) -> list[str]:
     tensor = query.clone().requires_grad_()
     output, _ = megasoftmax.ring_attention(tensor, query, query, group=group)
     table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
+    sharded = distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),)))
     refused: list[Callable[[], Any]] = [
         lambda: megasoftmax.ring_attention(fewer, query, query, group=group, causal=True),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=other),
@@ -500,12 +522,9 @@ def messages(device: str, group: Any) -> list[str]:
         lambda: megasoftmax.ring_attention(query, query, query, group=group, bias=table),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, mask=mask),
         lambda: megasoftmax.ring_attention(query, query, query, group="ring"),
+        lambda: megasoftmax.ring_attention(sharded, sharded, sharded, group=group),
         lambda: torch.autograd.grad(output.sum(), tensor, create_graph=True),
-        lambda: megasoftmax.softmax_topk(
-            distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),))),
-            2,
-            group=group,
-        ),
+        lambda: megasoftmax.softmax_topk(sharded, 2, group=group),
     ]
     said = []
     for call in refused:
@@ -609,6 +628,7 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
             for lengths in (*LENGTHS[world], ALIKE[world])
         },
         "kept": kept_for_backward(device, group),
+        "held": held_at_once(device, group),
         "messages": messages(device, group),
     }
     if world == 2:
@@ -708,6 +728,12 @@ def test_what_a_ring_keeps(ranks, world):
         assert rank["kept"] == 4 * query + lse + world * 3 * lse
 
 
+@pytest.mark.parametrize(("world", "held"), [(2, [2, 6]), (3, [4, 8])])
+def test_what_a_ring_holds(ranks, world, held):
+    """Keys and values of two ranks, for one at work and one coming, and gradients of two."""
+    assert [rank["held"] for rank in ranks(world)] == [held] * world
+
+
 def test_messages(ranks):
     for number, rank in enumerate(ranks(2)):
         lengths = f"lengths: expected 2 integers from 0 on, 4 at {number}"
@@ -718,7 +744,8 @@ def test_messages(ranks):
             "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
             "(1, 2, 15), where the first two sizes may be divided",
             "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
-            "group: expected None or a process group",
+            "group: expected a process group",
+            "query: expected the part of this rank, to_local()",
             "ring_attention: expected to be differentiated once",
             "group: expected None for a DTensor",
         ]
