@@ -191,7 +191,7 @@ def regress(
             typer.echo(f"Error: no folder {file.parent} for {file.name}", err=True)
             raise typer.Exit(2)
     logging.set_verbosity_error()
-    names = [*TINY] if all_models else model or ["gpt2"]
+    names = [*dict.fromkeys(TINY if all_models else model or ["gpt2"])]
     outcomes: dict[str, regression.Report | RegressionError] = {}
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megasoftmax import _build
 
 _OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.(\w+))? import ", re.MULTILINE)
-_LEFT_OUT = ("__main__.py", "_export_kernels.py")
+_LEFT_OUT = ("__main__.py", "_export_kernels.py", "regression*.py")
 
 
 def export_kernels(
@@ -55,7 +55,7 @@ def export_kernels(
 def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
     variant.mkdir(parents=True)
     for module in _build.PACKAGE.glob("*.py"):
-        if module.name not in _LEFT_OUT:
+        if not any(module.match(pattern) for pattern in _LEFT_OUT):
             text = _OWN_IMPORT.sub(r"\1from .\2 import ", module.read_text())
             (variant / module.name).write_text(text)
     shutil.copytree(_build.CSRC, variant / "csrc")

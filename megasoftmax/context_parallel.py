@@ -3,7 +3,8 @@
 Queries stay where they are; keys and values go round in a ring, from each rank to the next. What a
 rank's queries make of the keys of one rank, a block, is an output and a log-sum-exp; the ranks'
 are merged one after the other. The backward pass sends keys and values round once more, and their
-gradients with them, to which every rank adds its share. A rank has the keys of two ranks at a time.
+gradients with them, to which every rank adds its share. Beside its own, a rank has the keys of two
+ranks at a time.
 
 With w = exp(lse of the block - lse) a block's own weights P are w times too large, and what its
 backward pass takes, sum(dO O) - h for gradients dO and h of output and log-sum-exp, is linear in
@@ -196,14 +197,13 @@ class _RingFunction(torch.autograd.Function):
         output = output.transpose(1, 2)
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
         statistics = []  # of the blocks
-        for owner, keys, values in _round(ring, key, value):
+        for owner, held in _round(ring, key, value):
             block = _block(ring, owner, queries, options)
             if block is None:
                 continue
             of_block, found = halves.forward(
                 query[:, :, : block.queries],
-                keys[:, :, : block.keys],
-                values[:, :, : block.keys],
+                *(each[:, :, : block.keys] for each in held),
                 block.of_pairs(bias, options.relative),
                 block.of_pairs(mask, False),
                 options.scale,
@@ -248,7 +248,7 @@ class _RingFunction(torch.autograd.Function):
         sums = [each.new_zeros(each.shape, dtype=compute) for each in (key, value)]
         found = iter(statistics)
         coming = None
-        for owner, keys, values in _round(ring, key, value):
+        for owner, held in _round(ring, key, value):
             block = _block(ring, owner, query.shape[2], options)
             if block is not None:
                 of_block = next(found)
@@ -259,8 +259,7 @@ class _RingFunction(torch.autograd.Function):
                     (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
                     None if d_lse is None else weights * d_lse[:, :, rows],
                     query[:, :, rows],
-                    keys[:, :, : block.keys],
-                    values[:, :, : block.keys],
+                    *(each[:, :, : block.keys] for each in held),
                     output[:, :, rows],
                     of_block,
                     block.of_pairs(bias, options.relative),
@@ -282,8 +281,8 @@ class _RingFunction(torch.autograd.Function):
             if coming is not None:
                 sums = coming.wait()
             if block is not None:
-                for gradient, share in zip(sums, shares[1:3], strict=True):
-                    gradient[:, :, : block.keys] += share
+                sums[0][:, :, : block.keys] += shares[1]
+                sums[1][:, :, : block.keys] += shares[2]
             coming = _Exchange(ring, sums, owner)
         assert coming is not None
         d_key, d_value = coming.wait()
@@ -306,16 +305,19 @@ class _RingFunction(torch.autograd.Function):
         )
 
 
-def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The keys and values of each rank, its own first; the next are on their way meanwhile."""
+def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """The keys and values of each rank, its own first; the next are on their way meanwhile.
+
+    It is one list that changes: who names what is in it keeps that of a third rank.
+    """
     ranks = len(ring.lengths)
     held = [key.contiguous(), value.contiguous()]
     for step in range(ranks):
         owner = (ring.rank - step) % ranks
-        coming = _Exchange(ring, held, owner) if step + 1 < ranks else None
-        yield owner, held[0], held[1]
+        coming = _Exchange(ring, [*held], owner) if step + 1 < ranks else None
+        yield owner, held
         if coming is not None:
-            held = coming.wait()
+            held[:] = coming.wait()
 
 
 class _Exchange:
@@ -355,4 +357,5 @@ class _Exchange:
         """What this rank received."""
         for work in self.works:
             work.wait()
+        self.works, self.sent = [], []
         return self.received

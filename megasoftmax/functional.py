@@ -547,8 +547,9 @@ def ring_attention(
 
     What `attention` would compute for this rank's queries if it had the keys of all ranks, which
     follow each other in the order of the ranks. Keys and values go round in a ring while blocks
-    are computed, forward and backward; a rank holds those of two ranks at a time. What is kept for
-    the backward pass is of this rank, and three numbers for each query, head and rank that it sees.
+    are computed, forward and backward; beside its own, a rank holds those of two ranks at a time.
+    What is kept for the backward pass is of this rank, and three numbers for each query, head and
+    rank that it sees.
 
     Differentiable once. The gradients of query, key and value are whole. That of a sink or bias is
     what this rank's queries contribute: where ranks share one, as with any parameter of a model
@@ -594,6 +595,8 @@ def ring_attention(
     """
     _check_group(group)
     _check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
+    if sharding.prepare(query):
+        raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
     batch, heads, queries, _ = query.shape
     relative = isinstance(bias, RelativeBias)
@@ -1030,7 +1033,7 @@ def _check_mask(mask: Tensor) -> None:
 def _check_group(group: "ProcessGroup") -> None:
     is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
     if not is_one:
-        raise TypeError(f"group: expected None or a process group, got {_kind(group)}")
+        raise TypeError(f"group: expected a process group, got {_kind(group)}")
 
 
 def _check_lengths(

@@ -121,12 +121,13 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.candidate <= self.allowed  # False for what is no number
+        return self.candidate <= self.allowed < math.inf  # False for what is no number
 
     @property
     def excess(self) -> float:
-        """The candidate's distance in units of the allowed one; infinite for what is no number."""
-        return math.inf if math.isnan(self.candidate) else self.candidate / self.allowed
+        """The candidate's distance in units of the allowed one; infinite if one is not finite."""
+        is_finite = math.isfinite(self.candidate) and math.isfinite(self.allowed)
+        return self.candidate / self.allowed if is_finite else math.inf
 
     @property
     def layer(self) -> str | None:

@@ -1,6 +1,7 @@
 """Runs a function in several processes that form a process group."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> No
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
+        timeout=timedelta(minutes=5),  # a deadlock is a failure
     )
     found = worker(rank, world, device, folder)
     torch.save(found, folder / f"rank{rank}.pt")

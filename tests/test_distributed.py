@@ -6,13 +6,14 @@ The processes run once for each number of them, and leave what they found; the t
 import copy
 import os
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import processes
 import pytest
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, context_parallel
 
 WORLDS = (2, 3)
 INF = torch.inf
@@ -493,6 +494,7 @@ def messages(device: str, group: Any) -> list[str]:
     tensor = query.clone().requires_grad_()
     output, _ = megasoftmax.ring_attention(tensor, query, query, group=group)
     table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
+    sharded = distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),)))
     refused: list[Callable[[], Any]] = [
         lambda: megasoftmax.ring_attention(fewer, query, query, group=group, causal=True),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=other),
@@ -500,12 +502,9 @@ def messages(device: str, group: Any) -> list[str]:
         lambda: megasoftmax.ring_attention(query, query, query, group=group, bias=table),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, mask=mask),
         lambda: megasoftmax.ring_attention(query, query, query, group="ring"),
+        lambda: megasoftmax.ring_attention(sharded, sharded, sharded, group=group),
         lambda: torch.autograd.grad(output.sum(), tensor, create_graph=True),
-        lambda: megasoftmax.softmax_topk(
-            distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),))),
-            2,
-            group=group,
-        ),
+        lambda: megasoftmax.softmax_topk(sharded, 2, group=group),
     ]
     said = []
     for call in refused:
@@ -718,7 +717,8 @@ def test_messages(ranks):
             "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
             "(1, 2, 15), where the first two sizes may be divided",
             "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
-            "group: expected None or a process group",
+            "group: expected a process group",
+            "query: expected the part of this rank, to_local()",
             "ring_attention: expected to be differentiated once",
             "group: expected None for a DTensor",
         ]
@@ -760,6 +760,28 @@ def eight_ranks() -> Iterator[None]:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     torch.distributed.destroy_process_group()
+
+
+class _Exchange(context_parallel._Exchange):
+    """Counts what was received, by all of its kind, and is still there."""
+
+    received_by_all: ClassVar[list[weakref.ref[Tensor]]] = []
+    counts: ClassVar[list[int]] = []
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.received_by_all.extend(map(weakref.ref, self.received))
+        self.counts.append(sum(each() is not None for each in self.received_by_all))
+
+
+def test_what_a_ring_holds(eight_ranks, monkeypatch):
+    """Keys and values of two ranks, and in the backward pass gradients of two as well."""
+    monkeypatch.setattr(context_parallel, "_Exchange", _Exchange)
+    tensors = [double(1, 1, 4, 8, seed=i).requires_grad_() for i in range(3)]
+    output, _ = megasoftmax.ring_attention(*tensors, group=torch.distributed.group.WORLD)
+    assert max(_Exchange.counts) == 4
+    output.sum().backward()
+    assert max(_Exchange.counts) == 8
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ def test_copy_computes_without_the_package(exported):
     run(ALONE + COMPUTES, exported)
 
 
+def test_copy_does_not_name_the_package(exported):
+    modules = [*exported.rglob("*.py")]
+    assert len(modules) > 10
+    for module in modules:
+        assert not re.search(r"^ *(from|import) megasoftmax", module.read_text(), re.M), module.name
+
+
 def test_copy_of_links_computes(exported, tmp_path):
     """The cache of the hub keeps files elsewhere, under other names, and links them one by one."""
     blobs, linked = tmp_path / "blobs", tmp_path / "linked"

@@ -463,6 +463,15 @@ def test_folder_without_a_configuration(tmp_path):
         run(str(tmp_path))
 
 
+@pytest.mark.parametrize("baseline", [math.inf, math.nan])
+@pytest.mark.parametrize("candidate", [0.5, math.inf, math.nan])
+def test_nothing_passes_where_the_baseline_is_not_finite(baseline, candidate):
+    """A reference of 0 makes any distance from it infinite."""
+    check = regression.Check("loss", 0, None, baseline, candidate, 8 * baseline)
+    assert not check.passed
+    assert check.excess == math.inf
+
+
 # The command
 
 
@@ -511,6 +520,12 @@ def test_command_fails_with_what_is_wrong(invoke):
     assert found["passed"] is False
     assert len(found["models"]["gpt_oss"]["failures"]) >= 6
     assert re.search(f"<li>{named}", page)
+
+
+def test_command_runs_a_model_once(invoke):
+    code, _, found, _ = invoke("--model=gpt2", "--model=gpt2")
+    assert code == 0
+    assert list(found["models"]) == ["gpt2"]
 
 
 def test_command_explains_wrong_use(invoke):
