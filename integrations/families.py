@@ -109,7 +109,7 @@ class MegasoftmaxFalconAttention(FalconAttention):
         layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         function = _function(self.config)
@@ -127,7 +127,7 @@ class MegasoftmaxFalconAttention(FalconAttention):
             )
         heads = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
-        if position_embeddings is not None and alibi is None:
+        if alibi is None:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
@@ -212,7 +212,9 @@ class MegasoftmaxMptAttention(MptAttention):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mask, probabilities_asked = attention_mask
+        # A block that is not patched passes the mask alone, which may be a tuple as well.
+        is_asked = isinstance(attention_mask, _Asked)
+        mask, probabilities_asked = attention_mask if is_asked else (attention_mask, False)
         function = _function(self.config)
         if function is None:
             return super().forward(hidden_states, position_bias, past_key_values, mask, **kwargs)
