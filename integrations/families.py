@@ -25,7 +25,7 @@ products, Longformer's and BigBird's blocks of a band.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,6 +38,7 @@ from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES, GPTJA
 from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
+from megasoftmax.integrations.replacing import Replaced
 from megasoftmax.integrations.transformers import (
     NAME,
     SOFTMAX_NAME,
@@ -263,29 +264,15 @@ _PLACES: tuple[tuple[dict[str, Any], str, type[torch.nn.Module]], ...] = (
 )
 
 
-class PatchedClasses:
+class PatchedClasses(Replaced):
     """The classes that one call of `patch_classes` has replaced; a context manager."""
 
-    def __init__(self, replaced: list[tuple[dict[str, Any], str, Any]]) -> None:
-        self._replaced = replaced
-
     def unpatch(self) -> None:
-        """Put the family's own classes back; calling it twice is harmless.
+        """Put the family's own classes back, but where another was put since; harmless twice.
 
         Models that were built meanwhile keep the classes that they have.
         """
-        for place, name, original in self._replaced:
-            if original is None:
-                del place[name]
-            else:
-                place[name] = original
-        self._replaced = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.unpatch()
+        self.undo()
 
 
 def patch_classes() -> PatchedClasses:
@@ -296,13 +283,7 @@ def patch_classes() -> PatchedClasses:
     Returns:
         What undoes it.
     """
-    replaced = []
-    for place, name, ours in _PLACES:
-        original = place.get(name)
-        if original is not ours:
-            replaced.append((place, name, original))
-            place[name] = ours
-    return PatchedClasses(replaced)
+    return PatchedClasses(list(_PLACES))
 
 
 def why_not_served(layer: torch.nn.Module) -> str | None:

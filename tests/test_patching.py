@@ -393,6 +393,16 @@ def test_classes_are_restored():
     assert (modeling_bloom.BloomAttention, dict(FALCON_ATTENTION_CLASSES)) == before
 
 
+def test_classes_of_others_are_left_alone(monkeypatch):
+    monkeypatch.setattr(modeling_bloom, "BloomAttention", modeling_bloom.BloomAttention)
+    with patch_classes():
+        theirs = modeling_bloom.BloomAttention = type(
+            "Theirs", (modeling_bloom.BloomAttention,), {}
+        )
+    assert modeling_bloom.BloomAttention is theirs
+    assert "megasoftmax" not in FALCON_ATTENTION_CLASSES
+
+
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
 def test_probabilities_of_families_without_the_interface(name, calls):
     own = MODELS[name](attn_implementation="sdpa" if "alibi" in name else "eager").eval()
