@@ -312,6 +312,7 @@ def test_subclass_of_a_family_is_refused():
 @pytest.mark.parametrize("implementation", ["eager", "megasoftmax"])
 def test_attention_of_mpt_in_a_block_that_is_not_patched(implementation):
     """A mask of megasoftmax is a tuple, and not to be taken for that of a patched block."""
+    integration.register()
     own = MODELS["mpt"]()
     with patch_classes():
         model = MODELS["mpt"](attn_implementation=implementation)
