@@ -125,9 +125,10 @@ def curves_agree(first: Trainer, second: Trainer, tolerance: float) -> bool:
         table.add_row(str(step), *(f"{loss:.5f}" for loss in values), f"{differences[step]:.1e}")
     console.print(table)
     console.print(f"tokens/s: {second.name} / {first.name} = {second.speed / first.speed:.2f}")
-    same = max(differences) <= tolerance
+    largest = torch.tensor(differences).max().item()  # NaN where one of them is
+    same = largest <= tolerance
     console.print(
-        f"largest difference {max(differences):.1e}, tolerance {tolerance:.1e}: "
+        f"largest difference {largest:.1e}, tolerance {tolerance:.1e}: "
         f"{'the curves agree' if same else 'THE CURVES DIFFER'}"
     )
     return same

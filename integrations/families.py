@@ -25,7 +25,7 @@ products, Longformer's and BigBird's blocks of a band.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,6 +38,7 @@ from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES, GPTJA
 from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
+from megasoftmax.integrations.replacing import Replaced
 from megasoftmax.integrations.transformers import (
     NAME,
     SOFTMAX_NAME,
@@ -109,7 +110,7 @@ class MegasoftmaxFalconAttention(FalconAttention):
         layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         function = _function(self.config)
@@ -127,7 +128,7 @@ class MegasoftmaxFalconAttention(FalconAttention):
             )
         heads = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
-        if position_embeddings is not None and alibi is None:
+        if alibi is None:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
@@ -212,7 +213,9 @@ class MegasoftmaxMptAttention(MptAttention):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mask, probabilities_asked = attention_mask
+        # A block that is not patched passes the mask alone, which may be a tuple as well.
+        is_asked = isinstance(attention_mask, _Asked)
+        mask, probabilities_asked = attention_mask if is_asked else (attention_mask, False)
         function = _function(self.config)
         if function is None:
             return super().forward(hidden_states, position_bias, past_key_values, mask, **kwargs)
@@ -261,29 +264,15 @@ _PLACES: tuple[tuple[dict[str, Any], str, type[torch.nn.Module]], ...] = (
 )
 
 
-class PatchedClasses:
+class PatchedClasses(Replaced):
     """The classes that one call of `patch_classes` has replaced; a context manager."""
 
-    def __init__(self, replaced: list[tuple[dict[str, Any], str, Any]]) -> None:
-        self._replaced = replaced
-
     def unpatch(self) -> None:
-        """Put the family's own classes back; calling it twice is harmless.
+        """Put the family's own classes back, but where another was put since; harmless twice.
 
         Models that were built meanwhile keep the classes that they have.
         """
-        for place, name, original in self._replaced:
-            if original is None:
-                del place[name]
-            else:
-                place[name] = original
-        self._replaced = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.unpatch()
+        self.undo()
 
 
 def patch_classes() -> PatchedClasses:
@@ -294,13 +283,7 @@ def patch_classes() -> PatchedClasses:
     Returns:
         What undoes it.
     """
-    replaced = []
-    for place, name, ours in _PLACES:
-        original = place.get(name)
-        if original is not ours:
-            replaced.append((place, name, original))
-            place[name] = ours
-    return PatchedClasses(replaced)
+    return PatchedClasses(list(_PLACES))
 
 
 def why_not_served(layer: torch.nn.Module) -> str | None:

@@ -69,7 +69,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.integrations.megatron_extensions import Replaced
+from megasoftmax.integrations.replacing import Replaced
 
 # Of a config, what would change results and is not computed here, and the value it must have.
 _UNSUPPORTED = {
@@ -307,7 +307,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         for spans in _packed_spans(packed, len(query), len(key)):
             buckets[tuple((end - begin).bit_length() for begin, end in spans)].append(spans)
 
-        results = [query.new_zeros(1, query.shape[1] * value.shape[2])]
+        results: list[Tensor] = []
         source = torch.zeros(len(query), dtype=torch.long)  # of each token, among all results
         found = 1
         for members in buckets.values():
@@ -326,7 +326,9 @@ class MegasoftmaxCoreAttention(MegatronModule):
             places = torch.arange(found, found + query_tokens.numel()).view_as(query_tokens)
             source[query_tokens[~is_no_query]] = places[~is_no_query]
             found += query_tokens.numel()
-        return torch.cat(results).index_select(0, source.to(query.device))
+        like = results[0] if results else query  # autocast may give another type
+        zeros = like.new_zeros(1, query.shape[1] * value.shape[2])
+        return torch.cat([zeros, *results]).index_select(0, source.to(query.device))
 
 
 def _runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:

@@ -128,13 +128,13 @@ class PatchedModel:
                     f"unpatch: expected {attribute} of {type(owner).__name__} to be {after!r} "
                     f"still, got {actual!r}; undo first what was done after patch_model"
                 )
+        if self._routers is not None:
+            self._routers.unpatch()
         for owner, attribute, before, _ in reversed(self._changes):
             if before is _ABSENT:
                 delattr(owner, attribute)
             else:
                 setattr(owner, attribute, before)
-        if self._routers is not None:
-            self._routers.unpatch()
         self._changes, self._routers, self._why_not = [], None, {}
 
     def __enter__(self) -> Self:
@@ -309,13 +309,17 @@ def _uses_interface(module: torch.nn.Module) -> bool:
 
 
 def _is_of_families(module: torch.nn.Module) -> bool:
-    return type(module) in FAMILIES or type(module) in FAMILIES.values()
+    return isinstance(module, tuple(FAMILIES))
 
 
 def _why_not(module: torch.nn.Module) -> str | None:
     if _uses_interface(module):
         return None
-    return why_not_served(module) if _is_of_families(module) else _NO_INTERFACE
+    if not _is_of_families(module):
+        return _NO_INTERFACE
+    if type(module) not in FAMILIES and not isinstance(module, tuple(FAMILIES.values())):
+        return f"its class {type(module).__name__} is a subclass of one that would be replaced"
+    return why_not_served(module)
 
 
 def _why_not_served(layers: list[_Layer]) -> dict[str, str]:

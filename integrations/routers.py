@@ -62,10 +62,20 @@ class PatchedRouters:
         return tuple(self._routers)
 
     def unpatch(self) -> None:
-        """Give the routers their own forward back; calling it twice is harmless."""
-        for router in self._routers.values():
-            router.__dict__.pop("forward", None)
-            router.__dict__.pop("megasoftmax_rule", None)
+        """Give the routers their own forward back; calling it twice is harmless.
+
+        Raises:
+            RuntimeError: a forward was replaced since, by offloading for example; nothing was
+                restored.
+        """
+        for name, router in self._routers.items():
+            if not is_patched(router):
+                raise RuntimeError(
+                    f"unpatch: expected {name} with the forward of patch_routers still, got one "
+                    "that was replaced; undo first what was done after"
+                )
+        for own_router in self._routers.values():
+            del own_router.forward, own_router.megasoftmax_rule
         self._routers = {}
 
     def __enter__(self) -> Self:

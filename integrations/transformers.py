@@ -30,8 +30,8 @@ What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
   gradient, where "eager" gives uniform weights. Other positions never see it, but a loss can: with
   left padding, give the first real token the label -100 too, for a padded position predicts it.
-* An argument that changes the result and is not supported (a paged cache, sinks per token) raises
-  ValueError; none is ignored.
+* An argument that changes the result and is not supported (a paged cache, sinks per token, indices
+  of sparse attention as in DeepSeek V3.2) raises ValueError; none is ignored.
 * transformers refuses `config.output_attentions = True` for all but "eager". Ask in the call,
   `model(..., output_attentions=True)`; as with "eager", the result is after dropout. Training GPT-2
   with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
@@ -65,8 +65,11 @@ import megasoftmax
 NAME = "megasoftmax"
 SOFTMAX_NAME = "megasoftmax_softmax"
 
-# Arguments of other implementations that change the result and are not computed here.
-_UNSUPPORTED = ("cache", "sinks")
+# Arguments of other implementations that change the result and are not computed here. Models with
+# sparse attention give the keys as indices to all implementations but "eager" and "sdpa", which get
+# them in the mask.
+_SPARSE = ("indices", "block_indices")
+_UNSUPPORTED = (*_SPARSE, "cache", "sinks")
 
 
 class PaddingMask(NamedTuple):
@@ -193,7 +196,8 @@ def attention_forward(
         [batch, heads, queries, keys]. Both in the type of value, or of autocast.
 
     Raises:
-        ValueError: cache or sinks is not None; softcap is not positive; a mask tensor is not 4-d.
+        ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
+            mask tensor is not 4-d.
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
@@ -250,10 +254,26 @@ def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What "eager" computes: the function that the module itself gives as a default."""
+    _refuse(_SPARSE, kwargs)
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
-    eager = next(name for name in names if name.endswith("eager_attention_forward"))
+    eager = next((name for name in names if name.endswith("eager_attention_forward")), None)
+    if eager is None:
+        raise ValueError(
+            "MEGASOFTMAX_DISABLE: expected a layer with an eager_attention_forward, got "
+            f"{type(module).__name__}; use 'sdpa' for this model"
+        )
     return forward.__globals__[eager](module, *args, **kwargs)
+
+
+def _refuse(names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where one of these arguments is given."""
+    for name in names:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: not supported by attention implementation {NAME!r}, expected None, "
+                f"got {type(kwargs[name]).__name__}; use 'eager' for this model"
+            )
 
 
 def _read(
@@ -276,18 +296,12 @@ def _read(
         scaling: factor of the scores, head_dim ** -0.5 by default.
         is_causal: overrides `module.is_causal`. Both count only when there is no mask.
         sliding_window: the tokens that a causal query sees, itself included; else the largest
-            |query - key|. Ignored with a mask tensor, which holds the window already.
+            |query - key|. Counts only when there is no mask, which else holds the window already.
         position_bias: float, broadcastable to [batch, heads, queries, keys], added to the scaled
             scores. Gets a gradient.
         s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name}: not supported by attention implementation {NAME!r}, expected None, "
-                f"got {type(kwargs[name]).__name__}; use 'eager' for this model"
-            )
-
+    _refuse(_UNSUPPORTED, kwargs)
     queries = query.shape[2]
     causal, excluded, bias = False, None, _with_dense_rows(position_bias)
     if attention_mask is None:
@@ -307,7 +321,7 @@ def _read(
         bias = attention_mask if bias is None else bias + attention_mask
 
     window = None
-    if sliding_window is not None and not isinstance(attention_mask, torch.Tensor):
+    if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
     options = {
         "scale": query.shape[3] ** -0.5 if scaling is None else scaling,

@@ -56,7 +56,8 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
     shares = [
-        output * (weight / total).unsqueeze(-1)  # lies in memory as the output does
+        # Lies in memory as the output does. What counts for nothing may be NaN.
+        output.masked_fill((weight == 0).unsqueeze(-1), 0) * (weight / total).unsqueeze(-1)
         for weight, output in zip(weights, outputs, strict=True)
     ]
     lse = total.log().masked_fill(nothing, -torch.inf) + largest

@@ -848,6 +848,7 @@ def test_merge(sizes):
 
 def test_merge_of_far_apart_and_of_nothing():
     outputs = [torch.full((1, 3, 2), number) for number in (1.0, 2.0, 3.0)]
+    outputs[2][:, 1:] = torch.nan  # which counts for nothing
     lses = [
         torch.tensor([numbers]).requires_grad_()
         for numbers in ([1e4, -INF, -1e4], [0.0, -INF, -1e4], [1e4, -INF, -INF])

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_train_gpt_notices_a_difference(run, plant):
     assert code == 1, output
     assert "THE CURVES DIFFER" in output
     assert max(difference for *_, difference in losses_of(output)) > 1e-3
+
+
+@pytest.mark.parametrize("loss", [1.5, math.nan])
+def test_last_losses_that_differ_are_noticed(loss):
+    agree = runpy.run_path(str(EXAMPLES / "training.py"))["curves_agree"]
+    first, second = (
+        SimpleNamespace(name="a", losses=[2.0, last], speed=1.0) for last in (1.0, loss)
+    )
+    assert not agree(first, second, 0.1)
+    assert agree(first, first, 0.1)
 
 
 def test_train_gpt_alone_in_bfloat16(device, run):

@@ -34,11 +34,8 @@ from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
 )
-from megasoftmax.integrations.megatron_extensions import (
-    MODULES,
-    Replaced,
-    install_extension_modules,
-)
+from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
+from megasoftmax.integrations.replacing import Replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -453,6 +450,14 @@ def test_packed_sequences(name, path, device, request):
     gradients = torch.autograd.grad(output, wrt, cotangent)
     wanted = torch.autograd.grad(expected, wrt, cotangent.double())
     torch.testing.assert_close(gradients, wanted, **tolerance)
+
+
+def test_packed_sequences_have_the_type_of_autocast(device):
+    core = build(Case(), device)
+    tensor = torch.randn(8, HEADS, HEAD_DIM, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        output = core(tensor, tensor, tensor, None, packed_seq_params=packed([3, 4]))
+    assert output.dtype == torch.bfloat16
 
 
 def test_packed_sequences_in_a_model(path):

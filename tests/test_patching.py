@@ -32,6 +32,7 @@ from transformers import (
     XLNetConfig,
     XLNetLMHeadModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
@@ -297,6 +298,45 @@ def test_replaced_forward_is_refused():
         assert any("replaced" in served.why for served in report.values())
 
 
+def test_subclass_of_a_family_is_refused():
+    """As sharding makes it of a block: its attention alone would not get the mask that it reads."""
+    model = MODELS["mpt"]()
+    block = model.transformer.blocks[1]
+    block.__class__ = type("ShardedMptBlock", (type(block),), {})
+    before = state(model)
+    with pytest.raises(ValueError, match=r"blocks\.1: its class ShardedMptBlock is a subclass"):
+        patch_model(model)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("implementation", ["eager", "megasoftmax"])
+def test_attention_of_mpt_in_a_block_that_is_not_patched(implementation):
+    """A mask of megasoftmax is a tuple, and not to be taken for that of a patched block."""
+    integration.register()
+    own = MODELS["mpt"]()
+    with patch_classes():
+        model = MODELS["mpt"](attn_implementation=implementation)
+    for block in model.transformer.blocks:
+        block.__class__ = type(own.transformer.blocks[0])
+    for padding in PADDINGS[:2]:
+        actual, expected = run(model, "mpt", padding), run(own, "mpt", padding)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_router_that_was_replaced_since_keeps_the_patch():
+    model = MODELS["mixtral"]()
+    patched = patch_model(model)
+    gate = model.model.layers[0].mlp.gate
+    ours, gate.forward = gate.forward, lambda hidden: None
+    before = state(model)
+    with pytest.raises(RuntimeError, match=r"^unpatch: expected model\.layers\.0\.mlp\.gate"):
+        patched.unpatch()
+    assert state(model) == before
+    gate.forward = ours
+    patched.unpatch()
+    assert model.config._attn_implementation == "eager"
+
+
 def test_bloom_with_a_split_projection_is_refused():
     options = {"pretraining_tp": 2, "slow_but_exact": True}
     with pytest.raises(ValueError, match="slow_but_exact"):
@@ -352,6 +392,16 @@ def test_classes_are_restored():
     second.unpatch()
     first.unpatch()
     assert (modeling_bloom.BloomAttention, dict(FALCON_ATTENTION_CLASSES)) == before
+
+
+def test_classes_of_others_are_left_alone(monkeypatch):
+    monkeypatch.setattr(modeling_bloom, "BloomAttention", modeling_bloom.BloomAttention)
+    with patch_classes():
+        theirs = modeling_bloom.BloomAttention = type(
+            "Theirs", (modeling_bloom.BloomAttention,), {}
+        )
+    assert modeling_bloom.BloomAttention is theirs
+    assert "megasoftmax" not in FALCON_ATTENTION_CLASSES
 
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
@@ -463,6 +513,16 @@ def test_disabled_names_compute_what_eager_does(name, disabled, calls):
         actual, expected = run(ours, name, padding), run(MODELS[name](), name, padding)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert not calls
+
+
+def test_disabled_name_refuses_what_it_cannot_hand_on(disabled):
+    query = torch.randn(1, 4, 3, 8)
+    layer = MODELS["llama"]().model.layers[0].self_attn
+    function = ALL_ATTENTION_FUNCTIONS["megasoftmax"]
+    with pytest.raises(ValueError, match=r"^indices: not supported"):
+        function(layer, query, query, query, None, scaling=1.0, indices=torch.ones(()))
+    with pytest.raises(ValueError, match=r"eager_attention_forward, got Linear"):
+        function(torch.nn.Linear(1, 1), query, query, query, None, scaling=1.0)
 
 
 def test_disabled_patch_changes_nothing(disabled):

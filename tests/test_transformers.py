@@ -537,6 +537,18 @@ def test_window_without_a_mask(implementation, causal):
         torch.testing.assert_close(probabilities, scores.softmax(-1), rtol=1e-5, atol=1e-6)
 
 
+def test_window_beside_a_mask_is_that_of_the_mask(implementation):
+    """OLMoE passes the window of its configuration on, and a mask that has none."""
+    torch.manual_seed(5)
+    query, key, value = torch.randn(3, 2, 4, 9, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    for mask in (integration.make_mask(2, 9, 9), torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9)):
+        output, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+            torch.nn.Module().eval(), query, key, value, mask, sliding_window=3
+        )
+        torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_softcap_and_its_gradients(implementation, dtype):
     """In float32 even for halves: scores of 40 under a cap of 50 are off by 0.1 in bfloat16."""
@@ -682,7 +694,7 @@ def test_output_attentions_of_t5(implementation):
 # Wrong use
 
 
-@pytest.mark.parametrize("argument", ["cache", "sinks"])
+@pytest.mark.parametrize("argument", ["cache", "sinks", "indices", "block_indices"])
 def test_unsupported_argument_is_named(argument):
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match=argument):
