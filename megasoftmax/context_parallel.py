@@ -56,8 +56,9 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
     shares = [
-        # Lies in memory as the output does. What counts for nothing may be NaN.
-        output.masked_fill((weight == 0).unsqueeze(-1), 0) * (weight / total).unsqueeze(-1)
+        # A clone and a product lie in memory as the output does.
+        output.clone().masked_fill_((weight == 0).unsqueeze(-1), 0)  # may have been NaN
+        * (weight / total).unsqueeze(-1)
         for weight, output in zip(weights, outputs, strict=True)
     ]
     lse = total.log().masked_fill(nothing, -torch.inf) + largest
