@@ -82,7 +82,7 @@ def test_library_builds_with_any_torch(tmp_path, pytestconfig):
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("source", "architectures"), _compilations())
+@pytest.mark.parametrize(("source", "architectures"), list(_compilations()))
 def test_kernels_compile_and_spill_no_more_than_allowed(source, architectures, pytestconfig):
     flags = _build.kernel_flags(architectures)
     compiled = _build.compile_source(
