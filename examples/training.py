@@ -1,7 +1,6 @@
 """What the examples share: text, training in turns, the comparison of two runs, and --config."""
 
 import statistics
-import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,19 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedModel
 
-TEXT_BYTES = 2_000_000
+from megasoftmax.regression_models import read_text
+
 WARM_UP_STEPS = 20  # in which the learning rate rises to its value
 TABLE_ROWS = 10
 GRADIENT_TOLERANCE = 1e-4  # the defaults came to 1e-6 on a CPU
 
 console = Console()
-
-
-def read_text() -> torch.Tensor:
-    """The modules of the standard library, one after the other: uint8 [at most TEXT_BYTES]."""
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"".join(module.read_bytes() for module in modules)
-    return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
 
 
 def pieces(

@@ -237,7 +237,7 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise RegressionError(f"length: expected at most {limit} for this model, got {length}")
-    text = _read_text()
+    text = read_text()
     generator = torch.Generator().manual_seed(seed)
 
     def pieces(count: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
             )
 
 
-def _read_text() -> torch.Tensor:
+def read_text() -> torch.Tensor:
     """The modules of the standard library, one after the other: uint8 [at most TEXT_BYTES]."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(module.read_bytes() for module in modules)

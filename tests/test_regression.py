@@ -378,7 +378,7 @@ def test_batches_have_every_kind_of_padding():
         assert labels[0, begin] == -100
         assert labels[0, begin + 1] == batch["input_ids"][0, begin + 1]
     text = bytes(batches[1]["input_ids"][0].tolist())
-    assert text in bytes(regression_models._read_text().tolist())
+    assert text in bytes(regression_models.read_text().tolist())
 
 
 def test_masked_labels_are_what_was_masked():
