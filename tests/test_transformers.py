@@ -239,7 +239,7 @@ def test_several_steps(implementation, learner, autocast, device):
     """Losses and parameters over 50 steps of AdamW; tolerances of Liger's convergence tests.
 
     Its epsilon keeps the biases of keys, whose true gradient is 0, from following rounding noise;
-    that of bfloat16 is too large for it, and turns few units of T5's dense layers on or off.
+    that of bfloat16 is too large for it, and turns few units of T5's dense layers on or off: 1%.
     """
     models = build_pair(implementation, learner, device)
     before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
@@ -263,7 +263,7 @@ def test_several_steps(implementation, learner, autocast, device):
         del parameters[name], expected[name]
     for name, value in expected.items():
         far = ~torch.isclose(parameters[name], value, rtol=rtol, atol=atol)
-        assert far.float().mean() <= (0.01 if autocast else 0), name
+        assert far.float().mean() <= (0.01 if autocast and learner == "t5" else 0), name
     biases = [name for name in before if "relative_attention_bias" in name]
     assert len(biases) == (2 if learner == "t5" else 0)
     for name in biases:
