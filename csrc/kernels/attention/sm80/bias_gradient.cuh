@@ -35,6 +35,33 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
   }
 }
 
+// Elements of a tile of scores for this lane: of column lane / 4 of eight, 8 neighbours of 32 rows,
+// from number lane % 4 * 8 on.
+template <class ScoreTile>
+struct FragmentsAlong {
+  uint32_t address;
+
+  // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes of
+  // eight rows lie in eight different banks.
+  __device__ explicit FragmentsAlong(const ScoreTile& tile) {
+    const int lane = thread_index_anew() % 32, j = lane / 2 % 4;
+    address = tile.address + ScoreTile::offset(8 * j + 2 * (lane / 8 ^ j) + lane % 2, 0);
+  }
+  __device__ void load(uint32_t (&pairs)[4], int row, int column) const {
+    load_matrices_transposed(pairs, (address ^ column * 2) + row * ScoreTile::kRowBytes);
+    const int j = thread_index_anew() % 4;
+    const auto exchange = [](bool is_due, uint32_t& a, uint32_t& b) {
+      const uint32_t difference = is_due ? a ^ b : 0;
+      a ^= difference;
+      b ^= difference;
+    };
+    exchange(j % 2 != 0, pairs[0], pairs[1]);
+    exchange(j % 2 != 0, pairs[2], pairs[3]);
+    exchange(j / 2 != 0, pairs[0], pairs[2]);
+    exchange(j / 2 != 0, pairs[1], pairs[3]);
+  }
+};
+
 // In 16 bits, from the block's tile: each warp 16 queries and 64 keys.
 template <class T, class ScoreTile>
 __device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
@@ -43,24 +70,29 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
   T* const out = static_cast<T*>(params.bias_gradient) + entry * params.queries * params.keys;
   const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
   constexpr int kQueryBlocks = ScoreTile::kColumns / 16;
-  const FragmentsAcross<ScoreTile> fragments(tile, 0);
-  const bool has_pairs = params.keys % 2 == 0;
+  const FragmentsAlong<ScoreTile> fragments(tile);
+  const bool has_chunks = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    const int row = warp % kQueryBlocks * 16, column = (warp / kQueryBlocks * 4 + block) * 16;
+    const int column = warp % kQueryBlocks * 16 + block % 2 * 8;
+    const int row = warp / kQueryBlocks * 64 + block / 2 * 32;
     uint32_t pairs[4];
-    fragments.load_transposed(pairs, column, row);
+    fragments.load(pairs, row, column);
+    const int query = first_query + column + lane / 4, key = first_key + row + lane % 4 * 8;
+    if (query >= params.queries || key >= params.keys) continue;
+    T* const place = out + int64_t{query} * params.keys + key;
+    if (has_chunks) {
+      *reinterpret_cast<uint4*>(place) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int query = first_query + row + i % 2 * 8 + lane / 4;
-      const int key = first_key + column + i / 2 * 8 + lane % 4 * 2;
-      if (query >= params.queries) continue;
-      T* const pair = out + int64_t{query} * params.keys + key;
+      const T* const pair = reinterpret_cast<const T*>(pairs + i);
       if (has_pairs) {
-        if (key < params.keys) *reinterpret_cast<uint32_t*>(pair) = pairs[i];
+        if (key + 2 * i < params.keys) reinterpret_cast<uint32_t*>(place)[i] = pairs[i];
       } else {
-        if (key < params.keys) pair[0] = reinterpret_cast<const T*>(pairs + i)[0];
-        if (key + 1 < params.keys) pair[1] = reinterpret_cast<const T*>(pairs + i)[1];
+        if (key + 2 * i < params.keys) place[2 * i] = pair[0];
+        if (key + 2 * i + 1 < params.keys) place[2 * i + 1] = pair[1];
       }
     }
   }
