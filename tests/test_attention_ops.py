@@ -9,6 +9,7 @@ import torch
 from inputs import bits_equal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -358,20 +359,23 @@ def test_types_of_bias_and_sink(attention, device, bias_dtype):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(attention, device, dynamic):
+def test_compile(attention, device, dynamic, monkeypatch):
     *inputs, mask = make_inputs(device)
     function = full_call(attention, mask)
     backend = "aot_eager" if device == "cpu" else "inductor"
+    if torch.__version__.startswith("2.11."):  # see the limits in README.md
+        monkeypatch.setattr(inductor_config.triton, "coalesce_tiling_analysis", False)
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     expected = gradients_of(function, *inputs)
     for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
         assert_close(actual, wanted, inputs[0].dtype)
 
 
-def test_compiled_in_blocks(device, monkeypatch):
+def test_compiled_in_blocks(monkeypatch):
     monkeypatch.setattr(reference_attention, "BLOCK", 40)
+    torch.manual_seed(0)
     torch.compiler.reset()
-    *inputs, mask = make_inputs(device)
+    *inputs, mask = make_inputs()
     function = full_call(functools.partial(megasoftmax.attention, fused=False), mask)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     expected = gradients_of(function, *inputs)
