@@ -111,6 +111,10 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
+// Adds to a number in global memory, without a result.
+__device__ inline void add_to_global(float* number, float addend) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(number), "f"(addend) : "memory");
+}
 // Adds two neighbouring numbers in global memory, in one instruction where there is one.
 __device__ inline void add_to_global(float* pair, float first, float second) {
 #if __CUDA_ARCH__ >= 900

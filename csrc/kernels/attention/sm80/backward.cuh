@@ -75,22 +75,29 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   float gradients[kRows / 16][kColumns / 8][4] = {};
   multiply_transposed<T, Memory::kKeys>(gradients, FragmentsAcross<ScoreTile>(score_tile, 0),
                                         FragmentsDown<KeyTile>(key_tile, 0), first_row, column);
-  float* const sums =
+  const int query = first_query + first_row + lane / 4;
+  float* const first =
       params.query_gradient_sum +
-      ((int64_t{batch} * params.heads + head) * params.queries + first_query) * params.head_dim;
+      ((int64_t{batch} * params.heads + head) * params.queries + query) * params.head_dim + column +
+      lane % 4 * 2;
+  const auto add = [&]<bool kIsWhole>() {
 #pragma unroll
-  for (int m = 0; m < kRows / 16; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + m * 16 + half * 8 + lane / 4;
-      if (first_query + row >= params.queries) continue;
+    for (int row = 0; row < kRows; row += 8) {
+      if (!kIsWhole && query + row >= params.queries) continue;
+      float* const sums = first + row * params.head_dim;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        if (column + n * 8 < params.head_dim)
-          add_to_global(sums + row * params.head_dim + column + n * 8 + lane % 4 * 2,
-                        gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
+        const float* const pair = gradients[row / 16][n] + row % 16 / 4;
+        if (kIsWhole || column + n * 8 < params.head_dim)
+          add_to_global(sums + n * 8, pair[0], pair[1]);
       }
     }
+  };
+  // Checks would cost several times what is checked.
+  if (first_query + first_row + kRows <= params.queries && column + kColumns <= params.head_dim) {
+    add.template operator()<true>();
+  } else {
+    add.template operator()<false>();
   }
 }
 
@@ -138,18 +145,17 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(value_tile, params.value, params.value_dim);
   }
   const int group = static_cast<int>(params.heads_per_key_head.divisor);
-  const int tiles_per_head = max(divide_up(end - begin, kQueries), 0);
-  const int steps = tiles_per_head * group;
-
-  const auto place_of = [&](int step, int& head, int& query) {
-    const int of_group = step / tiles_per_head;
-    head = key_head * group + of_group;
-    query = begin + (step - of_group * tiles_per_head) * kQueries;
+  const int steps = max(divide_up(end - begin, kQueries), 0) * group;
+  struct Place {
+    int head, query;
+  };
+  const auto next = [&](Place place) {
+    const bool is_last = place.query + kQueries >= end;
+    return is_last ? Place{place.head + 1, begin} : Place{place.head, place.query + kQueries};
   };
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
-  const auto copy_queries = [&](int step) {
-    int head, query;
-    place_of(step, head, query);
+  const auto copy_queries = [&](int step, Place place) {
+    const auto [head, query] = place;
     const QueryTile query_tile{memory + Memory::kStagesAt + stage_of(step) * Memory::kStageBytes};
     const auto copy = [&](const QueryTile& tile, const Strided& tensor, int columns) {
       tile.template start_copy<kThreads>(
@@ -169,9 +175,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     end_copies();
   };
-  const auto copy_bias = [&](int step) {
-    int head, query;
-    place_of(step, head, query);
+  const auto copy_bias = [&](Place place) {
+    const auto [head, query] = place;
     const BiasRows<T> bias(params, batch, head);
     if constexpr (kBias == BiasKind::kTile) {
       typename Memory::BiasTile{memory + Memory::kBiasAt}.template start_copy<kThreads>(
@@ -187,9 +192,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
   [[maybe_unused]] float key_sums[2][2] = {};  // of gradients of the bias
   float key_gradient[2][kColumns][4] = {}, value_gradient[2][kColumns][4] = {};
+  Place place{key_head * group, begin};
   if (steps > 0) {
-    copy_queries(0);
-    if constexpr (kBias != BiasKind::kNone) copy_bias(0);
+    copy_queries(0, place);
+    if constexpr (kBias != BiasKind::kNone) copy_bias(place);
     wait_for_copies();
     __syncthreads();
     if (kBias != BiasKind::kNone && params.power_of_two != 1.f)
@@ -201,9 +207,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   for (int step = 0; step < steps; ++step) {
     wait_for_copies();
     __syncthreads();  // this step's copies are there, the step before is done
-    if (params.stages > 1 && step + 1 < steps) copy_queries(step + 1);
-    int head, query;
-    place_of(step, head, query);
+    const auto [head, query] = place;
+    place = next(place);
+    if (params.stages > 1 && step + 1 < steps) copy_queries(step + 1, place);
 
     Excluded<2, 4> excluded;
     if (query < all_visible_begin || query > all_visible_end) {
@@ -226,7 +232,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   first_key);
       } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys) {
         add_to_key_sums(params, gradients, key_sums, batch, head, first_key,
-                        (step + 1) % tiles_per_head == 0);
+                        place.head != head);
       } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDense &&
                  params.bias.type == DType::kFloat32) {
         store_bias_gradient<false>(params, gradients, int64_t{batch} * params.heads + head, query,
@@ -235,7 +241,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if constexpr (kBias != BiasKind::kNone) {
-      if (step + 1 < steps) copy_bias(step + 1);
+      if (step + 1 < steps) copy_bias(place);
       if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDense &&
           params.bias.type != DType::kFloat32) {
         store_bias_gradient<T>(params, score_tile, int64_t{batch} * params.heads + head, query,
@@ -259,7 +265,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       add_to_query_gradient<T, Memory>(params, shared_memory, batch, head, query, slice);
     if (params.stages == 1 && step + 1 < steps) {
       __syncthreads();  // queries and gradients are used up
-      copy_queries(step + 1);
+      copy_queries(step + 1, place);
     }
   }
   wait_for_copies();

@@ -11,27 +11,40 @@ template <bool kAdds>
 __device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
                                            const ScoresOfWarp& gradients, int64_t entry,
                                            int first_query, int first_key) {
-  float* const out =
-      static_cast<float*>(params.bias_gradient) + entry * params.queries * params.keys;
   const BackwardWarp warp;
   const int lane = thread_index_anew() % 32;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
+  const int query = first_query + warp.query + lane % 4 * 2, key = first_key + warp.key + lane / 4;
+  float* const first = static_cast<float*>(params.bias_gradient) +
+                       (entry * params.queries + query) * params.keys + key;
+  const auto store = [&]<bool kIsWhole>() {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = first_key + warp.key + m * 16 + i / 2 * 8 + lane / 4;
-        const int query = first_query + warp.query + n * 8 + lane % 4 * 2 + i % 2;
-        if (key >= params.keys || query >= params.queries) continue;
-        float* const place = out + int64_t{query} * params.keys + key;
-        if constexpr (kAdds) {
-          atomicAdd(place, gradients[m][n][i]);
-        } else {
-          *place = gradients[m][n][i];
+      for (int right = 0; right < 2; ++right) {
+        if (!kIsWhole && query + n * 8 + right >= params.queries) continue;
+        float* const row = first + int64_t{n * 8 + right} * params.keys;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int at = m * 16 + half * 8;
+            if (!kIsWhole && key + at >= params.keys) continue;
+            const float gradient = gradients[m][n][half * 2 + right];
+            if constexpr (kAdds) {
+              add_to_global(row + at, gradient);
+            } else {
+              row[at] = gradient;
+            }
+          }
         }
       }
     }
+  };
+  // Checks would cost several times what is checked.
+  if (first_query + warp.query + 32 <= params.queries && first_key + warp.key + 32 <= params.keys) {
+    store.template operator()<true>();
+  } else {
+    store.template operator()<false>();
   }
 }
 
