@@ -223,33 +223,20 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     share_scores<T, ScoreTile>(shared_memory + Memory::kWeights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kScores, gradients);
     if constexpr (kBias != BiasKind::kNone) {
-      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kShared) {
-        int bias_batch, bias_head, rest;
-        params.batches_per_bias.split(batch, bias_batch, rest);
-        params.heads_per_bias.split(head, bias_head, rest);
-        const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
-        store_bias_gradient<true>(params, gradients, bias_batch * bias_heads + bias_head, query,
-                                  first_key);
-      } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys) {
-        add_to_key_sums(params, gradients, key_sums, batch, head, first_key,
-                        place.head != head);
-      } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDense &&
-                 params.bias.type == DType::kFloat32) {
-        store_bias_gradient<false>(params, gradients, int64_t{batch} * params.heads + head, query,
-                                   first_key);
-      }
+      if (kBias == BiasKind::kAny && slice == 0)
+        leave_bias_gradient(params, gradients, batch, head, query, first_key);
+      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys)
+        add_to_key_sums(params, gradients, key_sums, batch, head, first_key, place.head != head);
     }
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if constexpr (kBias != BiasKind::kNone) {
       if (step + 1 < steps) copy_bias(place);
-      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDense &&
-          params.bias.type != DType::kFloat32) {
-        store_bias_gradient<T>(params, score_tile, int64_t{batch} * params.heads + head, query,
-                               first_key);
-      } else if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDiagonals) {
+      if (slice == 0)
+        leave_bias_gradient<T, ScoreTile>(params, shared_memory + Memory::kScores, batch, head,
+                                          query, first_key);
+      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDiagonals)
         add_to_diagonals<T, kThreads, ScoreTile>(params, shared_memory + Memory::kScores, batch,
                                                  head, first_key / kKeys, query);
-      }
     }
     {
       const BackwardWarp warp;

@@ -5,8 +5,9 @@
 
 namespace megasoftmax {
 
-// Of a bias that has an entry for each score, [..., queries, keys], number `entry` of its heads. In
-// float32, from registers: eight lanes write, or add to, eight neighbours.
+// A gradient that has an entry for each score, [..., queries, keys]: number `entry` of its heads.
+
+// In float32, from registers: eight lanes write, or add to, eight neighbours.
 template <bool kAdds>
 __device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
                                            const ScoresOfWarp& gradients, int64_t entry,
@@ -54,8 +55,8 @@ template <class ScoreTile>
 struct FragmentsAlong {
   uint32_t address;
 
-  // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes of
-  // eight rows lie in eight different banks.
+  // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes
+  // of eight rows lie in eight different banks.
   __device__ explicit FragmentsAlong(const ScoreTile& tile) {
     const int lane = thread_index_anew() % 32, j = lane / 2 % 4;
     address = tile.address + ScoreTile::offset(8 * j + 2 * (lane / 8 ^ j) + lane % 2, 0);
@@ -108,6 +109,76 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
         if (key + 2 * i + 1 < params.keys) place[2 * i + 1] = pair[1];
       }
     }
+  }
+}
+
+// Added to sums in float32, from the block's tile: a warp takes 32 keys of a query together, since
+// an addition costs what the lines of the cache cost that it touches.
+template <class T, class ScoreTile>
+__device__ inline void add_to_bias_gradient(const AttentionBackwardParams& params,
+                                            const char* scores, int64_t entry, int first_query,
+                                            int first_key) {
+  constexpr int kChunks = 4, kParts = ScoreTile::kColumns / 8 / kChunks;
+  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+  const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
+  const int query = first_query + first_chunk * 8, key = first_key + row;
+  if (key >= params.keys) return;
+  float* const first = static_cast<float*>(params.bias_gradient) +
+                       (entry * params.queries + query) * params.keys + key;
+  const auto add = [&]<bool kIsWhole>() {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const auto gradients = *reinterpret_cast<const Pack<T, 8>*>(
+          scores + ScoreTile::offset(row, first_chunk + chunk));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (kIsWhole || query + chunk * 8 + i < params.queries)
+          add_to_global(first + int64_t{chunk * 8 + i} * params.keys, gradients[i]);
+      }
+    }
+  };
+  if (query + kChunks * 8 <= params.queries) {
+    add.template operator()<true>();
+  } else {
+    add.template operator()<false>();
+  }
+}
+
+// Of a head of a batch, number so many of the heads of the bias.
+__device__ inline int64_t entry_of_bias(const AttentionBackwardParams& params, int batch,
+                                        int head) {
+  int bias_batch, bias_head, rest;
+  params.batches_per_bias.split(batch, bias_batch, rest);
+  params.heads_per_bias.split(head, bias_head, rest);
+  return bias_batch * (params.heads / params.heads_per_bias.divisor) + bias_head;
+}
+
+// What a step of the backward leaves of a dense or shared gradient: in float32 what registers hold.
+__device__ inline void leave_bias_gradient(const AttentionBackwardParams& params,
+                                           const ScoresOfWarp& gradients, int batch, int head,
+                                           int first_query, int first_key) {
+  if (params.bias.type != DType::kFloat32) return;
+  if (params.bias_gradient_kind == BiasGradient::kDense) {
+    store_bias_gradient<false>(params, gradients, entry_of_bias(params, batch, head), first_query,
+                               first_key);
+  } else if (params.bias_gradient_kind == BiasGradient::kShared) {
+    store_bias_gradient<true>(params, gradients, entry_of_bias(params, batch, head), first_query,
+                              first_key);
+  }
+}
+
+// The same of a bias in 16 bits, from the block's tile, as products read it.
+template <class T, class ScoreTile>
+__device__ inline void leave_bias_gradient(const AttentionBackwardParams& params,
+                                           const char* scores, int batch, int head, int first_query,
+                                           int first_key) {
+  if (params.bias.type == DType::kFloat32) return;
+  if (params.bias_gradient_kind == BiasGradient::kDense) {
+    store_bias_gradient<T>(params, ScoreTile{shared_address(scores)},
+                           entry_of_bias(params, batch, head), first_query, first_key);
+  } else if (params.bias_gradient_kind == BiasGradient::kShared) {
+    add_to_bias_gradient<T, ScoreTile>(params, scores, entry_of_bias(params, batch, head),
+                                       first_query, first_key);
   }
 }
 
