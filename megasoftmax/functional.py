@@ -805,17 +805,13 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     return dispatch.reasons_against_fused_topk(**given)
 
 
-_ATTENTION_SIGNATURE = inspect.signature(attention)
-
-
-def _attention_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    bound = _ATTENTION_SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    del given["return_lse"]
-    _check_attention(**given)
-    query, scale = given["query"], _attention_scale(given["query"], given["scale"])
-    return dispatch.reasons_against_fused_attention(query, given["key"], given["value"], scale)
+def _attention_reasons(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Any
+) -> tuple[Reason, ...]:
+    """Binds no signature, which would cost as much as all else: models ask in each call."""
+    _check_attention(query, key, value, **options)
+    scale = _attention_scale(query, options.get("scale"))
+    return dispatch.reasons_against_fused_attention(query, key, value, scale)
 
 
 def _attention_halves(
@@ -910,13 +906,13 @@ def _check_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | RelativeBias | None,
-    mask: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: Window | None,
-    sink: Tensor | float | None,
-    fused: bool | None,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    fused: bool | None = None,
 ) -> None:
     _check_floating("query", query)
     if query.dim() != 4:
