@@ -761,6 +761,29 @@ def test_heads_that_lie_together(device: str) -> None:
             torch.testing.assert_close(each, expected[name], **closeness(dtype))
 
 
+@pytest.mark.filterwarnings("ignore:.*determinis")  # the oracle's products, on a GPU
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_float32", [False, True])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_gradients_of_dense_biases(
+    dim: int, is_float32: bool, deterministic: bool, device: str
+) -> None:
+    """Own and shared ones, of whole tiles and parts; rows of 16 bytes, of pairs, and odd ones."""
+    if device == "cpu" and dim > 32:
+        pytest.skip("the same code for all dimensions")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        for keys, batch in itertools.product((136, 150, 131), (1, 2)):
+            dtype = dtypes_on(device)[-1]
+            q, k, v = tensors(device, dtype, lengths=(70, keys), dims=(dim, dim))
+            bias = normal(batch, 4, 70, keys, device=device, dtype=dtype, seed=4)
+            bias = bias.float() if is_float32 else bias
+            check(q, k, v, bias=bias.requires_grad_())
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 13), (257, 300), (3, 2000)])
 def test_same_bits_from_run_to_run(

@@ -83,7 +83,7 @@ enum class BiasGradient {
   kDense,      // [batches, heads, queries, keys], in the type of the bias
   kKeys,       // its sums over queries: [batches, heads, keys], float32
   kQueries,    // its sums over keys: [batches, heads, queries], float32
-  kShared,     // as dense, summed in float32 over what shares an entry of the bias, in any order
+  kShared,     // its sums over what shares an entry of the bias, in any order, float32
   kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
   kDiagonals,  // its sums along diagonals, tile by tile of keys, see sm80/bias_gradient.cuh
 };

@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
       }
     }
   };
-  // Checks would cost several times what is checked.
+  // A branch around each addition costs several: whole tiles have none.
   if (first_query + first_row + kRows <= params.queries && column + kColumns <= params.head_dim) {
     add.template operator()<true>();
   } else {

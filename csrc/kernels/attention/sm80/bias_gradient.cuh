@@ -41,7 +41,7 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
       }
     }
   };
-  // Checks would cost several times what is checked.
+  // A branch around each addition costs several: whole tiles have none.
   if (first_query + warp.query + 32 <= params.queries && first_key + warp.key + 32 <= params.keys) {
     store.template operator()<true>();
   } else {
@@ -63,7 +63,7 @@ struct FragmentsAlong {
   }
   __device__ void load(uint32_t (&pairs)[4], int row, int column) const {
     load_matrices_transposed(pairs, (address ^ column * 2) + row * ScoreTile::kRowBytes);
-    const int j = thread_index_anew() % 4;
+    const int j = thread_index_anew() % 4;  // matrix n ^ j holds pair n of this lane's eight
     const auto exchange = [](bool is_due, uint32_t& a, uint32_t& b) {
       const uint32_t difference = is_due ? a ^ b : 0;
       a ^= difference;
