@@ -39,13 +39,14 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
 
     Args:
         outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype.
-        lses: their log-sum-exps, [..., queries], float32 or float64.
+        lses: their log-sum-exps, [..., queries], float32 or float64, of one dtype.
 
     Returns:
         The output in the dtype of the parts, added up in that of the log-sum-exps; and the
         log-sum-exp.
 
     Raises:
+        TypeError: dtypes do not agree, or are others.
         ValueError: there are no parts, or shapes do not agree.
     """
     _check_parts(outputs, lses)
@@ -71,8 +72,14 @@ def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             f"lses: expected one for each of at least one output, got {len(lses)} "
             f"for {len(outputs)} outputs"
         )
-    shape = outputs[0].shape
+    shape, dtype, lse_dtype = outputs[0].shape, outputs[0].dtype, lses[0].dtype
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if not output.is_floating_point() or output.dtype != dtype:
+            expected = "a floating type" if i == 0 else f"{dtype}, as outputs[0]"
+            raise TypeError(f"outputs[{i}]: expected {expected}, got {output.dtype}")
+        if lse.dtype not in (torch.float32, torch.float64) or lse.dtype != lse_dtype:
+            expected = "float32 or float64" if i == 0 else f"{lse_dtype}, as lses[0]"
+            raise TypeError(f"lses[{i}]: expected {expected}, got {lse.dtype}")
         if output.shape != shape:
             raise ValueError(
                 f"outputs[{i}]: expected shape {tuple(shape)}, as outputs[0], "

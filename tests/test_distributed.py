@@ -890,6 +890,30 @@ def test_messages_of_merge(outputs, lses, message):
         megasoftmax.merge_attention(*tensors)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        ("int64", "float32", "outputs[0]: expected a floating type, got torch.int64"),
+        (
+            "float32 bfloat16",
+            "float32 float32",
+            "outputs[1]: expected torch.float32, as outputs[0], got torch.bfloat16",
+        ),
+        ("bfloat16", "bfloat16", "lses[0]: expected float32 or float64, got torch.bfloat16"),
+        (
+            "float32 float32",
+            "float32 float64",
+            "lses[1]: expected torch.float32, as lses[0], got torch.float64",
+        ),
+    ],
+)
+def test_messages_of_merged_types(outputs, lses, message):
+    outputs = [torch.zeros(2, 3, dtype=getattr(torch, name)) for name in outputs.split()]
+    lses = [torch.zeros(2, dtype=getattr(torch, name)) for name in lses.split()]
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        megasoftmax.merge_attention(outputs, lses)
+
+
 def test_ring_of_one():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
