@@ -121,8 +121,8 @@ __device__ inline void add_to_global(float* pair, float first, float second) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(first), "f"(second)
                : "memory");
 #else
-  atomicAdd(pair, first);
-  atomicAdd(pair + 1, second);
+  add_to_global(pair, first);
+  add_to_global(pair + 1, second);
 #endif
 }
 

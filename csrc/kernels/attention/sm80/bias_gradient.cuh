@@ -52,17 +52,15 @@ __device__ inline void store_bias_gradient(const AttentionBackwardParams& params
 // Elements of a tile of scores for this lane: of column lane / 4 of eight, 8 neighbours of 32 rows,
 // from number lane % 4 * 8 on.
 template <class ScoreTile>
-struct FragmentsAlong {
-  uint32_t address;
-
+struct FragmentsAlong : Fragments<ScoreTile> {
   // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes
   // of eight rows lie in eight different banks.
   __device__ explicit FragmentsAlong(const ScoreTile& tile) {
     const int lane = thread_index_anew() % 32, j = lane / 2 % 4;
-    address = tile.address + ScoreTile::offset(8 * j + 2 * (lane / 8 ^ j) + lane % 2, 0);
+    this->address = tile.address + ScoreTile::offset(8 * j + 2 * (lane / 8 ^ j) + lane % 2, 0);
   }
   __device__ void load(uint32_t (&pairs)[4], int row, int column) const {
-    load_matrices_transposed(pairs, (address ^ column * 2) + row * ScoreTile::kRowBytes);
+    this->load_transposed(pairs, row, column);
     const int j = thread_index_anew() % 4;  // matrix n ^ j holds pair n of this lane's eight
     const auto exchange = [](bool is_due, uint32_t& a, uint32_t& b) {
       const uint32_t difference = is_due ? a ^ b : 0;
