@@ -165,6 +165,20 @@ class _Block(NamedTuple):
             tensor = tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, length)
         return tensor
 
+    def arguments(self, bias: Tensor | None, mask: Tensor | None, options: Options) -> Any:
+        """Those of both halves from the bias on, without a sink: it joins when all are merged."""
+        return (
+            self.of_pairs(bias, options.relative),
+            self.of_pairs(mask, False),
+            options.scale,
+            False,
+            self.window_left,
+            self.window_right,
+            None,
+            None,
+            options.relative,
+        )
+
 
 def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | None:
     """Of the queries of this rank and the keys of another; None if none see each other."""
@@ -213,15 +227,7 @@ class _RingFunction(torch.autograd.Function):
             of_block, found = halves.forward(
                 query[:, :, : block.queries],
                 *(each[:, :, : block.keys] for each in held),
-                block.of_pairs(bias, options.relative),
-                block.of_pairs(mask, False),
-                options.scale,
-                False,
-                block.window_left,
-                block.window_right,
-                None,
-                None,
-                options.relative,
+                *block.arguments(bias, mask, options),
             )
             statistics.append(found)
             rows = slice(block.queries)
@@ -271,15 +277,7 @@ class _RingFunction(torch.autograd.Function):
                     *(each[:, :, : block.keys] for each in held),
                     output[:, :, rows],
                     of_block,
-                    block.of_pairs(bias, options.relative),
-                    block.of_pairs(mask, False),
-                    options.scale,
-                    False,
-                    block.window_left,
-                    block.window_right,
-                    None,
-                    None,
-                    options.relative,
+                    *block.arguments(bias, mask, options),
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),

@@ -465,11 +465,8 @@ def attention(
     """
     _check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
-    relative = isinstance(bias, RelativeBias)
-    table = bias.table if isinstance(bias, RelativeBias) else bias
     halves = _attention_halves(query, key, value, scale, fused)
-    if halves is ops_attention.HALVES:
-        table, sink = _as_kernels_take_it(query, table, sink)
+    table, sink = _operands(halves, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
@@ -483,7 +480,7 @@ def attention(
         query,
         key,
         value,
-        _with_rank(table, 3 if relative else 4),
+        table,
         _with_rank(mask, 4),
         scale,
         causal,
@@ -491,7 +488,7 @@ def attention(
         right,
         sink_tensor,
         sink_value,
-        relative,
+        isinstance(bias, RelativeBias),
     )
     return (output, statistics[2]) if return_lse else output
 
@@ -612,10 +609,8 @@ def ring_attention(
     if bias is not None:
         _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
     scale = _attention_scale(query, scale)
-    table = bias.table if isinstance(bias, RelativeBias) else bias
     halves = _attention_halves(query, key, value, scale, fused)
-    if halves is ops_attention.HALVES:
-        table, sink = _as_kernels_take_it(query, table, sink)
+    table, sink = _operands(halves, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     return context_parallel.attention(
@@ -624,7 +619,7 @@ def ring_attention(
         query,
         key,
         value,
-        _with_rank(table, 3 if relative else 4),
+        table,
         _with_rank(mask, 4),
         sink_tensor,
         context_parallel.Options(scale, left, 0 if causal else right, sink_value, relative),
@@ -828,6 +823,20 @@ def _attention_halves(
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:
     return max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+
+
+def _operands(
+    halves: reference_attention.Halves,
+    query: Tensor,
+    bias: Tensor | RelativeBias | None,
+    sink: Tensor | float | None,
+) -> tuple[Tensor | None, Tensor | float | None]:
+    """The bias, or a relative one's table, and the sink as who computes takes them."""
+    relative = isinstance(bias, RelativeBias)
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    if halves is ops_attention.HALVES:
+        table, sink = _as_kernels_take_it(query, table, sink)
+    return _with_rank(table, 3 if relative else 4), sink
 
 
 def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
