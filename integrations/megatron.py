@@ -69,6 +69,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.integrations.products import between_products, runs_fused
 from megasoftmax.integrations.replacing import Replaced
 
 # Of a config, what would change results and is not computed here, and the value it must have.
@@ -259,31 +260,27 @@ class MegasoftmaxCoreAttention(MegatronModule):
             "window": self.window_size,
             "sink": self.softmax_offset,
         }
-        if not self._is_dropping() and _runs_fused(query, key, value, options):
+        if not self._is_dropping() and runs_fused(query, key, value, options):
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
             options["bias"] = bias.dense(query.shape[2], key.shape[2])
-        return self._attend_through_softmax(query, key, value, options)
-
-    def _attend_through_softmax(
-        self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        """Matmul, softmax, dropout, matmul."""
-        batch, heads, queries, _ = query.shape
-        key_heads, keys, value_dim = value.shape[1:]
-        # The heads that share a key become further queries of it, so that no key is repeated.
-        rows = heads // key_heads * queries
-        query = query.reshape(batch * key_heads, rows, query.shape[3])
-        key = key.reshape(batch * key_heads, keys, key.shape[3])
-        value = value.reshape(batch * key_heads, keys, value_dim)
-        scores = torch.baddbmm(
-            query.new_empty(()), query, key.mT, beta=0, alpha=options["scale"] / self.score_divisor
+        options["scale"] = self.score_divisor
+        output, _ = between_products(
+            query,
+            key,
+            value,
+            self._multiply,
+            lambda scores: self._drop(megasoftmax.softmax(scores, **options)),
         )
-        options = options | {"scale": self.score_divisor}
-        probabilities = megasoftmax.softmax(scores.view(batch, heads, queries, keys), **options)
-        probabilities = self._drop(probabilities)
-        output = torch.bmm(probabilities.view_as(scores), value)
-        return output.view(batch, heads, queries, value_dim)
+        return output
+
+    def _multiply(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores, scaled but for what the softmax multiplies by."""
+        scale = self.softmax_scale / self.score_divisor
+        shape = query.shape[:2]
+        query, key = query.flatten(0, 1), key.flatten(0, 1)
+        scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
+        return scores.unflatten(0, shape)
 
     def _drop(self, probabilities: Tensor) -> Tensor:
         """Ranks have other heads, and drop other entries: from a generator that differs by rank.
@@ -329,13 +326,6 @@ class MegasoftmaxCoreAttention(MegatronModule):
         like = results[0] if results else query  # autocast may give another type
         zeros = like.new_zeros(1, query.shape[1] * value.shape[2])
         return torch.cat([zeros, *results]).index_select(0, source.to(query.device))
-
-
-def _runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether attention would; the reference is slower than two matrix products and a softmax."""
-    if not query.is_cuda:
-        return False
-    return not megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
 
 
 def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) -> Replaced:

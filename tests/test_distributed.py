@@ -579,7 +579,7 @@ def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded parameters": losses(model, tokens[rank::world])}
 
     # Through attention itself, which on CPUs transformers is otherwise not given
-    integration._runs_fused = lambda query, *_: shapes.append(tuple(query.shape)) or True
+    integration.runs_fused = lambda query, *_: shapes.append(tuple(query.shape)) or True
     if rank == 0:
         whole.save_pretrained(folder / "llama")
     torch.distributed.barrier()

@@ -40,7 +40,7 @@ from megasoftmax.integrations.replacing import Replaced
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, BATCH, LENGTH, HEADS, HEAD_DIM = 62, 2, 12, 4, 8
-RUNS_FUSED = integration._runs_fused
+RUNS_FUSED = integration.runs_fused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +65,7 @@ def path(request, monkeypatch):
     def runs_fused(query, *rest):
         return request.param == "attention" and (not query.is_cuda or RUNS_FUSED(query, *rest))
 
-    monkeypatch.setattr(integration, "_runs_fused", runs_fused)
+    monkeypatch.setattr(integration, "runs_fused", runs_fused)
     yield request.param
     assert calls
 
@@ -302,7 +302,7 @@ def test_planted_fault_is_caught(fault, monkeypatch):
         "window": "window",
         "sink": "off by one",
     }
-    monkeypatch.setattr(integration, "_runs_fused", lambda *tensors: False)
+    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: False)
     with pytest.raises(AssertionError, match="not close"):
         test_core_attention(cases[fault], "softmax", "cpu")
 
@@ -320,7 +320,7 @@ def test_layer_scaling_keeps_float16_scores_finite():
 
 
 def test_dropout(monkeypatch):
-    monkeypatch.setattr(integration, "_runs_fused", lambda *tensors: True)
+    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: True)
     case = Case({"attention_dropout": 0.3}, mask=MASK, key_heads=2)
     core = build(case)
     tensors, mask, _ = make_inputs(case, "cpu", torch.float64)

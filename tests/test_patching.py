@@ -69,7 +69,7 @@ def calls(monkeypatch):
 
     for name in ("attention", "softmax", "softmax_topk"):
         count(name, getattr(megasoftmax, name))
-    monkeypatch.setattr(integration, "_runs_fused", lambda *given: True)
+    monkeypatch.setattr(integration, "runs_fused", lambda *given: True)
     return counted
 
 
@@ -441,7 +441,7 @@ def test_options_of_families_without_the_interface(name, option, calls):
 
 def test_gptj_has_its_scores_in_float32(monkeypatch):
     """Scores near 300 in bfloat16 are off by one: without it the weights would differ."""
-    monkeypatch.setattr(integration, "_runs_fused", lambda *given: False)
+    monkeypatch.setattr(integration, "runs_fused", lambda *given: False)
     model = MODELS["gptj"]().bfloat16().eval()
     layer = model.transformer.h[0].attn
     torch.manual_seed(3)

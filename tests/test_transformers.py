@@ -29,7 +29,7 @@ import megasoftmax
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
 
-RUNS_FUSED = integration._runs_fused
+RUNS_FUSED = integration.runs_fused
 WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
 
 
@@ -43,7 +43,7 @@ def attention_on_a_cpu(monkeypatch):
     """A CPU is to take the same way as a GPU that can run attention fused."""
     monkeypatch.setattr(
         integration,
-        "_runs_fused",
+        "runs_fused",
         lambda query, *rest: not query.is_cuda or RUNS_FUSED(query, *rest),
     )
 
@@ -488,7 +488,7 @@ def test_autocast_gives_attention_one_type(family, monkeypatch):
 
 def test_what_does_not_run_fused_takes_the_softmax(device, monkeypatch):
     """All of it on a CPU; on a GPU what is not of one half type."""
-    monkeypatch.setattr(integration, "_runs_fused", RUNS_FUSED)
+    monkeypatch.setattr(integration, "runs_fused", RUNS_FUSED)
     given = torch.randn(3, 2, 4, 9, 8, device=device)
     for dtypes, fused in (
         ((torch.bfloat16,) * 3, device == "cuda"),
