@@ -69,6 +69,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.products import between_products, runs_fused
 from megasoftmax.integrations.replacing import Replaced
 
@@ -252,6 +253,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         is_causal: bool,
     ) -> Tensor:
         """[batch, heads, queries, head_dim] of tensors with heads before tokens."""
+        query, key, value = as_autocast(query, key, value)
         options: dict[str, Any] = {
             "scale": self.softmax_scale,
             "mask": mask,
@@ -270,7 +272,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
             key,
             value,
             self._multiply,
-            lambda scores: self._drop(megasoftmax.softmax(scores, **options)),
+            lambda scores: self._drop(megasoftmax.softmax(scores, **options, dtype=scores.dtype)),
         )
         return output
 
@@ -384,7 +386,10 @@ def _through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_plain or given["score_function"] != "softmax" or logits.dtype == torch.float64:
             return original(*args, **kwargs)
         scores, experts = megasoftmax.softmax_topk(
-            logits, given["topk"], renormalize=not given["use_pre_softmax"]
+            logits,
+            given["topk"],
+            renormalize=not given["use_pre_softmax"],
+            dtype=logits.dtype,
         )
         if given["scaling_factor"]:
             scores = scores * given["scaling_factor"]

@@ -13,7 +13,8 @@ def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     """Whether `megasoftmax.attention` would; its reference is slower than `between_products`."""
     if not query.is_cuda or not query.dtype == key.dtype == value.dtype:
         return False
-    return not megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
+    return len(reasons) == 0  # torch.compile cannot trace `not reasons`
 
 
 def between_products(

@@ -153,6 +153,6 @@ def _forward(
         logits,
         self.top_k,
         renormalize=self.norm_topk_prob if rule.renormalize is None else rule.renormalize,
-        dtype=rule.dtype,
+        dtype=rule.dtype or logits.dtype,
     )
     return logits, scores, experts

@@ -61,6 +61,7 @@ from transformers.masking_utils import (
 from transformers.utils.output_capturing import _active_collector
 
 import megasoftmax
+from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.products import between_products, runs_fused
 
 NAME = "megasoftmax"
@@ -204,7 +205,7 @@ def attention_forward(
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     if not _against_attention(module, dropout, softcap, kwargs):
-        tensors = _as_autocast(query, key, value)
+        tensors = as_autocast(query, key, value)
         if runs_fused(*tensors, options):
             output = megasoftmax.attention(*tensors, **options)
             return output.transpose(1, 2).contiguous(), None
@@ -243,7 +244,7 @@ def why_not_attention(
         megasoftmax.Reason(constraint, actual, limit)
         for constraint, actual, limit in _against_attention(module, dropout, softcap, kwargs)
     )
-    tensors = _as_autocast(query, key, value)
+    tensors = as_autocast(query, key, value)
     dtypes = [str(tensor.dtype) for tensor in tensors]
     if len(set(dtypes)) > 1:
         actual = ", ".join(dtypes)
@@ -380,17 +381,6 @@ def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
         return False  # nothing collects here, and a context variable would break the graph
     collected = _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
-
-
-def _as_autocast(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In the type that autocast, where it is on, gives the arguments of a matrix product."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _through_softmax(

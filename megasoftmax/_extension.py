@@ -61,7 +61,7 @@ _loaded: Status | None = None
 def load() -> Status:
     """Loads the compiled part, building it first where that is possible; at most once per process.
 
-    To be called before an operator meets its first CUDA tensor. Warns when nothing can be loaded.
+    The first CUDA tensor calls it. Warns when nothing can be loaded.
     """
     global _loaded
     if _loaded is None:

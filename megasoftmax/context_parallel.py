@@ -33,8 +33,10 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
         ]
         output, lse = megasoftmax.merge_attention(*zip(*halves))
 
-    A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing; a query for
-    which no part has anything has output 0 and -inf again. If there is a sink, one part has it.
+    A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing, whatever its
+    output holds; a query for which no part has anything has output 0 and -inf again. If there is a
+    sink, one part has it. Give the others a sink of -inf where all logits of a query can be -inf in
+    a part, as when they overflow: by itself such a row is NaN, and so are its gradients.
     Plain torch, differentiable with respect to all.
 
     Args:
@@ -138,6 +140,11 @@ def attention(
         bias, mask, sink: the same; of this rank's queries and the keys of all ranks. A table is one
             of all queries and all keys.
     """
+    if reference.in_forward_mode():
+        raise NotImplementedError(
+            "ring_attention: expected to be differentiated in reverse mode, got torch.func.jvp or "
+            "a dual level; megasoftmax.attention has forward-mode derivatives"
+        )
     return _RingFunction.apply(query, key, value, bias, mask, sink, options, halves, ring)
 
 
@@ -166,7 +173,11 @@ class _Block(NamedTuple):
         return tensor
 
     def arguments(self, bias: Tensor | None, mask: Tensor | None, options: Options) -> Any:
-        """Those of both halves from the bias on, without a sink: it joins when all are merged."""
+        """Those of both halves from the bias on.
+
+        The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
+        whose logits are all -inf: other blocks may have the rest of it.
+        """
         return (
             self.of_pairs(bias, options.relative),
             self.of_pairs(mask, False),
@@ -175,7 +186,7 @@ class _Block(NamedTuple):
             self.window_left,
             self.window_right,
             None,
-            None,
+            -torch.inf,
             options.relative,
         )
 
@@ -329,6 +340,10 @@ def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, list[T
 
 class _Exchange:
     """Tensors of some rank's keys, [b, hk, n, ...], on their way from each rank to the next.
+
+    What is empty is neither sent nor received: both ends know all lengths. In each round every rank
+    sends or receives something, unless no rank has keys: NCCL begins when all ranks of a group have
+    called it.
 
     Args:
         sent: contiguous; not to be changed before `wait` returns.

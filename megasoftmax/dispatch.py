@@ -61,14 +61,14 @@ def reasons_against_fused_softmax(
         _columns(scores, is_limited),
         None if bias is None else _bias_gradient(bias, scores),
     )
-    return tuple(reason for reason in found if reason is not None) if any(found) else ()
+    return _given(found)
 
 
 def reasons_against_fused_columns(
     scores: Tensor, scale: float, dtype: torch.dtype | None
 ) -> tuple[Reason, ...]:
     """The same for scores alone, normalised over a dimension that others follow."""
-    return tuple(reason for reason in _of_any_call(scores, scale, dtype) if reason is not None)
+    return _given(_of_any_call(scores, scale, dtype))
 
 
 def reasons_against_fused_topk(
@@ -90,8 +90,9 @@ def reasons_against_fused_topk(
         ),
         _rows(logits),
         _columns(logits, False),
+        _forward_mode(),
     )
-    return tuple(reason for reason in found if reason is not None) if any(found) else ()
+    return _given(found)
 
 
 def reasons_against_fused_attention(
@@ -107,8 +108,13 @@ def reasons_against_fused_attention(
         _attention_scale(scale),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
         _count("queries + keys", query.shape[2] + key.shape[2], MAX_POSITIONS),
+        _forward_mode(),
     )
-    return tuple(reason for reason in found if reason is not None) if any(found) else ()
+    return _given(found)
+
+
+def _given(found: tuple[Reason | None, ...]) -> tuple[Reason, ...]:
+    return tuple([reason for reason in found if reason is not None])  # faster than a generator
 
 
 def _of_any_tensor(tensor: Tensor) -> tuple[Reason | None, ...]:
@@ -212,6 +218,13 @@ def _head_dim(name: str, size: int) -> Reason | None:
 
 def _count(name: str, count: int, most: int) -> Reason | None:
     return None if count <= most else Reason(name, str(count), f"at most {most}")
+
+
+def _forward_mode() -> Reason | None:
+    """Plain torch has such derivatives by itself; beside kernels only softmax has one."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return None
+    return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
 
 
 def _k(k: int) -> Reason | None:

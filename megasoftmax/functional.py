@@ -97,7 +97,8 @@ def softmax(
     * A NaN or +inf that is not excluded makes NaN of all that is not excluded in its row.
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
-    modified. The same call gives the same bits on the same device, gradients included.
+    modified. The same call gives the same bits on the same device, gradients included. Forward mode
+    (torch.func.jvp) is supported, but not over reverse mode (torch.func.hessian).
 
     DTensors stay split along the dimensions before queries and keys, see `megasoftmax.sharding`.
 
@@ -114,7 +115,8 @@ def softmax(
             side. A window of W tokens that ends at the query is (W - 1, 0).
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
-        dtype: of the probabilities; by default that of the scores.
+        dtype: of the probabilities; by default what torch.softmax would return: the type of the
+            scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
         dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
             last, keys are not what it counts: neither causal nor window may be given, and a sink
@@ -131,6 +133,7 @@ def softmax(
     Raises:
         TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
             run fused; names the argument, what was expected and what came. Nothing was launched.
+        NotImplementedError: a forward-mode derivative of a gradient.
 
     Source:
         Online normalisation: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
@@ -270,7 +273,8 @@ def softmax_topk(
 
     Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
     Gradients use the returned probabilities where they are summed over K, and float32 ones
-    elsewhere. The same call gives the same bits on the same device, gradients included.
+    elsewhere. The same call gives the same bits on the same device, gradients included. In forward
+    mode (torch.func.jvp) calls run in plain torch.
 
     DTensors stay split along all dimensions but the last, see `megasoftmax.sharding`.
 
@@ -292,7 +296,9 @@ def softmax_topk(
             summed in float32 over what was broadcast.
         renormalize: the probabilities sum to 1 over the K entries; the log-sum-exp is over all V
             all the same.
-        dtype: of the probabilities; by default that of the logits.
+        dtype: of the probabilities; by default what torch.softmax would return: the type of the
+            logits, but float32 for 16-bit logits under torch.autocast on a GPU. (torch.topk keeps
+            the type that it is given under autocast.)
         return_lse: also return the log-sum-exp.
         group: the process group over whose ranks V is sharded.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
@@ -306,6 +312,7 @@ def softmax_topk(
     Raises:
         TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
             run fused; names the argument, what was expected and what came. Nothing was launched.
+        NotImplementedError: a forward-mode derivative, or a second one, with `group`.
 
     Source:
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
@@ -320,7 +327,7 @@ def softmax_topk(
     elif sharding.prepare(logits):
         _check_shards("logits", logits)
         halves = ops_topk.HALVES
-    out = logits.dtype if dtype is None else dtype
+    out = _dtype_of_probabilities(logits, dtype)
     if group is not None:
         probabilities, indices, statistics = vocabulary.softmax_topk(
             halves, group, logits, k, scale, mask, bias, renormalize, out
@@ -415,10 +422,15 @@ def attention(
 
     Differentiable with respect to query, key, value, bias and a sink that is a tensor. Incoming
     gradients are not modified. A second derivative takes `fused=False`, and is refused otherwise.
+    In forward mode (torch.func.jvp) calls run in plain torch; DTensors are refused.
     Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
     everywhere under torch.use_deterministic_algorithms.
 
     DTensors stay split along batches and heads, see `megasoftmax.sharding`; differentiable once.
+
+    Under torch.autocast query, key and value are cast to its type, as for torch's
+    scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
+    and sink keep their types, where torch would cast the bias too.
 
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
@@ -456,13 +468,15 @@ def attention(
     Raises:
         TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
             run fused; names the argument, what was expected and what came. Nothing was launched.
-        NotImplementedError: a second derivative of a call that ran fused.
+        NotImplementedError: a second derivative of a call that ran fused, or a forward-mode
+            derivative of DTensors.
 
     Source:
         Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
+    query, key, value = as_autocast(query, key, value)
     _check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
     halves = _attention_halves(query, key, value, scale, fused)
@@ -548,14 +562,14 @@ def ring_attention(
     What is kept for the backward pass is of this rank, and three numbers for each query, head and
     rank that it sees.
 
-    Differentiable once. The gradients of query, key and value are whole. That of a sink or bias is
-    what this rank's queries contribute: where ranks share one, as with any parameter of a model
-    whose batch is sharded, their gradients are to be added up.
+    Differentiable once, in reverse mode. The gradients of query, key and value are whole. That of a
+    sink or bias is what this rank's queries contribute: where ranks share one, as with any
+    parameter of a model whose batch is sharded, their gradients are to be added up.
 
     All ranks must call it, with the same options and kinds of arguments, forward and backward.
     The parts need not have equal lengths, but where they have not, `lengths` must say so: it cannot
     be checked here. With causality the last ranks have the most to do. Compiled code leaves its
-    graph for the call.
+    graph for the call. torch.autocast acts as on `attention`.
 
     Args:
         query: [batch, heads, queries, head_dim] of this rank, as in `attention`.
@@ -585,12 +599,13 @@ def ring_attention(
         TypeError, ValueError: an argument is not as above; causality, a window or a `RelativeBias`
             is given, for which query i is the token of key i, but not as many queries as keys; or
             `fused` is True and a block cannot run fused.
-        NotImplementedError: a backward pass with create_graph=True.
+        NotImplementedError: a backward pass with create_graph=True, or a forward-mode derivative.
 
     Source:
         Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889.
     """
     _check_group(group)
+    query, key, value = as_autocast(query, key, value)
     _check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
     if sharding.prepare(query):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
@@ -667,7 +682,7 @@ def _softmax_over_last(
         right,
         sink_tensor,
         sink_value,
-        scores.dtype if dtype is None else dtype,
+        _dtype_of_probabilities(scores, dtype),
         return_lse or (sink_tensor is not None and needs_gradient),
     )
 
@@ -735,7 +750,7 @@ def _softmax_of_columns(
         -1,
         None,
         None,
-        scores.dtype if dtype is None else dtype,
+        _dtype_of_probabilities(scores, dtype),
         return_lse,
     )
     return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
@@ -751,9 +766,43 @@ def _is_fused(
     if fused is False or (fused is None and not scores.is_cuda):
         return False
     reasons = reasons_against(scores, *args)
-    if reasons and fused:
+    can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
+    if fused and not can_be:
         raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
-    return not reasons
+    return can_be
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type that autocast gives a tensor for matrix products; None where it leaves it alone."""
+    if not torch._C._is_any_autocast_enabled() or not isinstance(tensor, Tensor):
+        return None
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which refuses "meta"
+        return None
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the types that torch's scaled_dot_product_attention gives them under autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return query, key, value
+    return _as_autocast(query), _as_autocast(key), _as_autocast(value)
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    dtype = autocast_dtype(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _dtype_of_probabilities(scores: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type asked for, or else that of torch.softmax: float32 under autocast on a GPU."""
+    if dtype is not None:
+        return dtype
+    if scores.is_cuda and autocast_dtype(scores) is not None:
+        return torch.float32
+    return scores.dtype
 
 
 def _call(through_autograd: Callable[..., Any], halves: Any, *args: Any) -> Any:
@@ -804,6 +853,7 @@ def _attention_reasons(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Any
 ) -> tuple[Reason, ...]:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
+    query, key, value = as_autocast(query, key, value)
     _check_attention(query, key, value, **options)
     scale = _attention_scale(query, options.get("scale"))
     return dispatch.reasons_against_fused_attention(query, key, value, scale)

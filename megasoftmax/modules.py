@@ -49,7 +49,9 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     right side of -1 still ends at the query), and keys may be more than queries.
 
     Probabilities are of the half type that the flags name where `softmax_in_fp32` is set, else of
-    the type of the input. Fused or on a CPU, sums are in float32 in either case.
+    the type of the input. Under torch.autocast with `scaled_masked_softmax_fusion` they are of the
+    type of autocast, as those of apex's class, float64 apart; without it torch.softmax chooses.
+    Fused or on a CPU, sums are in float32 in either case.
 
     Args:
         input_in_fp16, input_in_bf16: the half type of the model, at most one; neither for float32.
@@ -130,14 +132,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             causal=self._is_causal(),
             window=self.window_size,
             sink=_sink(softmax_offset, input),
-            dtype=self._output_dtype(),
+            dtype=self._output_dtype(input, fusion=True),
         )
 
     def forward_torch_softmax(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
     ) -> Tensor:
         """In plain torch, through `mask_func`."""
-        scores = input.float() if self._output_dtype() is not None else input
+        output_dtype = self._output_dtype(input, fusion=self.scaled_masked_softmax_fusion)
+        scores = input if output_dtype is None else input.float()
         if self.scale is not None:
             scores = scores * self.scale
         for one in self._masks(scores, mask):
@@ -150,7 +153,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             probabilities = functional.softmax(
                 scores, sink=_sink(softmax_offset, scores), fused=False
             )
-        return probabilities.to(self._output_dtype() or probabilities.dtype)
+        return probabilities.to(output_dtype or probabilities.dtype)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
         """Whether scores [b, np, sq, sk] of the type that the flags name would run fused.
@@ -162,7 +165,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return False
         dtype = self._half_dtype() or torch.float32
         scores = torch.empty((), dtype=dtype, device=device).expand(b, np, sq, sk)
-        return not self.why_not_fused(scores, mask)
+        return len(self.why_not_fused(scores, mask)) == 0
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
@@ -192,7 +195,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             causal=self._is_causal(),
             window=self.window_size,
             sink=_sink(softmax_offset, input),
-            dtype=self._output_dtype(),
+            dtype=self._output_dtype(input, fusion=True),
         )
         return (*reasons, *rest)
 
@@ -210,8 +213,9 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return torch.float16
         return torch.bfloat16 if self.input_in_bf16 else None
 
-    def _output_dtype(self) -> torch.dtype | None:
-        return self._half_dtype() if self.softmax_in_fp32 else None
+    def _output_dtype(self, scores: Tensor, *, fusion: bool) -> torch.dtype | None:
+        dtype = functional.autocast_dtype(scores) if fusion else None
+        return dtype or (self._half_dtype() if self.softmax_in_fp32 else None)
 
     def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """What `mask_func` is to apply, in turn."""
@@ -240,7 +244,7 @@ class ScaledUpperTriangMaskedSoftmax:
     def apply(inputs: Tensor, scale: float) -> Tensor:
         """Probabilities of scores [batch * heads, queries, keys], in their type; differentiable."""
         _check_rank("inputs", inputs, 3, "[batch * heads, queries, keys]")
-        return functional.softmax(inputs, scale=scale, causal=True)
+        return functional.softmax(inputs, scale=scale, causal=True, dtype=inputs.dtype)
 
 
 class ScaledMaskedSoftmax:
@@ -253,7 +257,7 @@ class ScaledMaskedSoftmax:
         The mask is bool, True = excluded, and broadcastable to the scores; or None.
         """
         _check_rank("inputs", inputs, 4, "[batch, heads, queries, keys]")
-        return functional.softmax(inputs, scale=scale, mask=mask)
+        return functional.softmax(inputs, scale=scale, mask=mask, dtype=inputs.dtype)
 
 
 class ScaledSoftmax:
@@ -262,7 +266,7 @@ class ScaledSoftmax:
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
         """Probabilities of scores [..., queries, keys], in their type; differentiable."""
-        return functional.softmax(inputs, scale=scale)
+        return functional.softmax(inputs, scale=scale, dtype=inputs.dtype)
 
 
 class SoftmaxOne(torch.nn.Module):
@@ -298,7 +302,7 @@ class SoftmaxOne(torch.nn.Module):
         self.denominator_offset = denominator_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probabilities, of the shape and type of x."""
+        """Probabilities of the shape of x, in the type that torch.softmax would return."""
         scores, sink = self._scores_and_sink(x)
         dim = -1 if self.dim is None else self.dim
         return functional.softmax(scores, sink=sink).movedim(-1, dim)

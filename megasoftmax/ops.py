@@ -1,8 +1,9 @@
 """The ops torch.ops.megasoftmax.*: schemas, and all their implementations but CUDA's.
 
-The compiled part adds those when it is loaded (see `_extension`). Arguments and results are
-explained in `reference`, whose functions are the CPU implementations. The namespace is the name of
-the package: a copy that is imported under another name has ops of its own.
+The compiled part adds those when it is loaded, for the first CUDA tensor (see `_extension`).
+Arguments and results are explained in `reference`, whose functions are the other implementations.
+The namespace is the name of the package: a copy that is imported under another name has ops of its
+own.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax import _extension, reference
 
 _library = torch.library.Library(__package__, "DEF")
 _library.define(
@@ -43,6 +44,21 @@ _forward = _ops.softmax_forward.default
 _backward = _ops.softmax_backward.default
 _columns_forward = _ops.softmax_columns_forward.default
 _columns_backward = _ops.softmax_columns_backward.default
+
+
+def implement(library: torch.library.Library, op: Any, function: Callable[..., Any]) -> None:
+    """Lets a function compute an op on CPUs, and on GPUs where no kernels can be loaded.
+
+    A program that torch.export saved may call an op in a process where no public function has
+    loaded the kernels: then this does. Once loaded, they come before this.
+    """
+
+    def without_kernels(*args: Any) -> Any:
+        if args[0].is_cuda and _extension.load().available:
+            return op(*args)
+        return function(*args)
+
+    library.impl(op, without_kernels, "CompositeExplicitAutograd")
 
 
 def below_autograd(op: Callable[..., Any], *args: Any) -> Any:
@@ -108,14 +124,14 @@ def _batch_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return reference.batch_backward(_backward, info, in_dims, *args)
 
 
-_library.impl("softmax_forward", reference.softmax_forward, "CPU")
+implement(_library, _forward, reference.softmax_forward)
 torch.library.register_fake(_forward, _fake_forward, lib=_library)
 torch.library.register_vmap(_forward, _batch_forward, lib=_library)
 torch.library.register_autograd(
     _forward, _gradients, setup_context=reference.save_for_gradients, lib=_library
 )
 
-_library.impl("softmax_backward", reference.softmax_backward, "CPU")
+implement(_library, _backward, reference.softmax_backward)
 torch.library.register_fake(_backward, _fake_backward, lib=_library)
 torch.library.register_vmap(_backward, _batch_backward, lib=_library)
 torch.library.register_autograd(
@@ -226,14 +242,14 @@ def _batch_columns_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> 
     return outputs[0], dims[0]
 
 
-_library.impl("softmax_columns_forward", reference.softmax_columns_forward, "CPU")
+implement(_library, _columns_forward, reference.softmax_columns_forward)
 torch.library.register_fake(_columns_forward, _fake_columns_forward, lib=_library)
 torch.library.register_vmap(_columns_forward, _batch_columns_forward, lib=_library)
 torch.library.register_autograd(
     _columns_forward, _columns_gradients, setup_context=_save_columns, lib=_library
 )
 
-_library.impl("softmax_columns_backward", reference.softmax_columns_backward, "CPU")
+implement(_library, _columns_backward, reference.softmax_columns_backward)
 torch.library.register_fake(_columns_backward, _fake_columns_backward, lib=_library)
 torch.library.register_vmap(_columns_backward, _batch_columns_backward, lib=_library)
 torch.library.register_autograd(

@@ -1,8 +1,8 @@
 """The ops of attention, torch.ops.megasoftmax.attention_*, as `ops` has the others.
 
-Arguments and results are explained in `reference_attention`, whose functions compute on CPUs. Of
-the results of an op the strides are known too: those of a contiguous output [b, m, h, dv], and
-those that torch.empty_like gives the gradients of query, key and value.
+Arguments and results are explained in `reference_attention`, whose functions compute without
+kernels. Of the results of an op the strides are known too: those of a contiguous output
+[b, m, h, dv], and those that torch.empty_like gives the gradients of query, key and value.
 
 torch.ops.megasoftmax.attention_in_blocks_* are the reference on any device. Compiled code calls
 them: traced, the loops over blocks would be unrolled, which takes a compiler minutes.
@@ -22,8 +22,8 @@ _ops = getattr(torch.ops, __package__)
 
 
 def _call_backward(op: Callable[..., Any], *args: Any) -> Any:
-    """The op; where a graph of it is asked for, one that refuses to be differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    """The op; where it is to be differentiated, one that refuses."""
+    if reference.is_differentiated() and not torch.compiler.is_compiling():
         return _BackwardFunction.apply(op, *args)
     return ops.below_autograd(op, *args)
 
@@ -33,6 +33,10 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
         "fused attention: expected to be differentiated once, got a second derivative; "
         "fused=False can be differentiated as often as wanted"
     )
+
+
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError(reference_attention.IN_FORWARD_MODE)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -50,6 +54,7 @@ class _BackwardFunction(torch.autograd.Function):
 
     setup_context = staticmethod(_save_nothing)
     backward = staticmethod(_refuse)
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -89,8 +94,8 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _defined(name: str, dispatch_key: str) -> reference_attention.Halves:
-    """Defines a pair of ops, computed by the reference under a dispatch key: without autograd."""
+def _defined(name: str, *, has_kernels: bool) -> reference_attention.Halves:
+    """Defines a pair of ops, which the reference computes where there are no kernels."""
     _library.define(
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
@@ -111,15 +116,23 @@ def _defined(name: str, dispatch_key: str) -> reference_attention.Halves:
     def gradients(ctx: Any, *grads: Tensor | None) -> Any:
         return reference_attention.gradients(ctx, backward, *grads)
 
+    functions: dict[Any, Callable[..., Any]] = {
+        forward: reference_attention.attention_forward,
+        backward: _backward_in_its_layout,
+    }
+    for op, function in functions.items():
+        if has_kernels:
+            ops.implement(_library, op, function)
+        else:
+            _library.impl(op, function, "CompositeExplicitAutograd")
+
     save = reference_attention.save_for_gradients
-    _library.impl(f"{name}_forward", reference_attention.attention_forward, dispatch_key)
     torch.library.register_fake(forward, _fake_forward, lib=_library)
     torch.library.register_vmap(
         forward, partial(reference_attention.batch_forward, forward), lib=_library
     )
     torch.library.register_autograd(forward, gradients, setup_context=save, lib=_library)
 
-    _library.impl(f"{name}_backward", _backward_in_its_layout, dispatch_key)
     torch.library.register_fake(backward, _fake_backward, lib=_library)
     torch.library.register_vmap(
         backward, partial(reference_attention.batch_backward, backward), lib=_library
@@ -130,5 +143,5 @@ def _defined(name: str, dispatch_key: str) -> reference_attention.Halves:
     )
 
 
-HALVES = _defined("attention", "CPU")
-HALVES_IN_BLOCKS = _defined("attention_in_blocks", "CompositeExplicitAutograd")
+HALVES = _defined("attention", has_kernels=True)
+HALVES_IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)

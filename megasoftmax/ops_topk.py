@@ -1,7 +1,6 @@
 """The ops of softmax + top-k, torch.ops.megasoftmax.softmax_topk_*, as `ops` has the others.
 
-Arguments and results are explained in `reference_topk`, whose functions are the implementations
-for CPUs.
+Arguments and results are explained in `reference_topk`, whose functions compute without kernels.
 """
 
 from typing import Any
@@ -73,14 +72,14 @@ def _batch_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     return reference_topk.batch_backward(_backward, info, in_dims, *args)
 
 
-_library.impl("softmax_topk_forward", reference_topk.softmax_topk_forward, "CPU")
+ops.implement(_library, _forward, reference_topk.softmax_topk_forward)
 torch.library.register_fake(_forward, _fake_forward, lib=_library)
 torch.library.register_vmap(_forward, _batch_forward, lib=_library)
 torch.library.register_autograd(
     _forward, _gradients, setup_context=reference_topk.save_for_gradients, lib=_library
 )
 
-_library.impl("softmax_topk_backward", reference_topk.softmax_topk_backward, "CPU")
+ops.implement(_library, _backward, reference_topk.softmax_topk_backward)
 torch.library.register_fake(_backward, _fake_backward, lib=_library)
 torch.library.register_vmap(_backward, _batch_backward, lib=_library)
 torch.library.register_autograd(

@@ -125,7 +125,8 @@ def softmax_forward(
     if bias is not None:
         z.add_(bias)
     excluded = excluded_entries(scores, mask, causal, window_left, window_right)
-    can_be_empty = excluded is not None or bias is not None
+    has_sink = sink is not None or sink_value is not None
+    can_be_empty = excluded is not None or bias is not None or has_sink
     highest = None
     if excluded is not None:  # passes over z without a branch per entry: masked_fill_ has one
         highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
@@ -151,10 +152,10 @@ def softmax_forward(
     if logit is not None:
         probabilities.mul_(torch.sigmoid(lse - logit).to(compute).unsqueeze(-1))
         lse = torch.logaddexp(lse, logit)
-        empty &= logit >= -torch.inf if can_be_empty else logit > -torch.inf
+        empty &= logit >= -torch.inf  # not for NaN
 
     # What is excluded is 0 already, but in rows that are NaN throughout.
-    if can_be_empty or logit is not None:
+    if can_be_empty:
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
         _clear_(probabilities, keep=highest)
@@ -334,6 +335,46 @@ def softmax_double_backward(
     return d_gradient, d_probabilities, e, d_lse
 
 
+def softmax_tangents(
+    scores: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    probabilities: Tensor,
+    lse: Tensor,
+    scale: float,
+    sink_logits: Tensor | None,
+    dim: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """Tangents of what `softmax_forward` returns, themselves differentiable as often as wanted.
+
+        dz = scale * dscores + dbias,  dlse = sum(p * dz) + exp(sink - lse) * dsink,
+        dp = p * (dz - dlse)
+
+    Args:
+        scores, bias, sink: tangents of these arguments, or None.
+        probabilities, lse: what `softmax_forward` returned.
+        scale, sink_logits: what it was given.
+        dim: over which the probabilities sum to 1.
+
+    Returns:
+        The tangents of the probabilities, in their dtype and 0 where they are exactly 0, and of the
+        log-sum-exp.
+    """
+    p = probabilities.to(lse.dtype)
+    dz = torch.zeros_like(p)
+    if scores is not None:
+        dz = dz + scale * scores.to(lse.dtype)
+    if bias is not None:
+        dz = dz + bias.to(lse.dtype)
+    dz = torch.where(p == 0, 0, dz)
+    d_lse = (p * dz).sum(dim)
+    if sink is not None:
+        d_sink = sink.to(lse.dtype).reshape((-1, 1) if sink.numel() != 1 else ())
+        d_lse = d_lse + sink_share(sink_logits, None, lse) * d_sink
+    dp = torch.where(p == 0, 0, p * (dz - d_lse.unsqueeze(dim)))
+    return dp.to(probabilities.dtype), d_lse
+
+
 def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
     """What the rows [..., heads, queries] that share a sink add up to, in its shape and dtype."""
     if sink.numel() == 1:
@@ -364,6 +405,32 @@ def sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None
     logit = sink_logit(sink, sink_value, lse.dtype, lse.device)
     assert logit is not None
     return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
+
+
+# Derivatives in forward mode
+
+
+def in_forward_mode() -> bool:
+    """Whether they are computed, by torch.func.jvp or in a dual level; no compiled code does."""
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 and not torch.compiler.is_compiling()
+
+
+def is_differentiated() -> bool:
+    """Whether what a backward pass computes is to be differentiated."""
+    return torch.is_grad_enabled() or in_forward_mode()
+
+
+def without_forward_mode(function: Any, message: str) -> Any:
+    """The autograd function for forward mode, which it refuses.
+
+    A subclass, because torch.compile traces no autograd function with a jvp.
+    """
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(message)
+
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 # Autograd and vmap, for this pair of functions and for any other of the same signatures
@@ -633,17 +700,35 @@ class SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         def differentiable(*args: Any) -> Any:
-            return SoftmaxBackwardFunction.apply(*args, ctx.halves)
+            return _call_backward(*args, ctx.halves)
 
-        backward = differentiable if torch.is_grad_enabled() else ctx.halves.backward
+        backward = differentiable if is_differentiated() else ctx.halves.backward
         return *gradients(ctx, backward, *grads), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def forward(*inputs: Any) -> Any:
-            return SoftmaxFunction.apply(*inputs, args[-1])
+            return call(args[-1], True, *inputs)
 
         return batch_forward(forward, info, in_dims[:-1], *args[:-1])
+
+
+class _SoftmaxInForwardMode(SoftmaxFunction):
+    """Its return_lse must be True."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        SoftmaxFunction.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*output, ForwardSlots(*inputs[:-1]).sink)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        of = ForwardSlots(*tangents[:-1])
+        probabilities, lse, sink = ctx.saved_tensors
+        scale, *_ = ctx.parameters
+        return softmax_tangents(
+            of.scores, of.bias, of.sink, probabilities, lse, scale, sink, ctx.halves.dim
+        )
 
 
 class SoftmaxBackwardFunction(torch.autograd.Function):
@@ -696,9 +781,20 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def backward(*inputs: Any) -> Any:
-            return SoftmaxBackwardFunction.apply(*inputs, args[-1])
+            return _call_backward(*inputs, args[-1])
 
         return batch_backward(backward, info, in_dims[:-1], *args[:-1])
+
+
+_BackwardInForwardMode = without_forward_mode(
+    SoftmaxBackwardFunction,
+    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
+    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported",
+)
+
+
+def _call_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (_BackwardInForwardMode if in_forward_mode() else SoftmaxBackwardFunction).apply(*args)
 
 
 # Function.apply without the binding of the signature, which takes longer than all the rest.
@@ -713,6 +809,8 @@ def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tens
         needs_gradient: whether autograd records and one of the arguments requires a gradient.
         args: those of `softmax_forward`; return_lse is True where the sink requires a gradient.
     """
+    if in_forward_mode():
+        return _SoftmaxInForwardMode.apply(*args[:-1], True, halves)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return SoftmaxFunction.apply(*args, halves)
     if needs_gradient:

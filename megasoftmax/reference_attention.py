@@ -11,7 +11,6 @@ What is done to a block is plain torch that autograd and vmap see through, witho
 so the backward function is differentiable itself, as often as wanted.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -56,8 +55,7 @@ def attention_forward(
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
         Statistics [3, b, h, m], float32 (float64 for float64 queries), contiguous: the largest z of
-        the row over r, where scale = r * 2^e and 1 <= |r| < 2, in which kernels count; the
-        logarithm of the denominator relative to that z, sink included; and that of the
+        the row; the logarithm of the denominator relative to it, sink included; and that of the
         denominator, the log-sum-exp.
 
         A row with nothing left has output 0 where mask, bias, causality, a window or a sink is
@@ -82,9 +80,8 @@ def attention_forward(
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
-        first = largest / (2 * math.frexp(scale)[0] or 1)
         output = _times(p, block.value.to(compute))
-        return output, torch.stack([first, relative_lse, lse], -1)
+        return output, torch.stack([largest, relative_lse, lse], -1)
 
     with _full_precision(query.device.type):
         output, statistics = _in_blocks(
@@ -630,6 +627,12 @@ class AttentionFunction(torch.autograd.Function):
         return *gradients(ctx, ctx.halves.backward, *grads), None
 
 
+IN_FORWARD_MODE = (
+    "attention: expected no forward-mode derivative of kernels or compiled code, got "
+    "torch.func.jvp or a dual level; plain torch has it, fused=False"
+)
+_AttentionInForwardMode = reference.without_forward_mode(AttentionFunction, IN_FORWARD_MODE)
+
 # Function.apply without the binding of the signature, which takes longer than all the rest.
 _apply_eagerly = super(torch.autograd.Function, AttentionFunction).apply
 
@@ -642,6 +645,10 @@ def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tens
         needs_gradient: whether autograd records and one of the arguments requires a gradient.
         args: those of `attention_forward`.
     """
+    if reference.in_forward_mode():  # which plain torch has by itself
+        if halves is HALVES:
+            return halves.forward(*args)
+        return _AttentionInForwardMode.apply(*args, halves)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return AttentionFunction.apply(*args, halves)
     if needs_gradient:

@@ -48,10 +48,9 @@ def softmax_topk_forward(
         Larger z first, lower index first among equals. NaN comes before +inf, -0 equals 0, and an
         excluded entry is a z of -inf.
 
-        The statistics of a row, over all of V: a maximum m of z; log sum exp(z - m); and their
-        sum, the log-sum-exp. m is rounded where scale * logit is, and the second number is
-        relative to m as it is: so exp(z - m - log sum), with z unrounded, is exact for offsets of
-        any size. A row with a visible NaN or +inf has NaN for all three, and NaN for its
+        The statistics of a row, over all of V: the largest y, of z = factor * y as `comparable` has
+        them; log sum exp(z - factor * y); and the log-sum-exp. y is not rounded, so that
+        exp(z - factor * y - log sum) is exact for offsets of any size. A row with a visible NaN or +inf has NaN for all three, and NaN for its
         probabilities, but 0 where an excluded entry was selected. A row of -inf throughout has
         -inf for all three, and probabilities 0 where mask or bias is given, else NaN.
     """
@@ -63,10 +62,9 @@ def softmax_topk_forward(
     empty = largest == -torch.inf
 
     total = torch.exp((y - largest.unsqueeze(-1)) * factor).sum(-1)
-    exact = largest.double() * rounded(factor, compute, logits.device)
-    maximum = exact.to(compute)
     log_total = total.double().log()
-    statistics = torch.stack([maximum, log_total + (exact - maximum), exact + log_total])
+    lse = largest.double() * rounded(factor, compute, logits.device) + log_total
+    statistics = torch.stack([largest, log_total, lse])
     statistics = statistics.masked_fill(empty, -torch.inf)
     statistics = statistics.masked_fill(largest.isnan() | (largest == torch.inf), torch.nan)
 
@@ -248,19 +246,15 @@ def comparable(
 def _probabilities(
     logits: Tensor, statistics: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """exp(z - max - log sum), [..., V], in the accumulation type; differentiable."""
+    """exp(z - max z - log sum), [..., V], in the accumulation type; differentiable."""
     compute = reference.accumulation_dtype(logits.dtype)
-    z = logits.double() * rounded(scale, compute, logits.device)
-    if bias is not None:
-        z = (z + bias).to(compute).double()
-    if mask is not None:
-        z = z.masked_fill(mask, -torch.inf)
+    y, factor = comparable(logits, scale, mask, bias)
     if mask is not None or bias is not None:  # else the row is NaN
         statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
-    maximum, log_sum, lse = statistics.double().unbind()
+    maximum, log_sum, lse = statistics.double().unsqueeze(-1)
+    z = (y.double() - maximum.detach()) * rounded(factor, compute, logits.device)
     # Autograd knows the log-sum-exp alone.
-    lse = lse + (maximum + log_sum - lse).detach()
-    p = (z - lse.unsqueeze(-1)).to(compute).exp()
+    p = (z - log_sum.detach() - (lse - lse.detach())).to(compute).exp()
     return p if mask is None else p.masked_fill(mask, 0)  # in a row that is NaN, too
 
 
@@ -488,16 +482,16 @@ class SoftmaxTopkFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         def differentiable(*args: Any) -> Any:
-            return SoftmaxTopkBackwardFunction.apply(*args, ctx.halves)
+            return _call_backward(*args, ctx.halves)
 
         gradient, _, statistics_gradient = grads
-        backward = differentiable if torch.is_grad_enabled() else ctx.halves.backward
+        backward = differentiable if reference.is_differentiated() else ctx.halves.backward
         return *gradients(ctx, backward, gradient, statistics_gradient), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def forward(*inputs: Any) -> Any:
-            return SoftmaxTopkFunction.apply(*inputs, args[-1])
+            return call(args[-1], True, *inputs)
 
         return batch_forward(forward, info, in_dims[:-1], *args[:-1])
 
@@ -547,9 +541,25 @@ class SoftmaxTopkBackwardFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def backward(*inputs: Any) -> Any:
-            return SoftmaxTopkBackwardFunction.apply(*inputs, args[-1])
+            return _call_backward(*inputs, args[-1])
 
         return batch_backward(backward, info, in_dims[:-1], *args[:-1])
+
+
+_IN_FORWARD_MODE = (
+    "softmax_topk: expected no forward-mode derivative of kernels or compiled code, got "
+    "torch.func.jvp or a dual level; plain torch has it, fused=False"
+)
+_TopkInForwardMode = reference.without_forward_mode(SoftmaxTopkFunction, _IN_FORWARD_MODE)
+_BackwardInForwardMode = reference.without_forward_mode(
+    SoftmaxTopkBackwardFunction, _IN_FORWARD_MODE
+)
+
+
+def _call_backward(*args: Any) -> Tensor:
+    in_forward_mode = reference.in_forward_mode()
+    function = _BackwardInForwardMode if in_forward_mode else SoftmaxTopkBackwardFunction
+    return function.apply(*args)
 
 
 # Function.apply without the binding of the signature, which takes longer than all the rest.
@@ -564,6 +574,10 @@ def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tens
         needs_gradient: whether autograd records and one of the arguments requires a gradient.
         args: those of `softmax_topk_forward`.
     """
+    if reference.in_forward_mode():  # which plain torch has by itself
+        return (
+            halves.forward(*args) if halves is HALVES else _TopkInForwardMode.apply(*args, halves)
+        )
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return SoftmaxTopkFunction.apply(*args, halves)
     if needs_gradient:

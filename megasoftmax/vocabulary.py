@@ -50,6 +50,8 @@ def softmax_topk(
         k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
         scale, renormalize, dtype: as in `reference_topk.softmax_topk_forward`.
     """
+    if reference.in_forward_mode():
+        raise NotImplementedError("group: expected None for a forward-mode derivative, got a group")
     return _ShardedTopk.apply(logits, k, scale, mask, bias, renormalize, dtype, halves, group)
 
 
@@ -78,7 +80,7 @@ class _ShardedTopk(torch.autograd.Function):
         rows = logits.shape[:-1]
         mine, factor, statistics = _select(halves, logits, k, scale, mask, bias)
         gathered = _gather(mine, statistics, logits.shape[-1], k, group)
-        candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype)
+        candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
         best = reference_topk.select(candidates.y, k)
         indices, y, excluded = (
@@ -86,7 +88,7 @@ class _ShardedTopk(torch.autograd.Function):
             for part in (candidates.indices, candidates.y, candidates.excluded)
         )
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
-        weights = y.double() * reference_topk.rounded(factor, y.dtype, y.device) - maximum
+        weights = (y.double() - maximum) * reference_topk.rounded(factor, y.dtype, y.device)
         if renormalize:
             weights = weights.exp()
             p = weights / weights.sum(-1, keepdim=True)
@@ -183,7 +185,9 @@ def _gather(
     return gathered.view(shards, -1)
 
 
-def _unpack(gathered: Tensor, k: int, compute: torch.dtype) -> tuple[_Candidates, Tensor, Tensor]:
+def _unpack(
+    gathered: Tensor, k: int, compute: torch.dtype, factor: float
+) -> tuple[_Candidates, Tensor, Tensor]:
     """All candidates, the statistics [3, rows] of whole rows, and where each shard begins."""
     shards = len(gathered)
     rows = (gathered.shape[1] - 1) // (2 + 2 * k)
@@ -193,8 +197,9 @@ def _unpack(gathered: Tensor, k: int, compute: torch.dtype) -> tuple[_Candidates
 
     maxima, log_sums = numbers.contiguous().view(compute).double().view(shards, 2, rows).unbind(1)
     maximum = maxima.amax(0)
-    log_sum = (maxima - maximum + log_sums).exp().sum(0).log()
-    statistics = torch.stack([maximum, log_sum, maximum + log_sum])
+    to_z = reference_topk.rounded(factor, compute, maxima.device)
+    log_sum = ((maxima - maximum) * to_z + log_sums).exp().sum(0).log()
+    statistics = torch.stack([maximum, log_sum, maximum * to_z + log_sum])
     statistics = statistics.masked_fill(maximum == -torch.inf, -torch.inf).to(compute)
 
     codes = codes.long().view(shards, rows, k)

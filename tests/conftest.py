@@ -34,7 +34,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _operators() -> None:
-    """Operators that are called by their names need the compiled part loaded beforehand."""
+    """Builds the compiled part, which takes minutes, in no test."""
     if torch.cuda.is_available():
         _extension.load()
 

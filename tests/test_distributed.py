@@ -4,6 +4,7 @@ The processes run once for each number of them, and leave what they found; the t
 """
 
 import copy
+import itertools
 import os
 import re
 import weakref
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import processes
@@ -359,7 +361,11 @@ def whole_split(split: Split, device: str) -> dict[str, Tensor]:
 
 
 TOKENS = 11
-LENGTHS = {1: [(11,)], 2: [(6, 5), (11, 0)], 3: [(4, 4, 3), (3, 0, 8)]}
+LENGTHS = {
+    1: [(11,)],
+    2: [(6, 5), (11, 0)],
+    3: [(4, 4, 3), (3, 0, 8), (0, 0, 5), (5, 0, 0), (0, 7, 0)],
+}
 ALIKE = {1: (11,), 2: (5, 5), 3: (4, 4, 4)}  # as `lengths` need not say
 
 Ring = dict[str, Any]
@@ -408,7 +414,17 @@ RINGS: dict[str, Callable[[int], Ring]] = {
         {name: tensor.bfloat16() for name, tensor in of_ring(n, dims=(8, 8)).items()}
         | {"causal": True, "sink": double(4, seed=3).float()}
     ),
+    "overflow in float32": lambda n: overflowing(n, torch.float32),
+    "overflow in bfloat16": lambda n: overflowing(n, torch.bfloat16),
 }
+
+
+def overflowing(tokens: int, dtype: torch.dtype) -> Ring:
+    """All logits of the first half of the keys, which can be a whole block, are -inf in float32."""
+    given = of_ring(tokens, dims=(8, 8))
+    given["query"] = given["query"].abs() + 1
+    given["key"][:, :, : (tokens + 1) // 2] = -3e38
+    return {name: tensor.to(dtype) for name, tensor in given.items()}
 
 
 def nothing_left(tokens: int) -> Tensor:
@@ -849,6 +865,27 @@ def test_merge(sizes):
             check(what, *values, torch.float64)
 
 
+def test_merge_of_a_part_that_overflows():
+    given = overflowing(12, torch.float32)
+    inputs = [each.requires_grad_() for each in given.values()]
+    query, *of_keys = inputs
+    parts = [
+        megasoftmax.attention(query, *part, sink=sink, return_lse=True)
+        for part, sink in zip(
+            zip(*(each.chunk(2, 2) for each in of_keys), strict=True), (-INF, None), strict=True
+        )
+    ]
+    merged = megasoftmax.merge_attention(*zip(*parts, strict=True))
+    wanted = megasoftmax.attention(*inputs, return_lse=True)
+    assert parts[0][1].eq(-INF).all()
+    grads = [cotangent(each, i) for i, each in enumerate(wanted)]
+    for results in zip(merged, wanted, strict=True):
+        check("output", *results, torch.float32)
+    found = [torch.autograd.grad(each, inputs, grads) for each in (merged, wanted)]
+    for gradients in zip(*found, strict=True):
+        check("gradient", *gradients, torch.float32)
+
+
 def test_merge_of_far_apart_and_of_nothing():
     outputs = [torch.full((1, 3, 2), number) for number in (1.0, 2.0, 3.0)]
     outputs[2][:, 1:] = torch.nan  # which counts for nothing
@@ -914,21 +951,82 @@ def test_messages_of_merged_types(outputs, lses, message):
         megasoftmax.merge_attention(outputs, lses)
 
 
-def test_ring_of_one():
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_both_ends_of_a_ring_agree(world, monkeypatch):
+    """Whatever is sent is received, in the same order; and all ranks begin, as NCCL wants it."""
+    operations: list[tuple[str, int, int]] = []
+    distributed = torch.distributed
+    monkeypatch.setattr(distributed, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(
+        distributed, "P2POp", lambda run, tensor, peer, _: (run.__name__, peer, tensor.numel())
+    )
+    monkeypatch.setattr(
+        distributed, "batch_isend_irecv", lambda each: operations.extend(each) or []
+    )
+    for lengths in itertools.product((0, 1, 5), repeat=world):
+        ranks = []
+        for rank in range(world):
+            operations.clear()
+            ring = context_parallel.Ring(SimpleNamespace(rank=lambda rank=rank: rank), lengths)
+            keys = torch.zeros(2, 3, lengths[rank], 4)
+            owners = [owner for owner, _ in context_parallel._round(ring, keys, keys[..., :1])]
+            assert owners == [(rank - step) % world for step in range(world)]
+            assert bool(operations) == any(lengths)
+            ranks.append([*operations])
+        for rank, operations in enumerate(ranks):
+            following = (rank + 1) % world
+            sent = [each[1:] for each in operations if each[0] == "isend"]
+            received = [each[1:] for each in ranks[following] if each[0] == "irecv"]
+            assert all(size > 0 for _, size in sent + received)
+            assert sent == [(following, size) for _, size in received]
+            assert received == [(rank, size) for _, size in sent]
+
+
+@pytest.fixture
+def ring_of_one() -> Iterator[Any]:
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    try:
-        group = torch.distributed.group.WORLD
-        found = {
-            (name, (TOKENS,)): run_ring(make(TOKENS), group, (TOKENS,), 0, "cpu")
-            for name, make in RINGS.items()
-            if "through the ops" not in name
-        }
-    finally:
-        torch.distributed.destroy_process_group()
-    for name, lengths in found:
-        check_ring(name, lengths, [{"rings": found}], "cpu")
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_ring_of_one(ring_of_one):
+    for name, make in RINGS.items():
+        if "through the ops" not in name:
+            lengths = (TOKENS,)
+            found = run_ring(make(TOKENS), ring_of_one, lengths, 0, "cpu")
+            check_ring(name, lengths, [{"rings": {(name, lengths): found}}], "cpu")
+
+
+def test_ring_under_autocast(ring_of_one):
+    """As attention: mixed types become that of autocast, gradients have those of the inputs."""
+    dtypes = (torch.float32, torch.float32, torch.bfloat16)
+    inputs = [
+        each.to(dtype).requires_grad_()
+        for each, dtype in zip(of_ring(TOKENS).values(), dtypes, strict=True)
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        output, lse = megasoftmax.ring_attention(*inputs, group=ring_of_one, causal=True)
+        wanted = megasoftmax.attention(*inputs, causal=True)
+    assert output.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(output, wanted)
+    found = [torch.autograd.grad(each.float().square().sum(), inputs) for each in (output, wanted)]
+    for gradient, other, dtype in zip(*found, dtypes, strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, other)
+
+
+def test_forward_mode_of_rings_is_refused(ring_of_one):
+    query, key, value = of_ring(TOKENS).values()
+
+    def function(query: Tensor) -> Tensor:
+        return megasoftmax.ring_attention(query, key, value, group=ring_of_one)[0]
+
+    message = r"^ring_attention: .* megasoftmax\.attention has forward-mode derivatives"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(function, (query,), (query,))
 
 
 class _Counted(TorchDispatchMode):

@@ -424,12 +424,6 @@ def test_second_derivatives_by_transforms(softmax, device):
     torch.testing.assert_close(second, expected)
 
 
-def test_forward_mode_is_refused(softmax):
-    scores = torch.randn(3, KEYS)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(softmax, (scores,), (scores,))
-
-
 # Training
 
 

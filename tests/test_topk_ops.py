@@ -436,12 +436,6 @@ def test_second_derivatives_by_transforms(topk, device, renormalize):
     torch.testing.assert_close(second, expected)
 
 
-def test_forward_mode_is_refused(topk):
-    logits = torch.randn(3, COLUMNS)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda x: topk(x)[0], (logits,), (logits,))
-
-
 # Training
 
 

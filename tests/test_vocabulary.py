@@ -244,6 +244,15 @@ def test_compiled(group_of_one):
     torch.testing.assert_close(*found)
 
 
+def test_forward_mode_is_refused(group_of_one):
+    def function(logits: Tensor) -> Tensor:
+        return megasoftmax.softmax_topk(logits, K, group=group_of_one)[0]
+
+    logits = normal(*ROWS, COLUMNS)
+    with pytest.raises(NotImplementedError, match=r"^group: expected None for a forward-mode"):
+        torch.func.jvp(function, (logits,), (logits,))
+
+
 def test_reasons(group_of_one):
     def reasons(k: int, columns: int = 200, **arguments: Any) -> list[str]:
         found = megasoftmax.why_not_fused(

@@ -1,0 +1,101 @@
+"""Programs that torch.export saves, in other processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megasoftmax import _extension, ops
+
+SAVE = """
+import sys
+import torch
+import megasoftmax
+from processes import let_ops_serve_cpus
+
+path, device, through_ops = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+if through_ops and device == "cpu":
+    let_ops_serve_cpus(setattr)
+
+class Model(torch.nn.Module):
+    def forward(self, query, mask):
+        options = {"mask": mask, "fused": through_ops}
+        attended = megasoftmax.attention(query, query.sin(), query.cos(), **options)
+        scores = query @ query.mT
+        probabilities = megasoftmax.softmax(scores, causal=True, **options)
+        of_columns = megasoftmax.softmax(scores, dim=1, fused=through_ops)
+        largest, indices = megasoftmax.softmax_topk(scores, 2, **options)
+        return attended, probabilities, of_columns, largest, indices
+
+torch.manual_seed(0)
+dtype = torch.float32 if device == "cpu" else torch.bfloat16
+inputs = (torch.randn(2, 3, 5, 8, dtype=dtype).to(device), torch.rand(2, 1, 5, 5).to(device) < 0.3)
+program = torch.export.export(Model(), inputs)
+torch.export.save(program, f"{path}/program.pt2")
+torch.save((inputs, Model()(*inputs)), f"{path}/expected.pt")
+print(*(node.target for node in program.graph.nodes if "megasoftmax" in str(node.target)))
+"""
+
+LOAD = """
+import sys
+import torch
+
+path = sys.argv[1]
+program = torch.export.load(f"{path}/program.pt2")
+inputs, expected = torch.load(f"{path}/expected.pt")
+for found, wanted in zip(program.module()(*inputs), expected, strict=True):
+    torch.testing.assert_close(found, wanted)
+"""
+
+WITH_KERNELS = """
+from megasoftmax import _extension
+print(_extension._loaded is not None)
+"""
+
+OPS = ("attention", "softmax", "softmax_columns", "softmax_topk")  # in the program
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+
+
+@pytest.mark.parametrize("through_ops", [False, True])
+def test_saved_and_loaded(through_ops, device, tmp_path):
+    """The process that loads a program imports the package, and calls none of its functions."""
+    saved = run(SAVE, tmp_path, device, through_ops)
+    assert saved.returncode == 0, saved.stderr
+    wanted = {f"megasoftmax.{name}_forward.default" for name in OPS} if through_ops else set()
+    assert set(saved.stdout.split()) == wanted
+    loaded = run("import megasoftmax\n" + LOAD + WITH_KERNELS, tmp_path)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.strip() == str(through_ops and device == "cuda")
+    if through_ops:  # torch names what is missing
+        forgotten = run(LOAD, tmp_path)
+        assert forgotten.returncode != 0
+        assert "Please import the custom op" in forgotten.stderr
+        assert "torch.ops.megasoftmax." in forgotten.stderr
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_ops_load_the_kernels(available, monkeypatch):
+    """With the first CUDA tensor; without kernels the reference computes."""
+    loads, implementations = [], {}
+    status = _extension.Status(available, reason="none")
+    monkeypatch.setattr(_extension, "load", lambda: loads.append(1) or status)
+    library = SimpleNamespace(
+        impl=lambda op, function, key: implementations.update({key: function})
+    )
+    ops.implement(library, lambda tensor, number: ("op", number), lambda *args: ("plain", args[1]))
+    (compute,) = implementations.values()
+    assert compute(torch.zeros(1), 2) == ("plain", 2)
+    assert not loads
+    assert compute(SimpleNamespace(is_cuda=True), 3) == ("op" if available else "plain", 3)
+    assert len(loads) == 1

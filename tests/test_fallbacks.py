@@ -1,0 +1,89 @@
+"""Calls that kernels refuse, in code that torch.compile must take whole."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import dispatch, functional
+from megasoftmax.integrations.products import runs_fused
+
+
+class _OnGpu:
+    is_cuda = True
+
+
+@pytest.fixture
+def asks_for_reasons(device, monkeypatch):
+    """On a CPU too calls with fused=None ask for reasons, which are not those about a GPU."""
+    torch.compiler.reset()
+    if device == "cuda":
+        return
+    for name in ("_device", "_compiled_part"):
+        monkeypatch.setattr(dispatch, name, lambda tensor: None)
+    is_fused = functional._is_fused
+
+    def on_gpu(fused, reasons_against, scores, *args):
+        return is_fused(fused, lambda _, *rest: reasons_against(scores, *rest), _OnGpu(), *args)
+
+    monkeypatch.setattr(functional, "_is_fused", on_gpu)
+
+
+def attention(query: Tensor) -> Tensor:
+    return megasoftmax.attention(query, query.sin(), query.cos(), causal=True)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    return megasoftmax.softmax(scores, causal=True, dtype=torch.float64)
+
+
+def softmax_of_columns(scores: Tensor) -> Tensor:
+    return megasoftmax.softmax(scores, dim=1, dtype=torch.float64)
+
+
+def softmax_topk(logits: Tensor) -> Tensor:
+    return megasoftmax.softmax_topk(logits.double(), 3)[0]
+
+
+@pytest.mark.usefixtures("asks_for_reasons")
+@pytest.mark.parametrize("function", [attention, softmax, softmax_of_columns, softmax_topk])
+def test_compile_of_calls_that_fall_back(function, device):
+    inputs = torch.randn(2, 3, 5, 8, device=device, requires_grad=True)
+    weights = torch.randn_like(function(inputs))
+    compiled = torch.compile(
+        function, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor"
+    )
+    found = []
+    for each in (compiled, function):
+        output = each(inputs)
+        found.append((output.detach(), *torch.autograd.grad(output, inputs, weights)))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("asks_for_reasons")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_code_can_ask_why(dtype, device):
+    """As adapters do, which take two products and a softmax where attention cannot run fused."""
+    query = torch.randn(1, 2, 3, 8, device=device, dtype=dtype)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(query: Tensor) -> Tensor:
+        reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
+        return query + len(reasons)
+
+    expected = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
+    if device == "cpu":
+        assert [each.constraint for each in expected] == ["dtype"] * (dtype == torch.float32)
+    assert function(query).equal(query + len(expected))
+
+
+@pytest.mark.gpu
+def test_compiled_adapters_ask_why():
+    query = torch.randn(1, 2, 3, 8, device="cuda")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(query: Tensor) -> Tensor:
+        return query + runs_fused(query, query, query, {})
+
+    torch.testing.assert_close(function(query), query)

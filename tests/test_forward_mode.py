@@ -1,0 +1,287 @@
+"""Forward-mode derivatives: torch.func.jvp and dual tensors, against those in reverse mode."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from inputs import coin, normal
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import megasoftmax
+from megasoftmax import RelativeBias, dispatch
+
+SHAPE = (2, 3, 4, 6)
+
+
+def double(*shape: int, seed: int, device: str = "cpu") -> Tensor:
+    return normal(*shape, device=device, dtype=torch.float64, seed=seed)
+
+
+def mask_with_empty_row(device: str) -> Tensor:
+    mask = coin(*SHAPE, device=device)
+    mask[0, :, 1] = True
+    return mask
+
+
+def softmax(device, **options):
+    mask = mask_with_empty_row(device)
+
+    def function(scores: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        return megasoftmax.softmax(
+            scores,
+            scale=-0.7,
+            mask=mask,
+            bias=bias,
+            causal=True,
+            sink=sink,
+            return_lse=True,
+            **options,
+        )
+
+    return function, [(SHAPE), (3, 1, 6), (3,)]
+
+
+def plain_softmax(device, **options):
+    return (lambda scores: megasoftmax.softmax(scores, scale=0.3, **options)), [SHAPE]
+
+
+def softmax_of_columns(device, **options):
+    return (lambda scores: megasoftmax.softmax(scores, dim=1, return_lse=True, **options)), [SHAPE]
+
+
+def softmax_with_one_sink(device, **options):
+    def function(scores: Tensor, sink: Tensor) -> Tensor:
+        return megasoftmax.softmax(scores, sink=sink, **options)
+
+    return function, [SHAPE, (1,)]
+
+
+def softmax_topk(device, renormalize=False, **options):
+    mask = mask_with_empty_row(device)
+
+    def function(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities, _, lse = megasoftmax.softmax_topk(
+            logits,
+            3,
+            scale=-0.7,
+            mask=mask,
+            bias=bias,
+            renormalize=renormalize,
+            return_lse=True,
+            **options,
+        )
+        return probabilities, lse
+
+    return function, [SHAPE, (4, 6)]
+
+
+def attention(device, **options):
+    mask = mask_with_empty_row(device)
+
+    def function(
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, sink: Tensor
+    ) -> tuple[Tensor, ...]:
+        one = megasoftmax.attention(
+            query, key, value, bias=bias, mask=mask, sink=sink, return_lse=True, **options
+        )
+        other = megasoftmax.attention(
+            query, key, value, bias=RelativeBias(table), causal=True, **options
+        )
+        return *one, other
+
+    return function, [(2, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 2), (1, 3, 4, 1), (3, 9), (3,)]
+
+
+CASES = {
+    "softmax": softmax,
+    "plain softmax": plain_softmax,
+    "columns": softmax_of_columns,
+    "one sink": softmax_with_one_sink,
+    "topk": softmax_topk,
+    "renormalized topk": functools.partial(softmax_topk, renormalize=True),
+    "attention": attention,
+}
+
+
+def of(case, device="cpu", **options):
+    """The function, its arguments and their tangents. Where the log-sum-exp is -inf, it is 0."""
+    function, shapes = CASES[case](device, **options)
+    inputs = tuple(double(*shape, seed=i, device=device) for i, shape in enumerate(shapes))
+    tangents = tuple(double(*shape, seed=-1 - i, device=device) for i, shape in enumerate(shapes))
+
+    def finite(*inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(torch.where(each == -torch.inf, 0, each) for each in outputs)
+
+    return finite, inputs, tangents
+
+
+def reverse(function, inputs: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tangents of the results: the gradient of the gradient by its cotangents."""
+    _, found = torch.autograd.functional.jvp(function, inputs, tangents)
+    return list(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_jvp(case, device):
+    function, inputs, tangents = of(case, device)
+    wanted = reverse(function, inputs, tangents)
+    _, found = torch.func.jvp(function, inputs, tangents)
+    torch.testing.assert_close(list(found), wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_dual_tensors(case, requires_grad):
+    function, inputs, tangents = of(case)
+    wanted = reverse(function, inputs, tangents)
+    leaves = [each.requires_grad_(requires_grad) for each in inputs]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(leaves, tangents, strict=True)]
+        outputs = function(*duals)
+        found = [forward_ad.unpack_dual(each).tangent for each in outputs]
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("position", range(3))
+def test_jvp_of_one_argument(case, position):
+    function, inputs, tangents = of(case)
+    if position >= len(inputs):
+        return
+
+    def of_one(one: Tensor) -> tuple[Tensor, ...]:
+        return function(*inputs[:position], one, *inputs[position + 1 :])
+
+    given = (inputs[position],), (tangents[position],)
+    torch.testing.assert_close(list(torch.func.jvp(of_one, *given)[1]), reverse(of_one, *given))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transforms(case):
+    """vmap of jvp, jvp of vmap, and the gradient of a tangent."""
+    function, inputs, tangents = of(case)
+
+    def first(x: Tensor) -> Tensor:
+        return function(x, *inputs[1:])[0]
+
+    x, v = inputs[0], tangents[0]
+    forward, backward = torch.func.jacfwd(first)(x), torch.func.jacrev(first)(x)
+    torch.testing.assert_close(forward, backward)
+
+    some = torch.stack([x, 2 * x, -x])
+    _, found = torch.func.jvp(torch.vmap(first), (some,), (some.sin(),))
+    wanted = [torch.func.jvp(first, (each,), (each.sin(),))[1] for each in some]
+    torch.testing.assert_close(found, torch.stack(wanted))
+
+    def tangent(x: Tensor, jvp: Callable[..., Tensor]) -> Tensor:
+        return jvp(x).square().sum()
+
+    found = torch.func.grad(tangent)(x, lambda x: torch.func.jvp(first, (x,), (v,))[1])
+    wanted = torch.func.grad(tangent)(
+        x, lambda x: (torch.func.jacrev(first)(x) * v).sum((4, 5, 6, 7))
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("case", ["topk", "renormalized topk", "attention"])
+def test_forward_over_reverse(case):
+    function, (x, *rest), _ = of(case)
+    row = x.flatten()[:4]
+
+    def of_row(row: Tensor) -> Tensor:
+        changed = x.flatten().index_copy(0, torch.arange(4), row).view_as(x)
+        return sum(each.sin().sum() for each in function(changed, *rest))
+
+    wanted = torch.func.jacrev(torch.func.jacrev(of_row))(row)
+    torch.testing.assert_close(torch.func.hessian(of_row)(row), wanted)
+
+
+def test_forward_over_reverse_of_softmax_is_refused():
+    scores = double(3, 4, seed=0)
+
+    def loss(scores: Tensor) -> Tensor:
+        return megasoftmax.softmax(scores).square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"^softmax: .*jacrev of jacrev is supported"):
+        torch.func.hessian(loss)(scores)
+    expected = torch.func.hessian(lambda scores: scores.softmax(-1).square().sum())(scores)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(loss))(scores), expected)
+
+
+# Kernels
+
+
+@pytest.fixture
+def kernels(device, monkeypatch) -> Iterator[str]:
+    """On a CPU its ops: the constraints that are about a GPU hold."""
+    for name in ("_device", "_compiled_part", "_compute_capability", "_shared_memory"):
+        if device == "cpu":
+            monkeypatch.setattr(dispatch, name, lambda tensor: None)
+    return device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_runs_fused(dtype, kernels):
+    scores, tangent = (normal(*SHAPE, device=kernels, dtype=dtype, seed=i) for i in (0, 1))
+    assert megasoftmax.why_not_fused(megasoftmax.softmax, scores) == ()
+
+    def function(scores: Tensor, dim: int) -> Tensor:
+        return megasoftmax.softmax(scores, scale=0.3, dim=dim, fused=True)
+
+    for dim in (-1, 1):
+        _, found = torch.func.jvp(lambda x, dim=dim: function(x, dim), (scores,), (tangent,))
+        exact = [each.double() for each in (scores, tangent)]
+        _, wanted = torch.func.jvp(lambda x, dim=dim: (0.3 * x).softmax(dim), *zip(exact))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=1e-3)
+
+
+def topk_of(logits, **options):
+    return megasoftmax.softmax_topk(logits, 2, **options)[0]
+
+
+def attention_of(query, **options):
+    return megasoftmax.attention(query, query, query, **options)
+
+
+@pytest.mark.parametrize("function", [topk_of, attention_of])
+def test_others_give_way_to_plain_torch(function, kernels):
+    inputs, tangent = (normal(*SHAPE, device=kernels, dtype=torch.bfloat16, seed=i) for i in (0, 1))
+    asked = {topk_of: megasoftmax.softmax_topk, attention_of: megasoftmax.attention}[function]
+    arguments = (inputs, 2) if function is topk_of else (inputs,) * 3
+
+    def ask(_: Tensor) -> Tensor:
+        reasons = megasoftmax.why_not_fused(asked, *arguments)
+        assert [reason.constraint for reason in reasons] == ["forward-mode differentiation"]
+        return inputs
+
+    assert megasoftmax.why_not_fused(asked, *arguments) == ()
+    torch.func.jvp(ask, (inputs,), (tangent,))
+    _, found = torch.func.jvp(function, (inputs,), (tangent,))
+    exact = [each.double() for each in (inputs, tangent)]
+    _, wanted = torch.func.jvp(function, (exact[0],), (exact[1],))
+    torch.testing.assert_close(found.double(), wanted, rtol=0.05, atol=0.05)
+    with pytest.raises(ValueError, match=r"fused: cannot be True here\. forward-mode diff"):
+        torch.func.jvp(functools.partial(function, fused=True), (inputs,), (tangent,))
+
+
+@pytest.mark.parametrize("function", [topk_of, attention_of])
+def test_ops_refuse_forward_mode(function, kernels, monkeypatch):
+    """As DTensors use them, and never drop a tangent."""
+    monkeypatch.setattr(dispatch, "_forward_mode", lambda: None)
+    inputs = normal(*SHAPE, device=kernels, dtype=torch.bfloat16)
+    fused = functools.partial(function, fused=True)
+    message = r"^(attention|softmax_topk): .*; plain torch has it, fused=False"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(fused, (inputs,), (inputs,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        fused(forward_ad.make_dual(inputs, inputs))
+    # A gradient with a tangent, of a call without one
+    leaf = inputs.clone().requires_grad_()
+    output = fused(leaf)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(output, leaf, forward_ad.make_dual(output.detach(), output.detach()))
