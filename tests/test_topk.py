@@ -630,15 +630,15 @@ def test_candidates_are_z(dtype: torch.dtype, scale: float, device: str) -> None
 @pytest.mark.parametrize("scale", [1.0, 0.7, -0.7])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e5])
 def test_statistics(scale: float, offset: float, device: str) -> None:
-    """The second number is relative to the first as rounded: probabilities add up to 1."""
+    """The first number is a logit, unrounded, and the second relative to it."""
     logits = normal(4, 1003, device=device) + offset
     _, _, statistics = forward_op(logits, 3, scale=scale)
     assert statistics.shape == (3, 4)
     assert statistics.dtype == torch.float32
     maximum, log_sum, lse = statistics.double()
     z = logits.double() * torch.tensor(scale, device=device).double()
-    torch.testing.assert_close(maximum, z.amax(-1), rtol=2e-7, atol=0)
-    p = (z - maximum.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp()
+    assert bits_equal(maximum.float(), (logits if scale > 0 else -logits).amax(-1))
+    p = (z - z.amax(-1, keepdim=True) - log_sum.unsqueeze(-1)).exp()
     torch.testing.assert_close(p.sum(-1), torch.ones_like(lse), rtol=3e-6, atol=0)
     torch.testing.assert_close(lse, z.logsumexp(-1), rtol=3e-7, atol=1e-6)
 

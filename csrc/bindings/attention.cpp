@@ -20,7 +20,7 @@ int64_t padded(int64_t dim) {
 
 // As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
 Tensor aligned(const Tensor& tensor, int64_t columns) {
-  STD_TORCH_CHECK(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
+  check(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
   bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
                     (tensor.stride(3) == 1 || tensor.size(3) == 1);
   for (int64_t i = 0; i < 3; ++i)
@@ -48,16 +48,22 @@ Strided rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy. Few queries read it
-// once, entry by entry.
+// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy. Few queries read one
+// whose rows are not aligned entry by entry, once.
 Tensor with_fast_rows(const Tensor& bias, int64_t queries, int64_t keys) {
-  if (queries <= kMaxDecodeQueries || bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0)
-    return bias;
-  const int64_t in_chunk = 16 / size_of(dtype_of(bias.scalar_type(), "bias"));
-  bool is_fast =
+  if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
+  const int64_t size = size_of(dtype_of(bias.scalar_type(), "bias")), in_chunk = 16 / size;
+  bool is_aligned =
       reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
-  for (int64_t i = 0; i < 3; ++i) is_fast &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
-  return is_fast ? bias : with_dense_rows(bias, in_chunk);
+  int64_t end = divide_up(keys, in_chunk) * in_chunk;  // of the last row's chunks
+  for (int64_t i = 0; i < 3; ++i) {
+    is_aligned &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
+    end += (bias.size(i) - 1) * bias.stride(i);
+  }
+  const auto* const first = static_cast<const char*>(bias.data_ptr());
+  const bool is_fast = is_aligned && first + end * size <= end_of_storage(bias);
+  const bool is_read_once = !is_aligned && queries <= kMaxDecodeQueries;
+  return is_fast || is_read_once ? bias : with_dense_rows(bias, in_chunk);
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
@@ -70,7 +76,7 @@ struct Inputs {
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
     if (bias) bias_rows = with_fast_rows(*bias, q.size(2), k.size(2));
-    STD_TORCH_CHECK(q.size(3) == k.size(3), "query and key must have the same head dimension");
+    check(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };
 
@@ -85,19 +91,18 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     return tensor.is_cuda() && tensor.get_device_index() == query.get_device_index();
   };
   const auto type = query.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16,
-                  "query must be float16 or bfloat16");
-  STD_TORCH_CHECK(is_beside(key) && is_beside(value) && key.scalar_type() == type &&
-                      value.scalar_type() == type,
-                  "key and value must have the type and the device of query");
-  STD_TORCH_CHECK(key.size(0) == batches && value.size(0) == batches &&
-                      value.size(1) == key_heads && value.size(2) == keys &&
-                      key.size(3) == query.size(3),
-                  "key and value do not fit query, or each other");
-  STD_TORCH_CHECK(key_heads > 0 ? heads % key_heads == 0 : heads == 0,
-                  "the heads of query must be a multiple of those of key");
-  STD_TORCH_CHECK(queries + keys <= kMaxPositions, "queries and keys together must be at most ",
-                  kMaxPositions);
+  check(type == ScalarType::Half || type == ScalarType::BFloat16,
+        "query must be float16 or bfloat16");
+  check(is_beside(key) && is_beside(value) && key.scalar_type() == type &&
+            value.scalar_type() == type,
+        "key and value must have the type and the device of query");
+  check(key.size(0) == batches && value.size(0) == batches && value.size(1) == key_heads &&
+            value.size(2) == keys && key.size(3) == query.size(3),
+        "key and value do not fit query, or each other");
+  check(key_heads > 0 ? heads % key_heads == 0 : heads == 0,
+        "the heads of query must be a multiple of those of key");
+  check(queries + keys <= kMaxPositions, "queries and keys together must be at most ",
+        kMaxPositions);
   params.batches = batches;
   params.heads = heads;
   params.key_heads = key_heads;
@@ -110,27 +115,27 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.value = rows_of(value);
   params.heads_per_key_head = Divider(heads / std::max<int64_t>(key_heads, 1));
   if (mask) {
-    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && is_beside(*mask) && mask->dim() == 4,
-                    "mask must be bool, of 4 dimensions, on the device of query");
+    check(mask->scalar_type() == ScalarType::Bool && is_beside(*mask) && mask->dim() == 4,
+          "mask must be bool, of 4 dimensions, on the device of query");
     const std::array<int64_t, 4> sizes{batches, heads, queries, keys};
     std::array<int64_t, 4> strides{};
     for (int64_t i = 0; i < 4; ++i) {
-      STD_TORCH_CHECK(mask->size(i) == sizes[i] || mask->size(i) == 1,
-                      "mask does not broadcast to the scores in dimension ", i);
+      check(mask->size(i) == sizes[i] || mask->size(i) == 1,
+            "mask does not broadcast to the scores in dimension ", i);
       strides[i] = mask->size(i) == 1 ? 0 : mask->stride(i);
     }
     params.mask = {mask->data_ptr(), DType::kFloat32, strides[0],
                    strides[1],       strides[2],      strides[3]};
   }
   if (bias) {
-    STD_TORCH_CHECK(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
-                    "bias must have 4 dimensions, a relative one 3, on the device of query");
-    STD_TORCH_CHECK(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
-                    "bias must have the type of query or be float32");
+    check(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
+          "bias must have 4 dimensions, a relative one 3, on the device of query");
+    check(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
+          "bias must have the type of query or be float32");
     const int64_t bias_batches = bias->size(0), bias_heads = bias->size(1);
     const auto group = [](int64_t count, int64_t entries) {
-      STD_TORCH_CHECK(entries > 0 ? count % entries == 0 : count == 0,
-                      "batches and heads must be multiples of those of bias");
+      check(entries > 0 ? count % entries == 0 : count == 0,
+            "batches and heads must be multiples of those of bias");
       return Divider(std::max<int64_t>(count / std::max<int64_t>(entries, 1), 1));
     };
     params.batches_per_bias = group(batches, bias_batches);
@@ -142,17 +147,17 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     rows.batch_stride = bias_rows.size(0) == 1 ? 0 : bias_rows.stride(0);
     rows.head_stride = bias_rows.size(1) == 1 ? 0 : bias_rows.stride(1);
     if (relative) {
-      STD_TORCH_CHECK(bias->size(2) == std::max<int64_t>(queries + keys - 1, 0),
-                      "a relative bias must have queries + keys - 1 entries");
+      check(bias->size(2) == std::max<int64_t>(queries + keys - 1, 0),
+            "a relative bias must have queries + keys - 1 entries");
       // The entry of query i and key j is number j - i + queries - 1.
       rows.column_stride = bias->stride(2);
       rows.query_stride = -rows.column_stride;
       rows.data = static_cast<const char*>(rows.data) +
                   (queries - 1) * rows.column_stride * size_of(rows.type);
     } else {
-      STD_TORCH_CHECK((bias->size(2) == 1 || bias->size(2) == queries) &&
-                          (bias->size(3) == 1 || bias->size(3) == keys),
-                      "bias does not broadcast to the scores");
+      check((bias->size(2) == 1 || bias->size(2) == queries) &&
+                (bias->size(3) == 1 || bias->size(3) == keys),
+            "bias does not broadcast to the scores");
       rows.query_stride = bias_rows.size(2) == 1 ? 0 : bias_rows.stride(2);
       rows.column_stride = bias_rows.size(3) == 1 ? 0 : bias_rows.stride(3);
       if (keys == 1) rows.column_stride = 1;
@@ -163,7 +168,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   const Window window = window_of(causal, window_left, window_right);
   params.window_left = window.left >= keys - 1 ? -1 : static_cast<int>(window.left);
   params.window_right = window.right >= queries - 1 ? -1 : static_cast<int>(window.right);
-  params.can_exclude = mask || bias || window.is_limited() || params.sink.is_present() || keys == 0;
+  params.can_exclude = mask || bias || window.is_limited() || params.sink.is_given || keys == 0;
   params.scale = static_cast<float>(scale);
 }
 
@@ -256,17 +261,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative);
   const auto check_rows = [&](const Tensor& tensor, int64_t count, const char* argument) {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-                        tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,
-                    argument, " must be as attention_forward gives it");
+    check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
+              tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,
+          argument, " must be as attention_forward gives it");
     return torch::stable::contiguous(tensor);
   };
   const auto check_output = [&](const Tensor& tensor, const char* argument) {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-                        tensor.scalar_type() == query.scalar_type() && tensor.dim() == 4 &&
-                        tensor.size(0) == params.batches && tensor.size(1) == params.heads &&
-                        tensor.size(2) == params.queries && tensor.size(3) == value.size(3),
-                    argument, " must have the shape and the type of the output");
+    check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
+              tensor.scalar_type() == query.scalar_type() && tensor.dim() == 4 &&
+              tensor.size(0) == params.batches && tensor.size(1) == params.heads &&
+              tensor.size(2) == params.queries && tensor.size(3) == value.size(3),
+          argument, " must have the shape and the type of the output");
     return aligned(tensor, params.value_dim);
   };
   const Tensor rows = check_rows(statistics, 3 * params.rows(), "statistics");
@@ -301,7 +306,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
   Tensor bias_result = bias_sums;
-  STD_TORCH_CHECK(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
+  check(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
     if (bias_gradient) bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);

@@ -9,11 +9,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <vector>
 
 #include "../kernels/softmax/params.h"
@@ -23,13 +24,25 @@ namespace megasoftmax {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Torch's own macro would name a file of the machine that compiled this.
+template <class... Parts>
+void check(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+// An error is reported once, by the operator that met it: the runtime would keep it for whoever
+// asks next.
 inline void check_cuda(cudaError_t error, const char* what) {
-  STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+  if (error != cudaSuccess) cudaGetLastError();
+  check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
 // Not torch's own macro, whose name differs between the releases that this compiles against.
 inline void check_torch(AOTITorchError error) {
-  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch reported an error");
+  check(error == AOTI_TORCH_SUCCESS, "torch reported an error");
 }
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
@@ -44,10 +57,9 @@ inline DType dtype_of(ScalarType type, const char* argument) {
       return DType::kFloat16;
     case ScalarType::BFloat16:
       return DType::kBFloat16;
-    case ScalarType::Float:
-      return DType::kFloat32;
     default:
-      STD_TORCH_CHECK(false, argument, " must be float16, bfloat16 or float32");
+      check(type == ScalarType::Float, argument, " must be float16, bfloat16 or float32");
+      return DType::kFloat32;
   }
 }
 
@@ -55,9 +67,13 @@ inline DType dtype_of(ScalarType type, const char* argument) {
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                          ScalarType type, const Tensor& on_device_of) {
   AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_empty_strided(
+  const AOTITorchError error = aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
-      aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle));
+      aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle);
+  int64_t elements = 1;
+  for (const int64_t size : sizes) elements *= size;
+  check(error == AOTI_TORCH_SUCCESS, "torch could not allocate a tensor of ", elements,
+        " elements");
   return Tensor(handle);
 }
 
@@ -107,17 +123,35 @@ inline Shape shape_of(const Tensor& scores) {
   return {rows[0], rows[1], rows[2], scores.size(scores.dim() - 1)};
 }
 
+inline const char* begin_of_storage(const Tensor& tensor) {
+  return static_cast<const char*>(tensor.data_ptr()) -
+         tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+}
+inline const char* end_of_storage(const Tensor& tensor) {
+  int64_t bytes = 0;
+  check_torch(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return begin_of_storage(tensor) + bytes;
+}
+
+// The tensor, or a copy where its storage does not begin at a multiple of 16 bytes, as that of
+// other libraries may: then the 16 bytes that hold its first element may not be there.
+inline Tensor with_aligned_storage(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(begin_of_storage(tensor)) % 16 == 0
+             ? tensor
+             : torch::stable::clone(tensor);
+}
+
 // `tensor`, broadcast to the sizes of `scores`, as the kernels see it.
 inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* argument) {
-  STD_TORCH_CHECK(tensor.get_device_index() == scores.get_device_index() && tensor.is_cuda(),
-                  argument, " must be on the device of scores");
+  check(tensor.get_device_index() == scores.get_device_index() && tensor.is_cuda(), argument,
+        " must be on the device of scores");
   const int64_t rank = scores.dim(), missing = rank - tensor.dim();
-  STD_TORCH_CHECK(missing >= 0, argument, " has more dimensions than scores");
+  check(missing >= 0, argument, " has more dimensions than scores");
   std::vector<int64_t> strides(rank, 0);
   for (int64_t i = missing; i < rank; ++i) {
     const int64_t size = tensor.size(i - missing);
-    STD_TORCH_CHECK(size == scores.size(i) || size == 1, argument,
-                    " does not broadcast to scores in dimension ", i);
+    check(size == scores.size(i) || size == 1, argument,
+          " does not broadcast to scores in dimension ", i);
     strides[i] = size == 1 ? 0 : tensor.stride(i - missing);
   }
   Strided result;
@@ -133,46 +167,75 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
     if (inner < 0) {
       inner = strides[i];
     } else {
-      STD_TORCH_CHECK(strides[i] == inner * extent, argument,
-                      ": leading dimensions do not form a view of one dimension");
+      check(strides[i] == inner * extent, argument,
+            ": leading dimensions do not form a view of one dimension");
     }
     extent *= size;
   }
   result.batch_stride = inner < 0 ? 0 : inner;
   if (scores.size(rank - 1) == 1)
     result.column_stride = 1;  // never stepped along, but tells whole chunks
+  int64_t last = 0;            // where the last row begins
+  for (int64_t i = 0; i + 1 < rank; ++i) last += (scores.size(i) - 1) * strides[i];
+  const int64_t size = static_cast<int64_t>(tensor.element_size());
+  const auto whole = reinterpret_cast<uintptr_t>(end_of_storage(tensor)) / 16 * 16;
+  const char* const last_whole_row =
+      reinterpret_cast<const char*>(whole) - scores.size(rank - 1) * size;
+  if (static_cast<const char*>(tensor.data_ptr()) + last * size > last_whole_row)
+    result.last_whole_row = last_whole_row;
   return result;
 }
 
 // A copy of the entries that a broadcast tensor has, with dense rows that begin at multiples of
-// `alignment` elements; dimensions of stride 0 have size 1 in it.
+// `alignment` elements and are filled up with 0; dimensions of stride 0 have size 1 in it.
 inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
   Tensor entries = tensor;
-  std::vector<int64_t> sizes = sizes_of(tensor), strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (tensor.stride(i) == 0 && sizes[i] > 1) {
-      sizes[i] = 1;
-      entries = torch::stable::narrow(entries, i, 0, 1);
-    }
-    strides[i] = stride;
-    stride *= i + 1 == sizes.size() ? divide_up(sizes[i], alignment) * alignment : sizes[i];
+  std::vector<int64_t> sizes = sizes_of(tensor);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (tensor.stride(i) != 0 || sizes[i] <= 1) continue;
+    sizes[i] = 1;
+    entries = torch::stable::narrow(entries, i, 0, 1);
   }
-  Tensor copy = new_tensor(sizes, strides, tensor.scalar_type(), tensor);
+  const int64_t last = tensor.dim() - 1, columns = sizes[last];
+  sizes[last] = divide_up(columns, alignment) * alignment;
+  const Tensor rows = new_tensor(sizes, tensor.scalar_type(), tensor);
+  const auto part = [&](int64_t first, int64_t length) {
+    Tensor all = rows;  // narrow takes what it could change
+    return torch::stable::narrow(all, last, first, length);
+  };
+  if (Tensor filling = part(columns, sizes[last] - columns); filling.numel() > 0)
+    torch::stable::zero_(filling);
+  Tensor copy = part(0, columns);
   return torch::stable::copy_(copy, entries);
+}
+
+// A mask as kernels see it. One that queries share is copied where its last row cannot be read by
+// words, since every query would read it byte by byte.
+inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
+  check(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
+  mask = with_aligned_storage(mask);
+  Strided result = strided(mask, scores, "mask");
+  const bool is_shared = result.query_stride == 0 && scores.dim() > 1;
+  if (is_shared && mask.dim() > 0 && mask.numel() > 0 && result.column_stride == 1 &&
+      result.last_whole_row != nullptr) {
+    mask = with_dense_rows(mask, 16);
+    result = strided(mask, scores, "mask");
+  }
+  return result;
 }
 
 inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,
                          const Tensor& scores) {
   SinkLogit result;
+  result.is_given = sink.has_value() || value.has_value();
   if (value) result.value = static_cast<float>(*value);
   if (!sink) return result;
   const int64_t count = sink->numel(),
                 heads = scores.dim() >= 3 ? scores.size(scores.dim() - 3) : 1;
-  STD_TORCH_CHECK(sink->is_cuda() && sink->get_device_index() == scores.get_device_index(),
-                  "sink must be on the device of scores");
-  STD_TORCH_CHECK(count == 1 || (count == heads && sink->dim() == 1),
-                  "sink must hold one logit per head, or one");
+  check(sink->is_cuda() && sink->get_device_index() == scores.get_device_index(),
+        "sink must be on the device of scores");
+  check(count == 1 || (count == heads && sink->dim() == 1),
+        "sink must hold one logit per head, or one");
   result.data = sink->data_ptr();
   result.type = dtype_of(sink->scalar_type(), "sink");
   result.stride = count == 1 ? 0 : sink->stride(0);

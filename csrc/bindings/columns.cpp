@@ -12,8 +12,8 @@ namespace megasoftmax {
 namespace {
 
 ColumnsShape columns_shape_of(const Tensor& tensor, const char* argument) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.dim() == 3 && tensor.is_contiguous(), argument,
-                  " must be a contiguous [outer, length, inner] on a GPU");
+  check(tensor.is_cuda() && tensor.dim() == 3 && tensor.is_contiguous(), argument,
+        " must be a contiguous [outer, length, inner] on a GPU");
   return {tensor.size(0), tensor.size(1), tensor.size(2)};
 }
 
@@ -47,9 +47,9 @@ Tensor columns_backward(Tensor gradient, Tensor probabilities, std::optional<Ten
     return tensor.is_cuda() && tensor.get_device_index() == probabilities.get_device_index();
   };
   const ColumnsShape shape = columns_shape_of(gradient, "gradient");
-  STD_TORCH_CHECK(gradient.scalar_type() == probabilities.scalar_type() && is_beside(gradient) &&
-                      shape.outer == outer && shape.length == length && shape.inner == inner,
-                  "gradient must have the type, device and shape of probabilities");
+  check(gradient.scalar_type() == probabilities.scalar_type() && is_beside(gradient) &&
+            shape.outer == outer && shape.length == length && shape.inner == inner,
+        "gradient must have the type, device and shape of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
   Tensor scores_gradient = new_tensor({outer, length, inner}, dtype, probabilities);
 
@@ -58,9 +58,9 @@ Tensor columns_backward(Tensor gradient, Tensor probabilities, std::optional<Ten
   params.probabilities_type = dtype_of(probabilities.scalar_type(), "probabilities");
   Tensor lse_gradient_columns;
   if (lse_gradient) {
-    STD_TORCH_CHECK(lse_gradient->scalar_type() == ScalarType::Float && is_beside(*lse_gradient) &&
-                        lse_gradient->numel() == outer * inner,
-                    "the gradient of lse must be float32 [outer, inner], on the same device");
+    check(lse_gradient->scalar_type() == ScalarType::Float && is_beside(*lse_gradient) &&
+              lse_gradient->numel() == outer * inner,
+          "the gradient of lse must be float32 [outer, inner], on the same device");
     lse_gradient_columns = torch::stable::contiguous(*lse_gradient);
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_columns.data_ptr());
   }

@@ -23,8 +23,9 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
                                    int64_t window_right, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, ScalarType dtype,
                                    bool return_lse) {
-  STD_TORCH_CHECK(scores.dim() >= 1, "scores must have at least one dimension");
+  check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  scores = with_aligned_storage(scores);
   Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
   Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0},
                                   ScalarType::Float, scores);
@@ -34,8 +35,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   params.scores = strided(scores, scores, "scores");
   params.scores.type = dtype_of(scores.scalar_type(), "scores");
   if (mask) {
-    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "mask must be bool");
-    params.mask = strided(*mask, scores, "mask");
+    params.mask = strided_mask(*mask, scores);
   }
   if (bias && has_scattered_rows(*bias)) bias = with_dense_rows(*bias, 1);
   if (bias) {
@@ -48,12 +48,13 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = dtype_of(dtype, "dtype");
   if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
+  const cudaStream_t stream = current_stream(scores);
   Tensor workspace;
-  if (const int64_t bytes = softmax_forward_workspace(params); bytes > 0) {
+  if (const int64_t bytes = softmax_forward_workspace(params, stream); bytes > 0) {
     workspace = new_workspace(bytes, scores);
     params.workspace = workspace.data_ptr();
   }
-  check_cuda(softmax_forward(params, current_stream(scores)), "softmax_forward");
+  check_cuda(softmax_forward(params, stream), "softmax_forward");
   return {std::move(probabilities), std::move(log_sum_exp)};
 }
 
@@ -72,9 +73,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> lse, double scale, std::optional<Tensor> bias, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
     std::optional<double> sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) {
-  STD_TORCH_CHECK(gradient.scalar_type() == probabilities.scalar_type(),
-                  "gradient must have the type of probabilities");
+  check(gradient.scalar_type() == probabilities.scalar_type(),
+        "gradient must have the type of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
+  gradient = with_aligned_storage(gradient);
+  probabilities = with_aligned_storage(probabilities);
   Tensor scores_gradient = new_tensor(sizes_of(probabilities), dtype, probabilities);
   Tensor sink_rows = new_tensor(sink_gradient ? row_sizes(probabilities) : std::vector<int64_t>{0},
                                 ScalarType::Float, probabilities);
@@ -86,12 +89,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   params.gradient.type = params.probabilities.type =
       dtype_of(probabilities.scalar_type(), "probabilities");
   const auto float_rows = [&](const Tensor& tensor) {
-    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float,
-                    "lse and its gradient must be float32");
-    STD_TORCH_CHECK(tensor.is_cuda() &&
-                        tensor.get_device_index() == probabilities.get_device_index() &&
-                        tensor.numel() == params.shape.rows(),
-                    "lse and its gradient must hold one number per row, on the same device");
+    check(tensor.scalar_type() == ScalarType::Float, "lse and its gradient must be float32");
+    check(tensor.is_cuda() && tensor.get_device_index() == probabilities.get_device_index() &&
+              tensor.numel() == params.shape.rows(),
+          "lse and its gradient must hold one number per row, on the same device");
     return torch::stable::contiguous(tensor);
   };
   Tensor lse_gradient_rows, lse_rows;
@@ -100,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_rows.data_ptr());
   }
   if (sink_gradient) {
-    STD_TORCH_CHECK(lse.has_value(), "the sink's gradient needs lse");
+    check(lse.has_value(), "the sink's gradient needs lse");
     lse_rows = float_rows(*lse);
     params.log_sum_exp = static_cast<const float*>(lse_rows.data_ptr());
     params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
@@ -113,16 +114,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
   if (bias_gradient) {
-    STD_TORCH_CHECK(bias.has_value(), "bias_gradient without a bias");
+    check(bias.has_value(), "bias_gradient without a bias");
     const int64_t columns = params.shape.columns;
-    STD_TORCH_CHECK(bias->dim() >= 1, "bias must have at least one dimension");
+    check(bias->dim() >= 1, "bias must have at least one dimension");
     strided(*bias, probabilities, "bias");  // its checks
-    STD_TORCH_CHECK(bias->size(bias->dim() - 1) == columns,
-                    "the gradient of a bias that is broadcast over keys is not fused");
+    check(bias->size(bias->dim() - 1) == columns,
+          "the gradient of a bias that is broadcast over keys is not fused");
     const RowCounts rows = row_counts(*bias);
     params.bias_shape = {rows[0], rows[1], rows[2], columns};
-    STD_TORCH_CHECK((rows[0] == 1 || rows[0] == params.shape.batches),
-                    "bias must be broadcast in all leading dimensions or in none");
+    check((rows[0] == 1 || rows[0] == params.shape.batches),
+          "bias must be broadcast in all leading dimensions or in none");
     const BiasGradientPlan plan =
         plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type);
     const bool in_float = plan.splits > 1 || plan.accumulates;
@@ -130,16 +131,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     sizes.insert(sizes.begin(), plan.splits);
     bias_parts =
         new_tensor(sizes, in_float ? ScalarType::Float : bias->scalar_type(), probabilities);
-    params.splits = plan.splits;
+    if (bias_parts.numel() > 0) params.splits = plan.splits;  // else there is nothing to sum
     params.bias_gradient = bias_parts.data_ptr();
     params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");
   }
+  const cudaStream_t stream = current_stream(probabilities);
   Tensor workspace;
-  if (const int64_t bytes = softmax_backward_workspace(params); bytes > 0) {
+  if (const int64_t bytes = softmax_backward_workspace(params, stream); bytes > 0) {
     workspace = new_workspace(bytes, probabilities);
     params.workspace = workspace.data_ptr();
   }
-  check_cuda(softmax_backward(params, current_stream(probabilities)), "softmax_backward");
+  check_cuda(softmax_backward(params, stream), "softmax_backward");
   if (bias_gradient) bias_parts = sum_of_parts(bias_parts, params.splits, *bias);
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
 }

@@ -11,15 +11,16 @@
 namespace megasoftmax {
 namespace {
 
-void set_logits(TopkParams& params, const Tensor& logits, double scale,
-                const std::optional<Tensor>& mask, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(logits.dim() >= 1, "logits must have at least one dimension");
+// Replaces tensors that kernels cannot read as they lie.
+void set_logits(TopkParams& params, Tensor& logits, double scale, std::optional<Tensor>& mask,
+                const std::optional<Tensor>& bias) {
+  check(logits.dim() >= 1, "logits must have at least one dimension");
+  logits = with_aligned_storage(logits);
   params.shape = shape_of(logits);
   params.scores = strided(logits, logits, "logits");
   params.scores.type = dtype_of(logits.scalar_type(), "logits");
   if (mask) {
-    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "mask must be bool");
-    params.mask = strided(*mask, logits, "mask");
+    params.mask = strided_mask(*mask, logits);
   }
   if (bias) {
     params.bias = strided(*bias, logits, "bias");
@@ -29,8 +30,8 @@ void set_logits(TopkParams& params, const Tensor& logits, double scale,
 }
 
 void check_k(int64_t k, int64_t columns) {
-  STD_TORCH_CHECK(k >= 0 && k <= kMaxK && k <= columns, "k must be from 0 to ", kMaxK,
-                  " and at most the number of logits of a row");
+  check(k >= 0 && k <= kMaxK && k <= columns, "k must be from 0 to ", kMaxK,
+        " and at most the number of logits of a row");
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scale,
@@ -54,12 +55,13 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   params.probabilities_type = dtype_of(dtype, "dtype");
   params.indices = static_cast<int64_t*>(indices.data_ptr());
   params.statistics = static_cast<float*>(statistics.data_ptr());
+  const cudaStream_t stream = current_stream(logits);
   Tensor workspace;
-  if (const int64_t bytes = topk_forward_workspace(params); bytes > 0) {
+  if (const int64_t bytes = topk_forward_workspace(params, stream); bytes > 0) {
     workspace = new_workspace(bytes, logits);
     params.workspace = workspace.data_ptr();
   }
-  check_cuda(topk_forward(params, current_stream(logits)), "softmax_topk_forward");
+  check_cuda(topk_forward(params, stream), "softmax_topk_forward");
   return {std::move(values), std::move(indices), std::move(statistics)};
 }
 
@@ -70,15 +72,15 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   TopkBackwardParams params;
   set_logits(params, logits, scale, mask, bias);
-  STD_TORCH_CHECK(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
+  check(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
   const int64_t k = probabilities.size(probabilities.dim() - 1);
-  STD_TORCH_CHECK(k >= 0 && k <= kMaxK, "probabilities: k must be from 0 to ", kMaxK);
+  check(k >= 0 && k <= kMaxK, "probabilities: k must be from 0 to ", kMaxK);
   const int64_t rows = params.shape.rows();
   const auto contiguous = [&](const Tensor& tensor, int64_t count, ScalarType type,
                               const char* argument) {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == logits.get_device_index() &&
-                        tensor.numel() == count && tensor.scalar_type() == type,
-                    argument, " must have the shape and type that softmax_topk_forward gives it");
+    check(tensor.is_cuda() && tensor.get_device_index() == logits.get_device_index() &&
+              tensor.numel() == count && tensor.scalar_type() == type,
+          argument, " must have the shape and type that softmax_topk_forward gives it");
     return torch::stable::contiguous(tensor);
   };
   const ScalarType type = probabilities.scalar_type();

@@ -20,7 +20,6 @@ int attention_forward_splits(const AttentionParams& params) {
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  split_scale(params);
   return params.query.type == DType::kFloat16 ? attention_forward_float16(params, stream)
                                               : attention_forward_bfloat16(params, stream);
 }
@@ -32,7 +31,6 @@ int attention_backward_keys(const AttentionParams& params) {
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  split_scale(params);
   return params.query.type == DType::kFloat16 ? attention_backward_float16(params, stream)
                                               : attention_backward_bfloat16(params, stream);
 }

@@ -1,7 +1,9 @@
 #pragma once
-// The bias: what the product of queries and keys starts from, divided by the scale.
+// The bias: what the product of queries and keys starts from, divided by the scale, or what is
+// added to it.
 
 #include "../common/vector.cuh"
+#include "limits.h"
 #include "plan.h"
 #include "sm80/tile.cuh"
 
@@ -93,13 +95,14 @@ struct FloatBiasTile {
       values[row * kPitch + column] = query < queries && key < keys ? bias(query, key) : 0.f;
     }
   }
-  // A row's first entry.
+  // A row's first entry, and how far it is to the next row's.
   __device__ const float* row(int query) const {
-    return values + (is_relative ? kQueries - 1 - query : query * kPitch);
+    return values + (is_relative ? kQueries - 1 : 0) + query * pitch();
   }
+  __device__ int pitch() const { return is_relative ? -1 : kPitch; }
 };
 
-// Where elements [m][n] and [m][n + 1] start from, of a tile of the bias as it lies in memory.
+// The bias of elements [m][n] and [m][n + 1], of a tile of the bias as it lies in memory.
 template <class T, class Fragments>
 struct TileBias {
   const Fragments& fragments;
@@ -115,18 +118,20 @@ struct TileBias {
   }
 };
 
-// The same of a tile in float32; `row` is the first that this lane's warp has.
+// The same of a tile in float32, from this warp's first row on.
 template <class FloatTile>
 struct FloatBias {
-  const FloatTile& tile;
-  int row;
+  const float* first;  // of this lane
+  int pitch;
 
+  __device__ FloatBias(const FloatTile& tile, int row) : pitch(tile.pitch()) {
+    const int lane = thread_index_anew() % 32;
+    first = tile.row(row + lane / 4) + lane % 4 * 2;
+  }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* const entries =
-          tile.row(row + m * 16 + half * 8 + lane / 4) + n * 8 + lane % 4 * 2;
+      const float* const entries = first + (m * 16 + half * 8) * pitch + n * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         left[2 * half + i] = entries[i];
@@ -150,36 +155,38 @@ struct TransposedFragments {
 };
 template <class FloatTile>
 struct TransposedFloatBias {
-  const FloatTile& tile;
-  int first_key, first_query;
+  const float* first;
+  int pitch;
 
+  __device__ TransposedFloatBias(const FloatTile& tile, int first_key, int first_query)
+      : pitch(tile.pitch()) {
+    const int lane = thread_index_anew() % 32;
+    first = tile.row(first_query + lane % 4 * 2) + first_key + lane / 4;
+  }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      (i < 4 ? left : right)[i % 4] =
-          tile.row(first_query + n * 8 + i / 4 * 8 + lane % 4 * 2 +
-                   i % 2)[first_key + m * 16 + i % 4 / 2 * 8 + lane / 4];
+      const int query = n * 8 + i / 4 * 8 + i % 2, key = m * 16 + i % 4 / 2 * 8;
+      (i < 4 ? left : right)[i % 4] = first[query * pitch + key];
     }
   }
 };
 
-// Sets scores to bias * factor.
+// Makes logits of products: scale * product + bias, rounded once.
 template <int kM, int kN, class Bias>
-__device__ __forceinline__ void start_from_bias(Accumulators<kM, kN>& scores, float factor,
-                                                const Bias& bias) {
+__device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
+                                         const Bias& bias) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int n = 0; n < kN; n += 2) {
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) bias.load(m, n, scores[m][n], scores[m][n + 1]);
-  }
-  if (factor == 1.f) return;
+    for (int m = 0; m < kM; ++m) {
+      float left[4], right[4];
+      bias.load(m, n, left, right);
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] *= factor;
+      for (int i = 0; i < 4; ++i) {
+        scores[m][n][i] = fmaf(scores[m][n][i], scale, left[i]);
+        scores[m][n + 1][i] = fmaf(scores[m][n + 1][i], scale, right[i]);
+      }
     }
   }
 }

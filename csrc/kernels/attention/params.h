@@ -27,16 +27,9 @@ struct AttentionParams {
   float scale = 1;
   bool can_exclude = false;  // a row of which nothing is left is 0, else no number
 
-  // [3, batches, heads, queries]: the largest logit over the scale's r, see below; the log of the
-  // denominator relative to it; their sum.
+  // [3, batches, heads, queries]: the largest logit; the log of the denominator relative to it;
+  // their sum.
   float* statistics = nullptr;
-
-  // Set by the launcher: scale = power_of_two * rest. Scores are logits over the second. With a
-  // bias it is r of scale = r * 2^e, 1 <= r < 2, as far as the type of the queries has room:
-  // multiplying an operand of the scores by the first is exact, and the bias over r never
-  // overflows. Without one the first is 1. Statistics have logits over r in either case: scores
-  // times `to_statistics`.
-  float power_of_two = 1, rest = 1, to_statistics = 1;
 
   // Set by the launcher: how the blocks of a grid lie over batches, tiles of a head, and heads.
   // Batches that share a bias come one after the other, so that it stays in the L2 cache.
@@ -71,8 +64,8 @@ struct AttentionForwardParams : AttentionParams {
 
 // What a backward needs of a row of scores.
 struct alignas(16) RowOfBackward {
-  float max;       // of scores
-  float log2_sum;  // weights are 2^(c * (score - max) - log2_sum)
+  float max;       // of logits
+  float log2_sum;  // weights are 2^(log2(e) * (logit - max) - log2_sum)
   float delta;     // the gradient of a score is its weight times what its weight's is beyond this
   float unused;
 };

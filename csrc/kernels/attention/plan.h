@@ -2,7 +2,6 @@
 // Which kernels serve a launch of attention. Plain host code.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "limits.h"
@@ -31,19 +30,6 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   int index = 0;
   while (tiles[index].head_dim < std::max(params.head_dim, params.value_dim)) ++index;
   return index;
-}
-
-// Sets what the launcher sets of the scale.
-inline void split_scale(AttentionParams& params) {
-  int exponent = 0;
-  std::frexp(params.scale, &exponent);
-  const float power_of_two = std::ldexp(1.f, exponent - 1);
-  // float16 has no room for products with large numbers, and rounds tiny ones to 0.
-  const bool has_room = params.query.type == DType::kBFloat16;
-  if (params.bias.data != nullptr)
-    params.power_of_two = has_room ? power_of_two : std::clamp(power_of_two, 0x1p-14f, 1.f);
-  params.rest = params.scale / params.power_of_two;
-  params.to_statistics = power_of_two / params.power_of_two;
 }
 
 // Few queries take a kernel of their own, with the keys split among blocks: into how many parts.

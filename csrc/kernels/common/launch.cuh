@@ -56,11 +56,12 @@ enum class Together {
   kAll,         // they can wait for each other
 };
 
-// How many clusters of such blocks run at a time on the whole GPU. The answer to the last question
-// is kept: it takes the driver longer than a launch.
+// How many clusters of such blocks run at a time: on the whole GPU, single blocks on so many
+// multiprocessors. The answer to the last question is kept: it takes the driver longer than a
+// launch.
 template <class Kernel>
 cudaError_t resident_clusters(Kernel kernel, int threads, int shared_bytes, int cluster,
-                              int64_t& count) {
+                              int multiprocessors, int64_t& count) {
   struct Answer {
     Kernel kernel;
     int device, shared_bytes, cluster;
@@ -74,12 +75,8 @@ cudaError_t resident_clusters(Kernel kernel, int threads, int shared_bytes, int 
     MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, shared_bytes));
     int found = 0;
     if (cluster == 1) {
-      int multiprocessors = 0;
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shared_bytes));
-      found *= multiprocessors;
     } else {
       MEGASOFTMAX_RETURN_IF_ERROR(allow_cluster(kernel, cluster));
       cudaLaunchAttribute attribute = {};
@@ -95,7 +92,7 @@ cudaError_t resident_clusters(Kernel kernel, int threads, int shared_bytes, int 
     }
     last = {kernel, device, shared_bytes, cluster, found};
   }
-  count = last.count;
+  count = cluster == 1 ? last.count * multiprocessors : last.count;
   return cudaSuccess;
 }
 
@@ -103,16 +100,12 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
                    Together together, int cluster, cudaStream_t stream, Arguments&&... arguments) {
   MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, shared_bytes));
-  if (together == Together::kNot) {
-    kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
-    return cudaGetLastError();
-  }
   cudaLaunchAttribute attribute = {};
   if (together == Together::kInClusters) {
     MEGASOFTMAX_RETURN_IF_ERROR(allow_cluster(kernel, cluster));
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  } else {
+  } else if (together == Together::kAll) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   }
@@ -122,7 +115,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int sha
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = together == Together::kNot ? 0 : 1;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 

@@ -14,6 +14,10 @@ struct Strided {
   const void* data = nullptr;
   DType type = DType::kFloat32;  // masks are bytes and have none
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
+  // Kernels of rows read 16 bytes at a time, beside a row too, but nothing outside of the storage,
+  // which begins at a multiple of 16 bytes. Of rows that begin behind this address the storage
+  // lacks some of the last 16 bytes. Null: of none.
+  const void* last_whole_row = nullptr;
 };
 
 // Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1
@@ -31,6 +35,7 @@ struct SinkLogit {
   DType type = DType::kFloat32;
   int64_t stride = 0;
   float value = -INFINITY;
+  bool is_given = false;  // may be -infinity all the same
 
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
 };

@@ -93,12 +93,10 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     // rows are partial throughout.
     const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : first_element);
     const bool is_dense = !Biases::kPresent && params.is_dense;
-    const bool is_near_end = row + kElements >= params.rows;
     using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
-    const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns,
-                           is_near_end);
+    const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns);
     const Reader probabilities(params.probabilities, is_dense, first_element, index, grid, bounds,
-                               columns, is_near_end);
+                               columns);
     const auto with_writer = [&](auto&& write) {
       with_dtype(params.scores_gradient_type, [&](auto tag) {
         write(RowWriter<decltype(tag), kElements>(params.scores_gradient, first_element, columns,
@@ -163,7 +161,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   const int columns = static_cast<int>(params.shape.columns);
   const auto reader_of = [&](const Strided& tensor, const Row& row, const UnitPart& part) {
     return Reader(tensor, !Biases::kPresent && params.is_dense, row.first_element, row.index,
-                  row.grid, part.bounds, columns, row.row + kElements >= params.rows);
+                  row.grid, part.bounds, columns);
   };
   // Of each batch the gradient, then the probabilities.
   Pack<T>* const shared_packs =

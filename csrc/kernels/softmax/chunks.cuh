@@ -30,7 +30,8 @@ struct ChunkGrid {
 };
 
 // Loads chunks of kElements values from a row with any stride. With kMayOverhang, chunks at the
-// ends of the row are loaded whole too, and read what lies beside the row.
+// ends of the row are loaded whole too where the storage holds them, and read what lies beside the
+// row.
 template <class T, int kElements, bool kMayOverhang, int kUnroll = 1>
 struct RowReader {
   const T* row;
@@ -42,7 +43,7 @@ struct RowReader {
   // Of a dense tensor the row begins at `first_element`.
   __device__ RowReader(const Strided& tensor, bool is_dense, int64_t first_element,
                        const RowIndex& index, ChunkGrid<kElements> grid, const Bounds& bounds,
-                       int columns, bool is_near_end)
+                       int columns)
       : row(static_cast<const T*>(tensor.data) +
             (is_dense ? first_element : index.offset_in(tensor))),
         column_stride(tensor.column_stride),
@@ -50,7 +51,8 @@ struct RowReader {
     constexpr int kBytes = sizeof(T) * kElements;
     const bool is_whole = is_dense || (tensor.column_stride == 1 &&
                                        is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
-    const int room = kMayOverhang && !is_near_end ? columns - 1 : columns - kElements;
+    const int room =
+        kMayOverhang && has_whole_chunks(tensor, row) ? columns - 1 : columns - kElements;
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }

@@ -140,10 +140,13 @@ cudaError_t launch_columns(void (*kernel)(Params, ColumnsTiling), int inputs, cu
   using Tile = ColumnsTile<T, kElements>;
   const ColumnsShape& shape = params.shape;
   if (shape.outer == 0 || shape.inner == 0) return cudaSuccess;
-  const Device& device = current_device();
+  const auto policy_for = [&](const Device& device) {
+    return columns_policy(shape, kElements, sizeof(typename Tile::StripT), inputs, Tile::kBatch,
+                          device.max_cluster > 1, device.shared_bytes);
+  };
   ColumnsTiling tiling;
-  tiling.policy = columns_policy(shape, kElements, sizeof(typename Tile::StripT), inputs,
-                                 Tile::kBatch, device.max_cluster > 1, device.shared_bytes);
+  tiling.policy = policy_for(current_device());
+  if (tiling.policy.blocks > 1) tiling.policy = policy_for(device_at_hand(stream));
   tiling.strips_per_row = Divider(shape.inner / kElements);
   tiling.strips = shape.outer * tiling.strips_per_row.divisor;
   const int64_t tiles = divide_up<int64_t>(tiling.strips, tiling.policy.lanes);

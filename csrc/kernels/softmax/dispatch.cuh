@@ -25,7 +25,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
     int64_t resident = 0;  // as many as run at a time
     MEGASOFTMAX_RETURN_IF_ERROR(resident_clusters(kernel, kernel_shape.threads(), plan.shared_bytes,
                                                   schedule.is_cluster ? schedule.blocks_per_row : 1,
-                                                  resident));
+                                                  plan.multiprocessors, resident));
     if (kernel_shape.takes_turns) {
       schedule.rows = static_cast<int>(shape.rows());
       schedule.queries = Divider(shape.queries);

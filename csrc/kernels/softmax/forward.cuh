@@ -34,7 +34,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
   const auto grid = ChunkGrid<kElements>::aligned_to(first_element);
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
-                                             grid, bounds, columns, row + kElements >= params.rows);
+                                             grid, bounds, columns);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Exponent exponent = exponent_of<Bias>(params);
   const int first_column = grid.begin(bounds);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   const int columns = static_cast<int>(params.shape.columns);
   const auto scores_of = [&](const Row& row, const UnitPart& part) {
     return Reader(params.scores, params.is_dense, row.first_element, row.index, row.grid,
-                  part.bounds, columns, row.row + kElements >= params.rows);
+                  part.bounds, columns);
   };
   // The columns of the warp's first chunk and of this lane's.
   const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {

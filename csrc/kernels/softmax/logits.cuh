@@ -35,7 +35,7 @@ struct Logits {
     [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
     if constexpr (Bias::kPresent) {
       const RowReader<typename Bias::Element, kElements, false> bias(
-          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns), true);
+          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns));
       bias.template load<kStride>(column, added);
     }
     if (!Bias::kPresent && params.scale < 0) {

@@ -90,9 +90,7 @@ struct BackwardParams {
 
   void* workspace = nullptr;  // see softmax_backward_workspace
 
-  // Set by the launcher: how many rows there are, whether both inputs are dense, and which rows an
-  // owner takes in turn.
-  int64_t rows = 0;
+  // Set by the launcher: whether both inputs are dense, and which rows an owner takes in turn.
   bool is_dense = false;
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;

@@ -9,11 +9,22 @@
 
 namespace megasoftmax {
 
-// The device that is current; softmax.cu asks the driver once for each.
+// The device that is current; the driver is asked once for each.
 const Device& current_device();
+// What of it a launch on this stream may use.
+Device device_at_hand(cudaStream_t stream);
+
+// Calls plan(device), with what is at hand where blocks of a row have to run together: the driver
+// takes a while to tell.
+template <class MakePlan>
+auto plan_for(cudaStream_t stream, MakePlan&& plan) {
+  const auto of_device = plan(current_device());
+  return of_device.schedule.blocks_per_row == 1 ? of_device : plan(device_at_hand(stream));
+}
 
 struct Plan {
   int regime;
+  int multiprocessors;  // that the launch may use
   Schedule schedule;
   int shared_bytes;
   int64_t workspace_bytes;
@@ -48,6 +59,7 @@ template <int kCount>
 Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                const Device& device, int chunk_bytes, int forced) {
   Plan plan = {};
+  plan.multiprocessors = device.multiprocessors;
   plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
   if (kind != kBiasGradient && forced >= 0 && forced < kCount &&
       chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0)

@@ -11,7 +11,7 @@
 namespace megasoftmax {
 
 // Columns [begin, end) that window and causality leave to a row. What lies outside may be read, as
-// part of the chunks at the borders, but is never used.
+// part of the chunks at the borders, where the storage holds them, but is never used.
 struct Bounds {
   int begin, end;
 
@@ -33,6 +33,11 @@ struct Bounds {
     return room >= 0 && static_cast<unsigned>(first - begin) <= static_cast<unsigned>(room);
   }
 };
+
+// Does the storage of a tensor hold all of the 16-byte chunks that hold a row?
+__device__ inline bool has_whole_chunks(const Strided& tensor, const void* row) {
+  return tensor.last_whole_row == nullptr || row <= tensor.last_whole_row;
+}
 
 // Bytes that are not 0 where a column is excluded, four to a word.
 template <int kElements>
@@ -75,8 +80,8 @@ struct alignas(kElements) MaskBytes {
 struct NoMask {
   static constexpr bool kPresent = false;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
-  __host__ __device__ NoMask(const Strided&, const RowIndex&) {}
-  __host__ __device__ bool excluded(int) const { return false; }
+  __device__ NoMask(const Strided&, const RowIndex&) {}
+  __device__ bool excluded(int) const { return false; }
 };
 
 struct BoolMask {
@@ -87,21 +92,22 @@ struct BoolMask {
   }
   const uint8_t* row;
   int64_t column_stride;
+  bool has_words;  // its bytes lie side by side, and may be read eight at a time
 
-  __host__ __device__ BoolMask(const Strided& mask, const RowIndex& index)
+  __device__ BoolMask(const Strided& mask, const RowIndex& index)
       : row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)),
-        column_stride(mask.column_stride) {}
+        column_stride(mask.column_stride),
+        has_words(column_stride == 1 && has_whole_chunks(mask, row)) {}
 
-  __host__ __device__ bool excluded(int column) const { return row[column * column_stride] != 0; }
+  __device__ bool excluded(int column) const { return row[column * column_stride] != 0; }
 
-  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Where the mask's
-  // chunks are aligned, those at the ends of a row are read whole: up to seven bytes beside it, in
-  // the aligned eight that hold its end.
+  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Words are read
+  // whole, with what lies beside the row in the aligned eight bytes at its ends.
   template <int kElements, int kStride, bool kInside, int kChunks>
   __device__ void load(int column, const Bounds& bounds,
                        MaskBytes<kElements> (&bytes)[kChunks]) const {
     constexpr int kWords = MaskBytes<kElements>::kWords;
-    if (column_stride != 1) {
+    if (!has_words) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;

@@ -1,7 +1,6 @@
 // Prepares a launch, plans it, and selects the instance by element type.
 
 #include <array>
-#include <mutex>
 
 #include "instances/instances.h"
 #include "softmax.h"
@@ -14,39 +13,13 @@ namespace {
 constexpr int64_t kEnoughOwners = 2048;
 
 std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
-
-__global__ void probe() {}  // tells what all kernels are compiled for
-
-Device describe_device(int id) {
-  Device device = {};
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
-  cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id);
-  cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  cudaFuncAttributes compiled = {};
-  const bool has_code =
-      cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;
-  device.max_cluster = !has_code ? 1 : major == 9 || major == 10 ? kMaxCluster : 8;
-  return device;
-}
-
 }  // namespace
-
-const Device& current_device() {
-  constexpr int kMaxDevices = 128;
-  static std::array<std::once_flag, kMaxDevices> described;
-  static std::array<Device, kMaxDevices> devices;
-  int id = 0;
-  cudaGetDevice(&id);
-  id = std::min(id, kMaxDevices - 1);
-  std::call_once(described[id], [id] { devices[id] = describe_device(id); });
-  return devices[id];
-}
 
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
   params.can_exclude =
-      params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited();
+      params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited() ||
+      params.sink.is_given;
   params.is_dense = is_dense(params.scores, params.shape);
   drop_idle_limits(params.window, params.shape);
   merge_dimensions(params.shape, params.window, params.sink,
@@ -56,7 +29,6 @@ void prepare(ForwardParams& params) {
 namespace {
 // The same for a backward.
 void prepare(BackwardParams& params) {
-  params.rows = params.shape.rows();
   params.is_dense =
       is_dense(params.gradient, params.shape) && is_dense(params.probabilities, params.shape);
   drop_idle_limits(params.window, params.shape);
@@ -74,13 +46,24 @@ void prepare(BackwardParams& params) {
   params.rows_per_owner = shared.rows();
   params.rows_per_split = divide_up(shared.rows(), params.splits);
 }
+
+Plan plan_at_hand(const ForwardParams& params, cudaStream_t stream) {
+  return plan_for(stream, [&](const Device& device) {
+    return plan_forward(params, device, forced_regimes[0]);
+  });
+}
+Plan plan_at_hand(const BackwardParams& params, cudaStream_t stream) {
+  return plan_for(stream, [&](const Device& device) {
+    return plan_backward(params, device, forced_regimes[1]);
+  });
+}
 }  // namespace
 
 cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   prepare(params);
-  Plan plan = plan_forward(params, current_device(), forced_regimes[0]);
+  Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
   switch (params.scores.type) {
     case DType::kFloat16:
@@ -99,7 +82,7 @@ cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
     return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   prepare(params);
-  Plan plan = plan_backward(params, current_device(), forced_regimes[1]);
+  Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
   switch (params.probabilities.type) {
     case DType::kFloat16:
@@ -112,16 +95,16 @@ cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-int64_t softmax_forward_workspace(ForwardParams params) {
+int64_t softmax_forward_workspace(ForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return 0;
   prepare(params);
-  return plan_forward(params, current_device(), forced_regimes[0]).workspace_bytes;
+  return plan_at_hand(params, stream).workspace_bytes;
 }
 
-int64_t softmax_backward_workspace(BackwardParams params) {
+int64_t softmax_backward_workspace(BackwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0 || params.bias_gradient != nullptr) return 0;
   prepare(params);
-  return plan_backward(params, current_device(), forced_regimes[1]).workspace_bytes;
+  return plan_at_hand(params, stream).workspace_bytes;
 }
 
 int chosen_regime(const ForwardParams& params) {

@@ -9,8 +9,8 @@
 namespace megasoftmax {
 
 // Bytes of params.workspace, which need not be set to anything; `params` is as for the launch.
-int64_t softmax_forward_workspace(ForwardParams params);
-int64_t softmax_backward_workspace(BackwardParams params);
+int64_t softmax_forward_workspace(ForwardParams params, cudaStream_t stream);
+int64_t softmax_backward_workspace(BackwardParams params, cudaStream_t stream);
 
 // Sets what the launcher sets of a forward's params, and merges dimensions.
 void prepare(ForwardParams& params);

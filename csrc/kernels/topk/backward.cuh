@@ -11,19 +11,20 @@
 
 namespace megasoftmax {
 
-// exp(z - max - log sum) of a row.
+// exp(z - max z - log sum) of a row.
 template <class Mask>
 struct TopkProbability {
   const Mask& mask;
-  float scale;  // makes z of what is given
+  float sign, c;  // z = sign * x * c / log2(e), of what is given
   float max, offset;
   int columns;
   bool is_nan;
 
   __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row,
-                             float scale)
+                             float sign, float c)
       : mask(mask),
-        scale(scale),
+        sign(sign),
+        c(c),
         max(params.statistics[row]),
         columns(static_cast<int>(params.shape.columns)) {
     is_nan = max != max;
@@ -34,7 +35,7 @@ struct TopkProbability {
     offset = params.can_exclude ? 0.f : NAN;
   }
   __device__ float operator()(float x, int column) const {
-    const float p = exp2_approximate(fmaf(fmaf(x, scale, -max), kLog2E, offset));
+    const float p = exp2_approximate(fmaf(fmaf(x, sign, -max), c, offset));
     const bool is_of_row = column >= 0 && column < columns;  // not beside it in an end's chunk
     return Mask::kPresent && is_nan && is_of_row && mask.excluded(column) ? 0.f : p;
   }
@@ -47,7 +48,7 @@ struct TopkEntry {
 };
 
 // Plain rows have neither mask nor bias, and are dense: their chunks are loaded whole, at the ends
-// with what lies beside the row in the same 16 bytes.
+// with what lies beside the row in the same 16 bytes, where the storage holds them.
 template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
 __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
                                   (Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
@@ -76,9 +77,8 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
   const TopkProbability<Mask> probability(params, logits.mask, row,
-                                          Bias::kPresent ? 1.f
-                                          : kIsPlain     ? params.scale
-                                                         : fabsf(params.scale));
+                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
+                                          exponent_of<Bias>(params).c);
 
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
   // Plain rows of several units come through a ring, where each thread reads what it has copied.
@@ -89,22 +89,26 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
     return ring + unit % kTopkBackwardStages * (kChunks * kBlock);
   };
   Pack<T> raw[kChunks];
+  const int last_whole =
+      has_whole_chunks(params.scores, logits_row) ? columns - 1 : columns - kElements;
   const auto start = [&](int unit) {
-    const int at = begin + unit * kUnit + owner.thread() * kElements;
-    if constexpr (kHasRing) {
+    if constexpr (!kIsPlain) return;
+    const int first = begin + unit * kUnit + owner.thread() * kElements;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (has_first_term && at + i * kStride < bounds.end)
-          start_copy(place_in_ring(unit) + i * kBlock, logits_row + at + i * kStride);
-      }
-      end_copies();
-    } else if constexpr (kIsPlain) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (has_first_term && at + i * kStride < bounds.end)
-          raw[i] = load_streaming<T, kElements>(logits_row + at + i * kStride);
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = first + i * kStride;
+      if (!has_first_term || at >= bounds.end) continue;
+      const T* const source = logits_row + at;
+      if (at > last_whole) {
+        const auto pack = load_partial<T, kElements>(source, 1, bounds.begin - at, bounds.end - at);
+        (kHasRing ? place_in_ring(unit)[i * kBlock] : raw[i]) = pack;
+      } else if constexpr (kHasRing) {
+        start_copy(place_in_ring(unit) + i * kBlock, source);
+      } else {
+        raw[i] = load_streaming<T, kElements>(source);
       }
     }
+    if constexpr (kHasRing) end_copies();
   };
   const auto finish = [&](int unit) {
     if constexpr (kHasRing) {
@@ -112,9 +116,8 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) raw[i] = place_in_ring(unit)[i * kBlock];
     } else if constexpr (!kIsPlain) {
-      const RowReader<T, kElements, true> reader(params.scores, params.is_dense,
-                                                 place.first_element, index, place.grid, bounds,
-                                                 columns, row + kElements >= params.rows);
+      const RowReader<T, kElements, true> reader(
+          params.scores, params.is_dense, place.first_element, index, place.grid, bounds, columns);
       reader.template load<kStride>(begin + unit * kUnit + owner.thread() * kElements, raw);
     }
   };

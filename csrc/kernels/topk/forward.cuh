@@ -16,7 +16,7 @@ namespace megasoftmax {
 
 // A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by
 // side: their chunks are loaded whole, at the ends with what lies beside the row in the same 16
-// bytes.
+// bytes, where the storage holds them.
 template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kIsPlain>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
@@ -30,6 +30,7 @@ struct TopkPart {
   int begin;  // the column of its first chunk
   int units, units_per_group;
   Bounds bounds;
+  int last_whole;  // where the last chunk may begin that is read whole
   Logits<T, Mask, Bias> logits;
 
   __device__ TopkPart(const TopkForwardParams& params, const Schedule& schedule,
@@ -43,6 +44,9 @@ struct TopkPart {
         units(min(schedule.max_units, divide_up(columns() - begin, kUnit))),
         units_per_group(schedule.unit_batches),
         bounds{max(begin, 0), min(begin + units * kUnit, columns())},
+        last_whole(min(bounds.end - 1, has_whole_chunks(params.scores, row)
+                                           ? columns() - 1
+                                           : columns() - kElements)),
         logits(params, index, bounds, grid) {}
 
   __device__ int columns() const { return static_cast<int>(params.shape.columns); }
@@ -137,7 +141,7 @@ struct TopkPart {
     Pack<T> raw[kUnitChunks];  // what is behind the bounds is unspecified
     if constexpr (!kIsPlain) {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
-                                                 columns(), true);
+                                                 columns());
       reader.template load<kStride>(at, raw);
       if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
     } else {
@@ -148,10 +152,17 @@ struct TopkPart {
           raw[i] = load_streaming<T, kElements>(source + i * kStride);
         return sum_chunks<true>(first, at, raw, mine, exponent);
       }
-      const int end = bounds.end - at;
 #pragma unroll
       for (int i = 0; i < kUnitChunks; ++i) {
-        if (i * kStride < end) raw[i] = load_streaming<T, kElements>(source + i * kStride);
+        if (at + i * kStride <= last_whole)
+          raw[i] = load_streaming<T, kElements>(source + i * kStride);
+      }
+      if (last_whole < bounds.end - 1) {
+#pragma unroll
+        for (int i = 0; i < kUnitChunks; ++i) {
+          if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
+            raw[i] = load_partial_chunk(at + i * kStride);
+        }
       }
     }
     float largest = -INFINITY;
@@ -163,6 +174,10 @@ struct TopkPart {
           largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk, mine, exponent));
     }
     return largest;
+  }
+
+  __device__ Pack<T> load_partial_chunk(int column) const {
+    return load_partial<T, kElements>(row + column, 1, bounds.begin - column, bounds.end - column);
   }
 
   template <bool kInside, int kChunks>
@@ -222,7 +237,9 @@ struct TopkPart {
         const int first =
             of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
         Pack<T> raw;
-        if (kIsPlain && first < bounds.end) raw = load_streaming<T, kElements>(row + first);
+        if (kIsPlain && first < bounds.end)
+          raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
+                                    : load_partial_chunk(first);
         const auto z = [&](int j) { return kIsPlain ? raw[j] * sign() : logit(first + j); };
         const auto key = [&](int j) { return key_of(z(j), first + j); };
         unsigned wanted = 0;

@@ -9,10 +9,11 @@ namespace megasoftmax {
 // The logits are ForwardParams' scores, without sink and window, and of their probabilities there
 // are [rows, k].
 struct TopkParams : ForwardParams {
-  int k = 0;                    // at most kMaxK
-  bool renormalize = false;     // they sum to 1
-  int64_t* indices = nullptr;   // [rows, k]
-  float* statistics = nullptr;  // [3, rows]: max z, log(sum exp(z - max z)), their sum
+  int k = 0;                   // at most kMaxK
+  bool renormalize = false;    // they sum to 1
+  int64_t* indices = nullptr;  // [rows, k]
+  // [3, rows]: max z, over |scale| where there is no bias; log(sum exp(z - max z)); the log-sum-exp
+  float* statistics = nullptr;
 };
 
 struct TopkForwardParams : TopkParams {

@@ -22,15 +22,12 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
 }
 
 struct RowStatistics {
-  float max, log_sum, sum;
+  float max;  // in units of Logits, which without a bias are z / |scale|
+  float sum, log_sum, lse;
 
-  // `total`: in units of Logits, which without a bias are z / |scale|.
   __device__ RowStatistics(const TopkParams& params, MaxAndSum total, bool has_bias)
-      : sum(total.sum) {
-    // The sum is relative to the maximum as it is, not as rounding leaves it.
-    const float to_z = has_bias ? 1.f : fabsf(params.scale);
-    max = total.max * to_z;
-    log_sum = logf(sum) + fmaf(total.max, to_z, -max);
+      : max(total.max), sum(total.sum), log_sum(logf(sum)) {
+    lse = fmaf(max, has_bias ? 1.f : fabsf(params.scale), log_sum);
   }
   __device__ bool is_empty() const { return sum == 0.f; }
   __device__ bool is_regular() const { return sum > 0.f; }  // neither empty nor NaN
@@ -39,7 +36,7 @@ struct RowStatistics {
     const float special = is_empty() ? -INFINITY : NAN;
     params.statistics[row] = is_regular() ? max : special;
     params.statistics[params.rows + row] = is_regular() ? log_sum : special;
-    params.statistics[2 * params.rows + row] = is_regular() ? max + log_sum : special;
+    params.statistics[2 * params.rows + row] = is_regular() ? lse : special;
   }
 };
 

@@ -14,17 +14,23 @@ bool check_and_prepare(TopkParams& params) {
   prepare(params);
   return true;
 }
+
+TopkPlan plan_at_hand(const TopkForwardParams& params, cudaStream_t stream) {
+  return plan_for(stream, [&](const Device& device) {
+    return plan_topk_forward(params, device, forced_regime);
+  });
+}
 }  // namespace
 
-int64_t topk_forward_workspace(TopkForwardParams params) {
+int64_t topk_forward_workspace(TopkForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0 || !check_and_prepare(params)) return 0;
-  return plan_topk_forward(params, current_device(), forced_regime).workspace_bytes;
+  return plan_at_hand(params, stream).workspace_bytes;
 }
 
 cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!check_and_prepare(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
-  const TopkPlan plan = plan_topk_forward(params, current_device(), forced_regime);
+  const TopkPlan plan = plan_at_hand(params, stream);
   switch (params.scores.type) {
     case DType::kFloat16:
       return topk_forward_float16(params, plan, stream);

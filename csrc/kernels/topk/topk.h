@@ -9,7 +9,7 @@
 namespace megasoftmax {
 
 // Bytes of params.workspace, which need not be set to anything; `params` is as for the launch.
-int64_t topk_forward_workspace(TopkForwardParams params);
+int64_t topk_forward_workspace(TopkForwardParams params, cudaStream_t stream);
 
 cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream);
 cudaError_t topk_backward(TopkBackwardParams params, cudaStream_t stream);

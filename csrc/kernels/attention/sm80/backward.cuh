@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(128)
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
-  params.rows_of_backward[row] = {max / params.to_statistics,
-                                  is_empty ? INFINITY : log_sum * kLog2E, delta, 0.f};
+  params.rows_of_backward[row] = {max, is_empty ? INFINITY : log_sum * kLog2E, delta, 0.f};
   const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
   const float sink_gradient =
       sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
@@ -198,9 +197,6 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     if constexpr (kBias != BiasKind::kNone) copy_bias(place);
     wait_for_copies();
     __syncthreads();
-    if (kBias != BiasKind::kNone && params.power_of_two != 1.f)
-      scale_rows<T, 16, KeyTile>(shared_memory, static_cast<int>(threadIdx.x) / 32 * 16,
-                                 params.power_of_two);
   }
 
 #pragma unroll 1

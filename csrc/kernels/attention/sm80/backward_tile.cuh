@@ -66,23 +66,22 @@ __device__ __forceinline__ void find_score_gradients(
   const QueryTile query_tile{memory + Memory::kStagesAt + stage * Memory::kStageBytes};
   const QueryTile gradient_tile{query_tile.address + QueryTile::kBytes};
   const BackwardWarp warp;
+  multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
+                                 FragmentsAcross<QueryTile>(query_tile, warp.query));
   if constexpr (kBias == BiasKind::kTile) {
     using Fragments = TransposedFragments<BiasTile>;
     const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, warp.key, warp.query);
-    start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
+    add_bias(weights, params.scale, TileBias<T, Fragments>{fragments});
   } else if constexpr (kBias == BiasKind::kAny) {
     using FloatBias = typename Memory::FloatBias;
     const FloatBias tile{reinterpret_cast<float*>(shared_memory + Memory::kBiasAt),
                          params.is_relative};
-    start_from_bias(weights, 1.f / params.rest,
-                    TransposedFloatBias<FloatBias>{tile, warp.key, warp.query});
+    add_bias(weights, params.scale, TransposedFloatBias<FloatBias>(tile, warp.key, warp.query));
   }
-  multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
-                                 FragmentsAcross<QueryTile>(query_tile, warp.query));
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
                                  FragmentsAcross<QueryTile>(gradient_tile, warp.query));
-  const float c = params.rest * kLog2E;
+  const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   const RowOfBackward* const columns = rows + warp.query + thread_index_anew() % 4 * 2;
   bool is_finite = true;
 #pragma unroll
@@ -95,7 +94,7 @@ __device__ __forceinline__ void find_score_gradients(
       for (int i = 0; i < 4; ++i) {
         float &weight = weights[i / 2][n][i % 2 * 2 + right],
               &gradient = gradients[i / 2][n][i % 2 * 2 + right];
-        weight = exp2_approximate(fmaf(weight - row.max, c, -row.log2_sum));
+        weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.max), kLog2E, -row.log2_sum));
         gradient = (gradient - row.delta) * weight;
       }
     }

@@ -337,11 +337,6 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   for (int member = 0; member < members; ++member) {
     wait_for_older_copies<1>();
     __syncthreads();  // keys and queries are there
-    if (params.power_of_two != 1.f) {
-      scale_rows<T, 16, KeyTile>(shared_memory, static_cast<int>(threadIdx.x) / 32 * 16,
-                                 params.power_of_two);
-      __syncthreads();
-    }
     Excluded<2, 4> excluded;
     if (!is_all_inside) {
       int head, batch;

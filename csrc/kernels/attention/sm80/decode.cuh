@@ -64,7 +64,6 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 
   // Queries, as matrices `a`.
   uint32_t queries[kDim / 16][4];
-  const T factor = from_float<T>(params.power_of_two);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
@@ -75,12 +74,10 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
-        using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
         const int column = step * 16 + right * 8 + lane % 4 * 2;
-        Pair pair = {};
-        if (row.is_row && column < params.head_dim)
-          pair = __hmul2(*reinterpret_cast<const Pair*>(source + column), Pair{factor, factor});
-        queries[step][2 * right + half] = reinterpret_cast<const uint32_t&>(pair);
+        queries[step][2 * right + half] = row.is_row && column < params.head_dim
+                                              ? *reinterpret_cast<const uint32_t*>(source + column)
+                                              : 0;
       }
     }
   }
@@ -105,13 +102,14 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   for (int step = 0; step < kStages - 1; ++step) start_copy(step);
 
   float output[1][kColumns][4] = {};
-  OnlineSoftmax<1> softmax(params.rest);
+  OnlineSoftmax<1> softmax(params.scale);
   constexpr int kKeysPerStep = kWarps * kDecodeKeys;
 #pragma unroll 1
   for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
     const int key = begin + step * kKeysPerStep + warp * kDecodeKeys;
     start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
+    [[maybe_unused]] float biases[1][kN][4] = {};
     Excluded<1, kN> excluded;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -132,9 +130,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
             excluded.add(0, n, 2 * half + i);
           if constexpr (kHasBias) {
             const BiasRows<T> bias(params, batch, row.head);
-            // Not a quotient: large numbers must begin with the same bits in backward.
-            if (is_visible)
-              scores[0][n][2 * half + i] = bias(row.query, column) * (1.f / params.rest);
+            if (is_visible) biases[0][n][2 * half + i] = bias(row.query, column);
           }
         }
       }
@@ -143,7 +139,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     __syncwarp();
     const Rows keys{ring + step % kStages * Memory::kStageBytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
-    // So that half as many products wait for each other; but from a large bias backward must come
+    // So that half as many products wait for each other; but with a large bias backward must come
     // to the same bits.
     float odd_steps[1][kN][4] = {};
 #pragma unroll
@@ -157,10 +153,13 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[0][n][i] += odd_steps[0][n][i];
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[0][n][i];
+        score = kHasBias ? fmaf(score, params.scale, biases[0][n][i]) : score + odd_steps[0][n][i];
+      }
     }
     excluded.apply(scores, -INFINITY);
-    softmax.step(scores, output);
+    softmax.template step<kHasBias>(scores, output);
     multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));
     __syncwarp();  // the stage is used up
   }
@@ -170,7 +169,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   // What the warps have of each row.
   constexpr int kPitch = Memory::kPitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + kWarps * 16 * kPitch;  // largest score and sum of weights
+  float* const ends = sums + kWarps * 16 * kPitch;  // largest logit and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + half * 8 + lane / 4;
@@ -187,7 +186,6 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  const float c = params.rest * kLog2E;
   for (int row = warp; row < 16; row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
@@ -196,7 +194,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int i = 0; i < kWarps; ++i) max = fmaxf(max, ends[2 * (i * 16 + row)]);
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
-      shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * c);
+      shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
     const int64_t row_of_all =
@@ -228,17 +226,16 @@ __global__ void __launch_bounds__(128)
   const int query = static_cast<int>(row - of_head * params.queries);
   const int pitch = params.value_dim + 2;
   const auto part = [&](int split) { return params.parts + (split * rows + row) * pitch; };
-  const float c = params.rest * kLog2E;
   float max = kLowest, sum = 0.f;
   for (int split = 0; split < params.splits; ++split)
     max = fmaxf(max, part(split)[params.value_dim]);
   for (int split = 0; split < params.splits; ++split)
     sum += part(split)[params.value_dim + 1] *
-           exp2_approximate((part(split)[params.value_dim] - max) * c);
+           exp2_approximate((part(split)[params.value_dim] - max) * kLog2E);
   const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
-  const RowEnd row_end(max, sum, params.rest, sink, params.can_exclude);
+  const RowEnd row_end(max, sum, sink, params.can_exclude);
   if (lane == 0) {
-    params.statistics[row] = row_end.max * params.to_statistics;
+    params.statistics[row] = row_end.max;
     params.statistics[rows + row] = row_end.log_sum;
     params.statistics[2 * rows + row] = row_end.lse;
   }
@@ -248,7 +245,8 @@ __global__ void __launch_bounds__(128)
   for (int column = lane; column < params.value_dim; column += 32) {
     float total = 0.f;
     for (int split = 0; split < params.splits; ++split)
-      total += part(split)[column] * exp2_approximate((part(split)[params.value_dim] - max) * c);
+      total +=
+          part(split)[column] * exp2_approximate((part(split)[params.value_dim] - max) * kLog2E);
     out[column] = from_float<T>(total * row_end.factor);
   }
 }

@@ -2,10 +2,10 @@
 // O = softmax(scale * Q K^T + B) V, without writing scores.
 //
 // A block owns a tile of queries of one head, a warp 16 or 32 of them, and takes one tile of keys
-// and values after the other. The product of queries and keys starts from the bias over the scale;
-// exclusion follows; then the softmax, online; then the product with the values. Queries, keys and
-// values are read once per tile of queries, mostly from the L2 cache, the bias once, the output
-// written once.
+// and values after the other. The product of queries and keys starts from the bias over the scale,
+// unless logits are large; exclusion follows; then the softmax, online; then the product with the
+// values. Queries, keys and values are read once per tile of queries, mostly from the L2 cache, the
+// bias once, the output written once.
 
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   };
 
   float output[kM][kColumns][4] = {};
-  OnlineSoftmax<kM> softmax(params.rest);
+  OnlineSoftmax<kM> softmax(params.scale);
   if (begin < end) {
     copy_keys(begin);
     copy_bias(begin);
@@ -129,12 +129,6 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const FragmentsDown<QueryTile> query_fragments(query_tile, warp_row);
   const FragmentsAcross<KeyTile> key_fragments(key_tile, 0);
   const FragmentsDown<KeyTile> value_fragments(value_tile, 0);
-
-  if (kBias != BiasKind::kNone && params.power_of_two != 1.f && begin < end) {
-    wait_for_copies();
-    __syncthreads();
-    scale_rows<T, kWarpQueries, QueryTile>(shared_memory, warp_row, params.power_of_two);
-  }
 
 #pragma unroll 1
   for (int key = begin; key < end; key += kKeys) {
@@ -156,14 +150,13 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       excluded.template find<false>(params, block.batch, block.head, first_query, key);
     }
     float scores[kM][kN][4] = {};
+    multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
     if constexpr (kBias == BiasKind::kTile) {
       const FragmentsDown<BiasTile> fragments(bias_tile_of(key), warp_row);
-      start_from_bias(scores, 1.f / params.rest, TileBias<T, FragmentsDown<BiasTile>>{fragments});
+      add_bias(scores, params.scale, TileBias<T, FragmentsDown<BiasTile>>{fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
-      start_from_bias(scores, 1.f / params.rest,
-                      FloatBias<typename Memory::FloatBias>{float_bias, warp_row});
+      add_bias(scores, params.scale, FloatBias<typename Memory::FloatBias>(float_bias, warp_row));
     }
-    multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
     excluded.apply(scores, -INFINITY);
 
     if (is_bias_ahead) {
@@ -177,10 +170,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       if (!is_bias_ahead) copy_bias(key + kKeys);
       end_copies();
     }
-    softmax.step(scores, output);
+    softmax.template step<kBias != BiasKind::kNone>(scores, output);
     multiply_weights<T>(output, scores, value_fragments);
   }
-
   const TileOfQueries block(params, kQueries);
   const int head = block.head, batch = block.batch;
   const int lane = thread_index_anew() % 32, warp = thread_index_anew() / 32;
@@ -197,10 +189,10 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       float sum = softmax.sum[m][half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd row_end(softmax.max[m][half], sum, params.rest, sink, params.can_exclude);
+      const RowEnd row_end(softmax.max[m][half], sum, sink, params.can_exclude);
       const int row = m * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && warp_query + row < params.queries) {
-        params.statistics[first_row + row] = row_end.max * params.to_statistics;
+        params.statistics[first_row + row] = row_end.max;
         params.statistics[rows + first_row + row] = row_end.log_sum;
         params.statistics[2 * rows + first_row + row] = row_end.lse;
       }

@@ -69,11 +69,8 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
   }
   wait_for_copies();
   __syncthreads();
-  if (params.power_of_two != 1.f)
-    scale_rows<T, 16, Rows>(shared_memory, warp_row, params.power_of_two);
-
+  const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   float query_gradient[1][kColumns][4] = {};
-  const float c = params.rest * kLog2E;
 #pragma unroll 1
   for (int key = first_sees.begin / kKeys * kKeys; key < last_sees.end; key += kKeys) {
     copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
@@ -97,18 +94,17 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
         first_query + kQueries > params.queries)
       excluded.template find<false>(params, batch, head, first_query + warp_row, key);
     float weights[1][kN][4] = {}, gradients[1][kN][4] = {};
+    multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
+                           FragmentsAcross<Rows>(key_tile, 0));
     if constexpr (kBias == BiasKind::kTile) {
       using Fragments = FragmentsDown<typename Memory::Bias>;
       const Fragments fragments(typename Memory::Bias{memory + Memory::kBiasAt}, warp_row);
-      start_from_bias(weights, 1.f / params.rest, TileBias<T, Fragments>{fragments});
+      add_bias(weights, params.scale, TileBias<T, Fragments>{fragments});
     } else if constexpr (kBias == BiasKind::kAny) {
       const typename Memory::FloatBias tile{
           reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      start_from_bias(weights, 1.f / params.rest,
-                      FloatBias<typename Memory::FloatBias>{tile, warp_row});
+      add_bias(weights, params.scale, FloatBias<typename Memory::FloatBias>(tile, warp_row));
     }
-    multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
-                           FragmentsAcross<Rows>(key_tile, 0));
     multiply_rows<T, kDim>(gradients, FragmentsDown<Rows>(gradient_tile, warp_row),
                            FragmentsAcross<Rows>(value_tile, 0));
 #pragma unroll
@@ -116,7 +112,8 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const RowOfBackward& row = rows[i / 2];
-        const float weight = exp2_approximate(fmaf(weights[0][n][i] - row.max, c, -row.log2_sum));
+        const float weight = exp2_approximate(
+            fmaf(fmaf(weights[0][n][i], to_logit, -row.max), kLog2E, -row.log2_sum));
         gradients[0][n][i] = weight == 0.f ? 0.f : (gradients[0][n][i] - row.delta) * weight;
       }
     }
@@ -143,11 +140,10 @@ __global__ void __launch_bounds__(256)
   const int64_t row = i / chunks, of_head = row / params.queries;
   const int column = static_cast<int>(i - row * chunks) * 8;
   const int query = static_cast<int>(row - of_head * params.queries);
-  const float factor = params.scale / params.power_of_two;
   const float* const sums = params.query_gradient_sum + row * params.head_dim + column;
   float values[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) values[j] = sums[j] * factor;
+  for (int j = 0; j < 8; ++j) values[j] = sums[j] * params.scale;
   const Strided& tensor = params.query_gradient;
   auto* const out = static_cast<T*>(const_cast<void*>(tensor.data)) +
                     of_head / params.heads * tensor.batch_stride +

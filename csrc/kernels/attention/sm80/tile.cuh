@@ -104,18 +104,6 @@ struct FragmentsAcross : Fragments<Tile> {
   }
 };
 
-// Multiplies this warp's rows of a tile by a power of two.
-template <class T, int kRows, class Tile>
-__device__ inline void scale_rows(char* tile, int first_row, float factor) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const T rounded = from_float<T>(factor);
-  const Pair factors = {rounded, rounded};
-  auto* const pairs = reinterpret_cast<Pair*>(tile + first_row * Tile::kRowBytes);
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x) % 32; i < kRows * Tile::kRowBytes / 4; i += 32)
-    pairs[i] = __hmul2(pairs[i], factors);
-}
-
 // Results of 16x8 each: a warp's kM * 16 rows and kN * 8 columns.
 template <int kM, int kN>
 using Accumulators = float[kM][kN][4];

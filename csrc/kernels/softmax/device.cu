@@ -1,0 +1,90 @@
+// What a device has, and what of it a launch may use.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "plan.h"
+
+namespace megasoftmax {
+
+namespace {
+__global__ void probe() {}  // tells what all kernels are compiled for
+
+Device describe_device(int id) {
+  Device device = {};
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id);
+  cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  cudaFuncAttributes compiled = {};
+  const bool has_code =
+      cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;
+  device.max_cluster = !has_code ? 1 : major == 9 || major == 10 ? kMaxCluster : 8;
+  return device;
+}
+
+#if CUDART_VERSION >= 12050
+// A function of the driver, to which nothing links; null where the driver is too old for it.
+template <class Function>
+Function* driver_function(const char* name) {
+  constexpr unsigned kVersion = 12040;  // the first with green contexts
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult answer = {};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, kVersion, cudaEnableDefault, &answer);
+  return error == cudaSuccess && answer == cudaDriverEntryPointSuccess
+             ? reinterpret_cast<Function*>(function)
+             : nullptr;
+}
+
+// Those of the green context that the stream or the current context belongs to; else of the device.
+int multiprocessors_at_hand(cudaStream_t stream, int of_device) {
+  static auto* const green_context =
+      driver_function<decltype(cuStreamGetGreenCtx)>("cuStreamGetGreenCtx");
+  static auto* const green_resource =
+      driver_function<decltype(cuGreenCtxGetDevResource)>("cuGreenCtxGetDevResource");
+  static auto* const current_context =
+      driver_function<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent");
+  static auto* const context_resource =
+      driver_function<decltype(cuCtxGetDevResource)>("cuCtxGetDevResource");
+  if (!green_context || !green_resource || !current_context || !context_resource) return of_device;
+  CUgreenCtx green = nullptr;
+  CUcontext context = nullptr;
+  CUdevResource resource = {};
+  const bool is_green = green_context(stream, &green) == CUDA_SUCCESS && green != nullptr;
+  const bool is_known =
+      is_green ? green_resource(green, &resource, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS
+               : current_context(&context) == CUDA_SUCCESS &&
+                     context_resource(context, &resource, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS;
+  return is_known ? static_cast<int>(resource.sm.smCount) : of_device;
+}
+#else
+int multiprocessors_at_hand(cudaStream_t, int of_device) { return of_device; }
+#endif
+
+}  // namespace
+
+const Device& current_device() {
+  constexpr int kMaxDevices = 128;
+  static std::array<std::once_flag, kMaxDevices> described;
+  static std::array<Device, kMaxDevices> devices;
+  int id = 0;
+  cudaGetDevice(&id);
+  id = std::min(id, kMaxDevices - 1);
+  std::call_once(described[id], [id] { devices[id] = describe_device(id); });
+  return devices[id];
+}
+
+Device device_at_hand(cudaStream_t stream) {
+  Device device = current_device();
+  const int multiprocessors = multiprocessors_at_hand(stream, device.multiprocessors);
+  // Some of the multiprocessors need not be neighbours that could run a cluster.
+  if (multiprocessors < device.multiprocessors) device = {multiprocessors, device.shared_bytes, 1};
+  return device;
+}
+
+}  // namespace megasoftmax

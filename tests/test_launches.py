@@ -1,0 +1,224 @@
+"""Where calls meet: parts of a GPU, streams and graphs at once, two GPUs, errors, foreign memory.
+
+The calls are those whose blocks wait for each other: over the whole GPU, or in clusters.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from inputs import bits_equal, coin, normal
+from torch import Tensor
+
+import megasoftmax
+
+pytestmark = pytest.mark.gpu
+
+Results = tuple[Tensor, ...]
+Call = Callable[[], Results]
+
+
+def rows_of_millions(device: str) -> Call:
+    return _softmax(normal(4, 1 << 23, device=device, dtype=torch.float16), -1)
+
+
+def rows_of_clusters(device: str) -> Call:
+    return _softmax(normal(40, 100_000, device=device, dtype=torch.bfloat16), -1)
+
+
+def columns_of_clusters(device: str) -> Call:
+    return _softmax(normal(1, 70_000, 40, device=device, dtype=torch.bfloat16), 1)
+
+
+def _softmax(scores: Tensor, dim: int) -> Call:
+    def call() -> Results:
+        p = megasoftmax.softmax(scores, dim=dim, fused=True)
+        return p, *torch.autograd.grad(p, scores, gradient)
+
+    gradient = scores.clone()
+    scores.requires_grad_()
+    return call
+
+
+def topk_of_a_vocabulary(device: str) -> Call:
+    def call() -> Results:
+        values, indices = megasoftmax.softmax_topk(logits, 10, fused=True)
+        return values, indices, *torch.autograd.grad(values, logits, torch.ones_like(values))
+
+    logits = normal(1, 151_936, device=device).requires_grad_()
+    return call
+
+
+def decoding(device: str) -> Call:
+    q, k, v = (
+        normal(1, heads, length, 64, device=device, dtype=torch.bfloat16, seed=heads)
+        for heads, length in ((4, 1), (2, 9000), (2, 9000))
+    )
+    return lambda: megasoftmax.attention(q, k, v, return_lse=True, fused=True)
+
+
+CALLS = [
+    rows_of_millions,
+    rows_of_clusters,
+    columns_of_clusters,
+    topk_of_a_vocabulary,
+    decoding,
+]
+of_every_call = pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
+
+
+def assert_close(found: Results, expected: Results) -> None:
+    """Fewer blocks may add up a row in another order."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-6)
+
+
+def assert_same(found: Results, expected: Results) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert bits_equal(a.detach(), b.detach())
+
+
+@contextmanager
+def part_of_the_gpu(multiprocessors: int) -> Iterator[None]:
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
+    if not green_contexts.SUPPORTED:
+        pytest.skip("this build of torch has no green contexts")
+    context = green_contexts.GreenContext.create(num_sms=multiprocessors, device_id=0)
+    context.set_context()
+    done = torch.cuda.Event()
+    try:
+        yield
+        done.record()
+    finally:
+        context.pop_context()
+    done.synchronize()
+
+
+@of_every_call
+@pytest.mark.parametrize("multiprocessors", [8, 32])
+def test_in_a_part_of_the_gpu(multiprocessors: int, make: Callable[[str], Call]) -> None:
+    call = make("cuda")
+    expected = call()
+    torch.cuda.synchronize()
+    with part_of_the_gpu(multiprocessors):
+        found = call()
+    assert_close(found, expected)
+    assert_same(call(), expected)  # the whole GPU is there again
+
+
+@of_every_call
+def test_on_two_streams_at_once(make: Callable[[str], Call]) -> None:
+    call = make("cuda")
+    expected = call()
+    torch.cuda.synchronize()
+    runs: list[list[Results]] = [[], []]
+
+    def run(results: list[Results]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results += [call() for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=run, args=(results,)) for results in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results in runs:
+        assert len(results) == 5
+        for found in results:
+            assert_same(found, expected)
+
+
+@of_every_call
+def test_in_two_graphs_at_once(make: Callable[[str], Call]) -> None:
+    call = make("cuda")
+    expected = call()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # as graphs want it: once beforehand
+        call()
+        torch.cuda.current_stream().synchronize()
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    captured = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append(call())
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(5):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for found in captured:
+        assert_same(found, expected)
+
+
+@of_every_call
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_the_gpu_that_is_not_current(make: Callable[[str], Call]) -> None:
+    assert torch.cuda.current_device() == 0
+    expected, found = make("cuda:0")(), make("cuda:1")()
+    assert all(result.device == torch.device("cuda:1") for result in found)
+    assert torch.cuda.current_device() == 0
+    assert_same(tuple(result.cpu() for result in found), tuple(each.cpu() for each in expected))
+
+
+FREED = """
+import torch, megasoftmax
+tensor = torch.ones({shape}, device="cuda", dtype=torch.float16)
+tensor.untyped_storage().resize_(0)
+try:
+    {call}
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "call", "op"),
+    [
+        ((4, 1000), "megasoftmax.softmax(tensor, fused=True)", "softmax_forward"),
+        ((4, 1000), "megasoftmax.softmax_topk(tensor, 2, fused=True)", "softmax_topk_forward"),
+        ((1, 1, 64, 64), "megasoftmax.attention(*3 * [tensor], fused=True)", "attention_forward"),
+    ],
+)
+def test_an_error_names_the_op(shape: tuple[int, ...], call: str, op: str) -> None:
+    """Memory that was freed: where launches are waited for, the call that reads it says so."""
+    done = subprocess.run(
+        [sys.executable, "-c", FREED.format(shape=shape, call=call)],
+        env=os.environ | {"CUDA_LAUNCH_BLOCKING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(f"{op}: "), done.stdout + done.stderr
+
+
+def test_no_room_for_a_result_is_an_error_that_says_so() -> None:
+    scores = torch.zeros(1, device="cuda", dtype=torch.float16).expand(1 << 16, 1 << 22)
+    with pytest.raises(RuntimeError, match="could not allocate a tensor of 274877906944 elements"):
+        megasoftmax.softmax(scores, fused=True)
+    assert megasoftmax.softmax(scores[:2, :2], fused=True).tolist() == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("columns", [7, 8, 257, 5000])
+def test_storage_of_another_library_that_begins_anywhere(columns: int) -> None:
+    cupy = pytest.importorskip("cupy")
+    values = normal(12 * columns + 1, device="cuda", dtype=torch.float16)
+    theirs = torch.from_dlpack(cupy.from_dlpack(values)[1:]).view(12, columns)
+    assert theirs.storage_offset() == 0
+    assert theirs.data_ptr() % 16 == 2
+    ours = values[1:].view(12, columns).clone()
+    mask = coin(12, columns, device="cuda")
+    for arguments in ({}, {"mask": mask}, {"bias": ours}):
+        found = megasoftmax.softmax(theirs, fused=True, **arguments)
+        assert bits_equal(found, megasoftmax.softmax(ours, fused=True, **arguments))
+        for a, b in zip(
+            megasoftmax.softmax_topk(theirs, 3, fused=True, **arguments),
+            megasoftmax.softmax_topk(ours, 3, fused=True, **arguments),
+            strict=True,
+        ):
+            assert bits_equal(a, b)
