@@ -31,10 +31,21 @@ def coarser(*dtypes: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Deviation:
+    """How far a result is from what it must be; right when the ratio is at most 1."""
+
+    ratio: float  # of the error to the allowed error; inf for a wrong shape, zero, NaN or infinity
+    message: str
+
+
+@dataclass(frozen=True)
 class Forward:
     probabilities: Tensor  # float64
     lse: Tensor  # float64
     excluded: Tensor  # bool, of the shape of the scores
+    noise: Tensor  # relative error of each probability that rounding z to its type may cost
+    sink_noise: Tensor  # the same of the sink's share, of each row
+    lse_noise: Tensor  # the same of the lse, absolute
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,10 @@ class Gradients:
     scores: Gradient
     bias: Gradient | None
     sink: Gradient | None
+
+
+def size_of_lse(forward: Forward, dtype: torch.dtype) -> Tensor:
+    return torch.maximum(forward.lse.abs() + 1, forward.lse_noise / TOLERANCE[dtype])
 
 
 def excluded_entries(
@@ -82,8 +97,10 @@ def softmax(
     sink: Tensor | float | None = None,
 ) -> Forward:
     z = scores.detach().double() * scale
+    terms = z.abs()  # what a rounding of z is relative to
     if bias is not None:
         z = z + bias.detach().double()
+        terms = terms + bias.detach().double().abs()
     excluded = excluded_entries(scores, mask, causal, window)
     is_poison = (z.isnan() | (z == torch.inf)) & ~excluded
     is_nan = is_poison.any(-1)
@@ -96,12 +113,23 @@ def softmax(
     weights = torch.exp(z - largest.unsqueeze(-1))
     total = weights.sum(-1) + torch.exp(logit - largest)
     probabilities = weights / total.unsqueeze(-1)
-    if mask is not None or bias is not None or causal or window is not None or sink is not None:
+    is_limited = causal or (window is not None and max(window) >= 0)
+    if mask is not None or bias is not None or is_limited or sink is not None:
         probabilities = probabilities.masked_fill((total == 0).unsqueeze(-1), 0.0)
     probabilities = probabilities.masked_fill(is_nan.unsqueeze(-1), torch.nan)
     probabilities = probabilities.masked_fill(excluded, 0.0)
     lse = (largest + torch.log(total)).masked_fill(is_nan, torch.nan)
-    return Forward(probabilities, lse, excluded)
+    if bias is None:  # differences of scores are scaled
+        terms = (z - largest.unsqueeze(-1)).abs()
+    share = torch.exp(logit - largest) / total
+    eps = torch.finfo(torch.float64 if scores.dtype == torch.float64 else torch.float32).eps
+    noises = _noises(probabilities, eps * terms, share, eps * (largest.abs() + logit.abs()))
+    return Forward(probabilities, lse, excluded, *noises)
+
+
+def enlarged(size: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the error of a result of `dtype` is relative to, where it also has the error `noise`."""
+    return size * (noise / TOLERANCE[dtype]).clamp_min(1)
 
 
 def gradients(
@@ -122,28 +150,104 @@ def gradients(
     g = torch.where(p == 0, 0.0, g.double())
     h = torch.zeros_like(forward.lse) if h is None else h.double()
     d = (g * p).sum(-1) - h
-    d_size = (g * p).abs().sum(-1) + h.abs()
+    p_size = enlarged(p, forward.noise, dtype)
+    d_size = (g * p_size).abs().sum(-1) + h.abs()
     dz = torch.where(p == 0, 0.0, p * (g - d.unsqueeze(-1)))
-    p_size = p.abs() + smallest_step(dtype) / TOLERANCE[dtype]
-    dz_size = p_size * (g.abs() + d_size.unsqueeze(-1))
+    least_d_size = ((g * p).abs().sum(-1) + h.abs()).unsqueeze(-1)
+    step = smallest_step(dtype) / TOLERANCE[dtype]
+    dz_size = torch.maximum(  # either factor has an error, and they are not multiplied
+        (p_size + step) * (g.abs() + least_d_size),
+        (p + step) * (g.abs() + d_size.unsqueeze(-1)),
+    )
     dz_size = torch.where(forward.excluded, 0.0, dz_size)
 
     scores = Gradient(scale * dz, abs(scale) * dz_size, forward.excluded)
     of_bias = of_sink = None
     if bias is not None:
-        # Terms of either sign: their errors add up as squares do.
-        size = dz_size.square().sum_to_size(bias.shape).sqrt()
-        seen = (~forward.excluded).double().sum_to_size(bias.shape)
-        of_bias = Gradient(dz.sum_to_size(bias.shape), size, seen == 0)
+        of_bias = summed(Gradient(dz, dz_size, forward.excluded), bias.shape)
     if isinstance(sink, Tensor):
         logit = _sink_per_row(sink, forward.probabilities)
         share = torch.where(logit == -torch.inf, 0.0, torch.exp(logit - forward.lse))
+        value = _sum_per_sink(-share * d, sink)
+        squares = enlarged(share * d_size, forward.sink_noise, dtype).square()
         of_sink = Gradient(
-            _sum_per_sink(-share * d, sink),
-            _sum_per_sink((share * d_size).square(), sink).sqrt(),
+            value,
+            (_sum_per_sink(squares, sink) + value.square()).sqrt(),
             torch.zeros(sink.shape, dtype=torch.bool, device=sink.device),
         )
     return Gradients(scores, of_bias, of_sink)
+
+
+def summed(gradient: Gradient, shape: torch.Size) -> Gradient:
+    """The gradient of what was broadcast from `shape`.
+
+    Terms have either sign: their errors add up as squares do. The sum is rounded once more.
+    """
+    value = gradient.value.sum_to_size(shape)
+    squares = gradient.magnitude.square().sum_to_size(shape)
+    seen = (~gradient.zero).double().sum_to_size(shape)
+    return Gradient(value, (squares + value.square()).sqrt(), seen == 0)
+
+
+def deviation(
+    actual: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    *,
+    magnitude: Tensor | None = None,
+    zero: Tensor | None = None,
+    slack: float = 1.0,
+) -> Deviation:
+    """How far `actual` is from `expected`, float64, in units of the error allowed for `dtype`.
+
+    Args:
+        magnitude: what errors are relative to; by default the expected values.
+        zero: where nothing but 0 will do; by default where 0 is expected.
+        slack: a factor on the tolerance.
+    """
+    zero = expected == 0 if zero is None else zero
+    if message := wrong_kind(actual, expected, zero):
+        return Deviation(torch.inf, message)
+    size = (expected if magnitude is None else magnitude).abs()
+    size = torch.where(expected.isfinite() & size.isfinite(), size, 0.0)
+    error = torch.where(expected.isfinite(), (actual.double() - expected).abs(), 0.0)
+    tolerance, step = slack * TOLERANCE[dtype], slack * smallest_step(actual.dtype)
+    limit = tolerance * size.norm() + step * error.numel() ** 0.5
+    return largest_ratio(error, limit, ELEMENTWISE * tolerance * size + step, expected)
+
+
+def wrong_kind(actual: Tensor, expected: Tensor, zero: Tensor) -> str | None:
+    """What no tolerance allows: another shape, and zeros, NaN or infinities in other places."""
+    # Nothing is picked out by index: that is slow on a CPU, and waits for a GPU.
+    if actual.shape != expected.shape:
+        return f"{actual.shape}, expected {expected.shape}"
+    if ((actual != 0) & zero).any():
+        return "not exactly 0 where it must be"
+    if not torch.equal(actual.isnan(), expected.isnan()):
+        return "NaN in other places"
+    if ((actual.double() != expected) & expected.isinf()).any():
+        return "infinities"
+    return None
+
+
+def largest_ratio(error: Tensor, limit: Tensor, limits: Tensor, expected: Tensor) -> Deviation:
+    """Of the norm of the error to `limit`, or of one element to its own of the `limits`."""
+    if error.numel() == 0:
+        return Deviation(0.0, "no elements")
+    norm, ratios = error.norm(), error / limits
+    worst = ratios.argmax()
+    of_norm, of_element = (norm / limit).item(), ratios.reshape(-1)[worst].item()
+    if of_norm >= of_element:
+        return Deviation(of_norm, f"norm of the error {norm:.3g}, limit {limit:.3g}")
+    return Deviation(
+        of_element,
+        f"error of an element {error.reshape(-1)[worst]:.3g}, "
+        f"limit {limits.reshape(-1)[worst]:.3g}, expected {expected.reshape(-1)[worst]:.6g}",
+    )
+
+
+def assert_small(found: Deviation, what: str = "result") -> None:
+    assert found.ratio <= 1, f"{what}: {found.message}"
 
 
 def assert_matches(
@@ -156,36 +260,9 @@ def assert_matches(
     slack: float = 1.0,
     what: str = "result",
 ) -> None:
-    """`actual` is `expected`, float64, up to the error of `dtype`.
-
-    Args:
-        magnitude: what errors are relative to; by default the expected values.
-        zero: where nothing but 0 will do; by default where 0 is expected.
-        slack: a factor on the tolerance.
-    """
-    assert actual.shape == expected.shape, f"{what}: {actual.shape}, expected {expected.shape}"
-    # Nothing is picked out by index: that is slow on a CPU, and waits for a GPU.
-    zero = expected == 0 if zero is None else zero
-    assert not ((actual != 0) & zero).any(), f"{what}: not exactly 0 where it must be"
-    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN in other places"
-    values = actual.double()
-    assert not ((values != expected) & expected.isinf()).any(), f"{what}: infinities"
-    if actual.numel() == 0:
-        return
-
-    size = (expected if magnitude is None else magnitude).abs()
-    size = torch.where(expected.isfinite() & size.isfinite(), size, 0.0)
-    error = torch.where(expected.isfinite(), (values - expected).abs(), 0.0)
-    tolerance, step = slack * TOLERANCE[dtype], slack * smallest_step(actual.dtype)
-    limit = tolerance * size.norm() + step * error.numel() ** 0.5
-    assert error.norm() <= limit, f"{what}: norm of the error {error.norm():.3g}, limit {limit:.3g}"
-    limits = ELEMENTWISE * tolerance * size + step
-    if not (error <= limits).all():
-        worst = (error - limits).argmax()
-        raise AssertionError(
-            f"{what}: error of an element {error.reshape(-1)[worst]:.3g}, "
-            f"limit {limits.reshape(-1)[worst]:.3g}, expected {expected.reshape(-1)[worst]:.6g}"
-        )
+    """`actual` is `expected` up to the error of `dtype`; arguments as of `deviation`."""
+    found = deviation(actual, expected, dtype, magnitude=magnitude, zero=zero, slack=slack)
+    assert_small(found, what)
 
 
 def random_like(tensor: Tensor, seed: int) -> Tensor:
@@ -194,7 +271,7 @@ def random_like(tensor: Tensor, seed: int) -> Tensor:
     return values.to(tensor.dtype)
 
 
-def check(
+def compare(
     function: Callable[..., Any],
     scores: Tensor,
     *,
@@ -202,17 +279,17 @@ def check(
     g: Tensor | None = None,
     h: Tensor | None = None,
     lse_gradient: bool = True,
-    what: str = "",
     **arguments: Any,
-) -> tuple[Tensor, ...]:
-    """Forward and backward of `function` against the oracle.
+) -> tuple[tuple[Tensor, ...], dict[str, Deviation]]:
+    """Forward and backward of `function` beside the oracle.
 
     Args:
         g, h: gradients of probabilities and lse; by default random, h only with `lse_gradient`.
         arguments: of softmax. A bias or sink that requires a gradient gets one.
 
     Returns:
-        Probabilities, lse, and the gradients of scores, bias and sink that there are.
+        Probabilities, lse, and the gradients of scores, bias and sink that there are; and how far
+        each of them, by name, is from the oracle.
     """
     out = dtype or scores.dtype
     computed = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -228,16 +305,22 @@ def check(
     assert p.is_contiguous()
 
     expected = softmax(scores, **arguments)
-    assert_matches(p, expected.probabilities, coarser(out, computed), what=f"probabilities {what}")
-    no_zeros = torch.zeros_like(expected.lse, dtype=torch.bool)
-    assert_matches(
-        lse,
-        expected.lse,
-        computed,
-        magnitude=expected.lse.abs() + 1,
-        zero=no_zeros,
-        what=f"lse {what}",
-    )
+    wide = coarser(out, computed)
+    deviations = {
+        "probabilities": deviation(
+            p,
+            expected.probabilities,
+            wide,
+            magnitude=enlarged(expected.probabilities, expected.noise, wide),
+        ),
+        "lse": deviation(
+            lse,
+            expected.lse,
+            computed,
+            magnitude=size_of_lse(expected, computed),
+            zero=torch.zeros_like(expected.lse, dtype=torch.bool),
+        ),
+    }
 
     g = random_like(p, 1) if g is None else g
     h = random_like(lse, 2) if h is None and lse_gradient else h
@@ -253,19 +336,37 @@ def check(
         dtype=out,
     )
     for (name, tensor), actual in zip(inputs.items(), found, strict=True):
-        assert actual is not None, f"no gradient of {name} {what}"
+        assert actual is not None, f"no gradient of {name}"
         assert actual.dtype == tensor.dtype
         gradient = getattr(wanted, name)
-        assert_matches(
+        deviations[f"gradient of {name}"] = deviation(
             actual,
             gradient.value,
             coarser(out, computed, tensor.dtype),
             magnitude=gradient.magnitude,
             zero=gradient.zero,
             slack=2.0,
-            what=f"gradient of {name} {what}",
         )
-    return p.detach(), lse.detach(), *found
+    return (p.detach(), lse.detach(), *found), deviations
+
+
+def check(
+    function: Callable[..., Any], scores: Tensor, *, what: str = "", **arguments: Any
+) -> tuple[Tensor, ...]:
+    """`compare`, where everything must be right."""
+    results, deviations = compare(function, scores, **arguments)
+    for name, found in deviations.items():
+        assert_small(found, f"{name} {what}")
+    return results
+
+
+def _noises(p: Tensor, of_z: Tensor, share: Tensor, of_sink: Tensor) -> tuple[Tensor, ...]:
+    """Errors of probabilities, of the sink's share and of the lse, from those of z and sink."""
+    of_z = torch.where(p.isfinite() & (p != 0) & of_z.isfinite(), of_z, 0.0)
+    of_sink = torch.where(share.isfinite() & (share != 0) & of_sink.isfinite(), of_sink, 0.0)
+    weighted = torch.where(p.isfinite(), p * of_z, 0.0).sum(-1)
+    weighted = weighted + torch.where(of_sink != 0, share * of_sink, 0.0)
+    return of_z + weighted.unsqueeze(-1), of_sink + weighted, weighted
 
 
 def _sink_per_row(sink: Tensor | float | None, scores: Tensor) -> Tensor:

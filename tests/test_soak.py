@@ -1,0 +1,181 @@
+"""The soak benchmark on a CPU: configurations are right, faults are found and can be reproduced."""
+
+import csv
+import functools
+import re
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import soak
+from soak_cases import FAMILIES, USUAL, Layout
+
+import megasoftmax
+
+SECONDS = 3.0
+FIRST = 1000
+
+
+def run(tmp_path, family, seconds=SECONDS, **options):
+    """The row that a run writes."""
+    out = tmp_path / "soak.csv"
+    soak.main(seconds, [family], "cpu", first=FIRST, processes=1, out=out, commit="abc", **options)
+    with out.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    return row
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 25))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configuration_is_right(family, seed):
+    outcome = soak.attempt(family, seed, "cpu")
+    assert not outcome.has_failed, soak.in_words(outcome)
+    assert outcome.ratio > 0 or outcome.result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seed_fixes_configuration_and_data(family):
+    first, second = (soak.attempt(family, FIRST, "cpu") for _ in range(2))
+    assert (first.words, first.ratio, first.result) == (second.words, second.ratio, second.result)
+    assert first.words != soak.attempt(family, FIRST + 1, "cpu").words
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dimension_is_drawn(family):
+    """Each field has several values, and None among them where it may be absent."""
+    for device in USUAL:
+        cases = [FAMILIES[family].draw(Random(i), USUAL[device]) for i in range(400)]
+        for name in cases[0].__dataclass_fields__:
+            kinds = {str(getattr(case, name)) for case in cases}
+            assert len(kinds) > 1, name
+        for name in {"mask", "bias", "window", "sink"} & set(cases[0].__dataclass_fields__):
+            assert {getattr(case, name) is None for case in cases} == {False, True}
+
+
+@pytest.mark.parametrize("order", ["as it is", "keys and queries swapped", "reversed"])
+def test_storage_ends_where_the_tensor_ends(order):
+    values = torch.arange(24.0).view(2, 3, 4)
+    placed = Layout(order=order, step=2, padding=3, offset=5).place(values)
+    assert torch.equal(placed, values)
+    assert placed.storage_offset() == 5
+    last = 5 + sum(
+        (n - 1) * stride for n, stride in zip(placed.shape, placed.stride(), strict=True)
+    )
+    assert placed.untyped_storage().nbytes() == 4 * (last + 1)
+    expanded = Layout(order=order, expanded=1).place(values)
+    assert expanded.stride(1) == 0
+    assert torch.equal(expanded, values[:, :1].expand(2, 3, 4))
+
+
+def test_run_writes_a_row(tmp_path, capsys):
+    row = run(tmp_path, "softmax")
+    assert list(row) == soak.FIELDS
+    assert (row["family"], row["failures"], row["commit"]) == ("softmax", "0", "abc")
+    assert int(row["configurations"]) > 1
+    assert 0 < float(row["worst_ratio"]) <= 1
+    assert int(row["seed"]) >= FIRST
+    assert "python benchmarks/soak.py" not in capsys.readouterr().out
+
+
+def test_run_in_processes(tmp_path):
+    outcomes = soak.in_processes(2, ["softmax"], "cpu", 2.0, FIRST)
+    tally = soak.soak(outcomes, ["softmax"], "cpu")["softmax"]
+    assert tally.configurations > 2
+    assert tally.failures == 0
+
+
+# Faults
+
+
+def with_other_scale(function, *tensors, **given):
+    if given.get("scale") is not None:
+        given["scale"] *= 1.01
+    return function(*tensors, **given)
+
+
+def with_lost_sum(function, *tensors, **given):
+    """The gradient of a bias is that of its first user, times the number of them."""
+
+    class Forget(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, bias, shape):
+            ctx.shape = bias.shape
+            return bias.expand(shape).clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            index = tuple(slice(0, size) for size in ctx.shape[-gradient.dim() :])
+            return gradient[(0,) * (gradient.dim() - len(ctx.shape)) + index], None
+
+    bias = given.get("bias")
+    if isinstance(bias, torch.Tensor) and given.get("dim", -1) == -1:
+        given["bias"] = Forget.apply(bias, tensors[0].shape)
+    return function(*tensors, **given)
+
+
+def with_nothing_excluded(function, *tensors, **given):
+    return function(*tensors, **(given | {"mask": None}))
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "result"),
+    [
+        ("softmax", with_other_scale, ""),
+        ("softmax", with_lost_sum, "gradient of bias"),
+        ("softmax_topk", with_lost_sum, "gradient of bias"),
+        ("softmax_topk", with_nothing_excluded, ""),
+        ("attention", with_other_scale, ""),
+        ("attention", with_nothing_excluded, ""),
+    ],
+)
+def test_fault_is_found_and_reproduced(family, fault, result, capsys, monkeypatch):
+    monkeypatch.setattr(megasoftmax, family, functools.partial(fault, getattr(megasoftmax, family)))
+    outcomes = soak.in_this_process([family], "cpu", 60.0, FIRST)
+    found = next(outcome for outcome in outcomes if outcome.has_failed and result in outcome.result)
+    assert soak.soak([found], [family], "cpu")[family].failures == 1
+    printed = capsys.readouterr().out
+    pattern = (
+        rf"^python benchmarks/soak.py --family {family} --seed (\d+) --device cpu  # {result}.*"
+    )
+    line = re.search(pattern, printed, re.MULTILINE)
+    assert line is not None
+    assert "ratio" in line[0]
+    assert f"{family}: " in line[0]
+    with pytest.raises(SystemExit, match="1"):
+        soak.main(family=[family], seed=int(line[1]), device="cpu")
+    assert capsys.readouterr().out == line[0] + "\n"
+    monkeypatch.undo()
+    soak.main(family=[family], seed=int(line[1]), device="cpu")
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_call_that_raises_is_a_failure(tmp_path, monkeypatch):
+    def fail(*tensors, **given):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(megasoftmax, "softmax", fail)
+    with pytest.raises(SystemExit, match="1"):
+        run(tmp_path, "softmax", 0.5)
+    outcome = soak.attempt("softmax", FIRST, "cpu")
+    assert outcome.has_failed
+    assert "RuntimeError: CUDA error" in soak.in_words(outcome)
+
+
+def test_call_that_cannot_run_fused_is_redrawn():
+    outcome = soak.Outcome("softmax", 1, "words", why_not_fused="device: cpu")
+    tally = soak.Tally()
+    tally.add(outcome)
+    assert (tally.configurations, tally.redrawn, tally.failures) == (0, 1, 0)
+
+
+@pytest.mark.gpu
+def test_soak_on_gpu(tmp_path):
+    for family in FAMILIES:
+        outcomes = [soak.attempt(family, seed, "cuda") for seed in range(FIRST, FIRST + 50)]
+        failed = [soak.in_words(outcome) for outcome in outcomes if outcome.has_failed]
+        assert not failed
+        assert sum(not outcome.why_not_fused for outcome in outcomes) > 25
