@@ -1,0 +1,515 @@
+"""What sanitize.py runs: calls of the operators that reach every kernel, on small edge shapes.
+
+`cases()` lists them. A case names what chooses a kernel: direction, type, mask, bias, regime. It
+calls its operator for each of several sizes, and takes layouts, sinks, scales and types of the
+result in turn. Which sizes suit a regime follows from limits.h. `sanitize.py` compares the kernels
+that ran with those of the binary, so that a kernel without a case is found.
+"""
+
+import ctypes
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import _build, _extension
+from megasoftmax._extension import LIMITS, RowRegime
+from megasoftmax.explain import PACK_BYTES, explain
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {**HALVES, "fp32": torch.float32}
+DIRECTIONS = ("forward", "backward")
+LENGTHS = (0, 1, 7, 8, 9, 33, 257)
+BATCHES, HEADS, QUERIES = 2, 2, 3
+# For blocks that take one row after the other: twice the rows that an H200 has at a time.
+MANY_QUERIES = 113
+
+# How a tensor lies in its storage, which ends where the tensor ends: "offset" begins at the second
+# element, "padded" has 8 elements between rows, "transposed" has columns in the place of rows,
+# "broadcast" has one row with stride 0. What lies between rows is 0: kernels read it, by 16 bytes.
+LAYOUTS = ("exact", "offset", "padded", "transposed", "broadcast")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of this file, and its options."""
+
+    family: str  # a key of RUN; its first word is one of FAMILIES in sanitize.py
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """Such as "columns direction=forward dtype=bf16 inner=3"."""
+        return " ".join([self.family, *(f"{key}={value}" for key, value in self.options)])
+
+    def run(self, device: str, is_brief: bool = False) -> None:
+        """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
+        RUN[self.family](Inputs(device, is_brief), **dict(self.options))
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    rows = {"direction": DIRECTIONS, "dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
+    topk = {"dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
+    return [
+        *product("softmax tile", direction=DIRECTIONS, dtype=DTYPES, lanes=TILE_LANES),
+        *product("softmax rows", has_kernels, **rows),
+        *product("softmax regime", is_regime, **rows, kind=KINDS, regime=REGIMES),
+        *product("softmax bias gradient", is_summed, dtype=DTYPES, regime=REGIMES),
+        *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
+        *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, chunks=TILE_CHUNKS),
+        *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
+        *product("topk backward", has_kernels, **topk, chunks=TOPK_BACKWARD_CHUNKS),
+        *product(
+            "attention",
+            is_attention,
+            dtype=HALVES,
+            dim=HEAD_DIMS,
+            bias=ATTENTION_BIASES,
+            bias_dtype=BIAS_DTYPES,
+            deterministic=(False, True),
+        ),
+    ]
+
+
+def product(family: str, keeps: Callable[..., bool] | None = None, **axes: Any) -> Iterator[Case]:
+    """A case for each combination, or for those that `keeps` is true of."""
+    for values in itertools.product(*axes.values()):
+        options = dict(zip(axes, values, strict=True))
+        if keeps is None or keeps(**options):
+            yield Case(family, tuple(options.items()))
+
+
+# Tensors
+
+
+class Inputs:
+    """Random tensors and other arguments. Layouts and options change from one call to the next."""
+
+    def __init__(self, device: str, is_brief: bool) -> None:
+        self.device, self.is_brief = device, is_brief
+        self.generator = torch.Generator().manual_seed(0)
+        self.layouts = itertools.cycle(LAYOUTS)
+        self.sinks = itertools.cycle((None, "heads", 0.5))
+        self.scales = itertools.cycle((1.0, -0.7))
+        self.flags = itertools.cycle((True, True, False))
+        self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
+
+    def sizes(self, every: Sequence[Any], brief: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Those to call an operator for; the last one is brief enough unless it says otherwise."""
+        return every if not self.is_brief else every[-1:] if brief is None else brief
+
+    def floats(self, *shape: int, dtype: torch.dtype, layout: str | None = None) -> Tensor:
+        values = torch.randn(shape, generator=self.generator).to(dtype)
+        return lay_out(values, layout or next(self.layouts), self.device)
+
+    def mask(self, *shape: int) -> Tensor:
+        """Leaves nothing of the first of several rows."""
+        values = torch.rand(shape, generator=self.generator) < 0.3
+        if values.shape[-2] > 1:
+            values[..., :1, :] = True
+        return lay_out(values, next(self.layouts), self.device)
+
+    def beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a mask or bias, which broadcasts to a shape."""
+        dims = next(self.broadcast)
+        return tuple(1 if i in dims else size for i, size in enumerate(shape, -len(shape)))
+
+    def sink(self, heads: int) -> tuple[Tensor | None, float | None]:
+        """As operators take it: as a tensor or as a number."""
+        sink = next(self.sinks)
+        if sink != "heads":
+            return None, sink
+        return self.floats(1, heads, dtype=torch.float32, layout="offset")[0], None
+
+
+def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
+    """`values`, which are on the CPU, on the device and in a layout."""
+    if layout == "transposed":
+        return values.mT.contiguous().to(device).mT
+    if layout == "broadcast":
+        return values[..., :1, :].contiguous().to(device).expand(values.shape)
+    if layout == "exact" or values.numel() == 0:
+        return values.contiguous().to(device)
+    columns = values.shape[-1]
+    start, pitch = (1, columns) if layout == "offset" else (0, columns + 8)
+    rows = values.numel() // columns
+    storage = torch.zeros(start + (rows - 1) * pitch + columns, dtype=values.dtype)
+    strides = [*(pitch * size // columns for size in values.stride()[:-1]), 1]
+    storage.as_strided(values.shape, strides, start).copy_(values)
+    return storage.to(device).as_strided(values.shape, strides, start)
+
+
+# Forced regimes
+
+
+@contextmanager
+def forced(function: str, *rows: int) -> Iterator[None]:
+    """Takes rows of the tables in limits.h for the calls inside, where they serve them."""
+    path = _extension.status().path
+    if path is None:
+        yield
+        return
+    force = getattr(ctypes.CDLL(str(path)), function)
+    force(*rows)
+    try:
+        yield
+    finally:
+        force(*[-1] * len(rows))
+
+
+def table_of(header: str, name: str) -> list[list[str]]:
+    """The cells of a table in a limits.h below csrc/kernels, as text."""
+    text = (_build.CSRC / "kernels" / header).read_text()
+    table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL)
+    assert table is not None, name
+    return [
+        re.findall(r'[\w"]+', row) for row in re.findall(r"^ *\{(.*)\}", table[1], re.MULTILINE)
+    ]
+
+
+# Softmax over the last dimension
+
+BIAS_DTYPES = (None, "fp32", "same")
+KINDS = ("plain", "uneven", "limited", "masked", "narrow")
+REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))
+TILE_LANES = (1, 2, 4, 8, 16, 32)  # of a row, see flat.cuh
+TILE_ELEMENTS = range(8, 17, 2)  # of a lane
+WINDOWS = {"limited": (-1, 0), "narrow": (5, 0)}
+
+
+def has_kernels(
+    dtype: str, mask: bool, bias: str | None, direction: str = "forward", **_: Any
+) -> bool:
+    """A bias is float32 or has the type of the scores. The backward pass takes no mask."""
+    return not (dtype == "fp32" and bias == "same") and not (direction == "backward" and mask)
+
+
+def table_for(direction: str) -> tuple[RowRegime, ...]:
+    return LIMITS.forward if direction == "forward" else LIMITS.backward
+
+
+def find_regime(direction: str, name: str, kind: str) -> int | None:
+    """The row of the table. None if an earlier one serves such rows by the same launch."""
+    launches = [
+        replace(regime, name="", max_chunks=None, min_rows=0, serves=())
+        if any(kind in LIMITS.kinds[served] for served in regime.serves)
+        else None
+        for regime in table_for(direction)
+    ]
+    names = [regime.name for regime in table_for(direction)]
+    found = [i for i, launch in enumerate(launches) if launch is not None and names[i] == name]
+    return found[0] if found and launches.index(launches[found[0]]) == found[0] else None
+
+
+def is_regime(
+    direction: str, dtype: str, mask: bool, bias: str | None, kind: str, regime: str
+) -> bool:
+    """Whether such rows exist, as in plan.h, and the regime serves them."""
+    kinds = ("masked",) if mask else ("limited",) if bias else ("plain", "uneven", "limited")
+    return (
+        has_kernels(dtype, mask, bias, direction)
+        and (direction == "forward" or bias is None)
+        and kind in (*kinds, "narrow")
+        and find_regime(direction, regime, kind) is not None
+    )
+
+
+def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
+    """Edges, and the longest rows: those that fill registers, or a unit more than blocks have."""
+    regime, constants = table_for(direction)[index], LIMITS.constants
+    pack = PACK_BYTES // DTYPES[dtype].itemsize
+    if kind == "narrow":
+        long = constants["kLongRow"] * pack
+        return [long, long + 1]
+    units = 1 + (constants["kMaxUnits"] if regime.blocks_per_row is None else regime.blocks_per_row)
+    if regime.storage == "reread" and regime.blocks_per_row is not None:
+        chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
+        ring = regime.threads_per_row // 32 * constants["kRingBytes"]
+        units *= ring // (constants["kChunksPerBatch"] * chunk_bytes)
+    chunks = units * constants["kChunksPerBatch"] + 1
+    if regime.max_chunks is not None:
+        chunks = (
+            regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
+        )
+    lengths = {*LENGTHS[1:], (chunks - 1) * pack + 1, chunks * pack}
+    if kind in ("plain", "uneven"):
+        lengths = {length for length in lengths if (length % pack == 0) == (kind == "plain")}
+    found = {n: explain(1, n, DTYPES[dtype], backward=direction == "backward") for n in lengths}
+    return sorted(n for n in lengths if found[n].chunks <= chunks)
+
+
+def softmax_tile(given: Inputs, direction: str, dtype: str, lanes: int) -> None:
+    for elements, less in itertools.product(TILE_ELEMENTS, (1, 0)):
+        call_softmax(given, direction, dtype, lanes * elements - less, layout="exact")
+
+
+def softmax_rows(given: Inputs, direction: str, dtype: str, mask: bool, bias: str | None) -> None:
+    """The size alone chooses the regime."""
+    for columns, queries in itertools.product(
+        given.sizes((*LENGTHS, 2049)), given.sizes((0, QUERIES))
+    ):
+        call_softmax(given, direction, dtype, columns, mask, bias, queries)
+
+
+def softmax_regime(
+    given: Inputs,
+    direction: str,
+    dtype: str,
+    mask: bool,
+    bias: str | None,
+    kind: str,
+    regime: str,
+) -> None:
+    index = find_regime(direction, regime, kind)
+    assert index is not None
+    takes_turns = table_for(direction)[index].takes_turns
+    # Dense rows of few columns take a tile.
+    layouts = itertools.cycle(LAYOUTS[1:] if kind in ("plain", "uneven") else LAYOUTS)
+    rows = (index, -1) if direction == "forward" else (-1, index)
+    with forced("megasoftmax_force_regimes", *rows):
+        for columns in given.sizes(lengths_for(direction, dtype, kind, index)):
+            queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
+            window, layout = WINDOWS.get(kind, (-1, -1)), next(layouts)
+            call_softmax(given, direction, dtype, columns, mask, bias, queries, window, layout)
+
+
+def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
+    for columns, queries in given.sizes(sizes_for_sums(dtype, regime)):
+        call_softmax(given, "backward", dtype, columns, False, "same", queries)
+
+
+def is_summed(dtype: str, regime: str) -> bool:
+    return bool(sizes_for_sums(dtype, regime))
+
+
+def sizes_for_sums(dtype: str, regime: str) -> list[tuple[int, int]]:
+    """Columns and queries for which the table chooses the regime. It cannot be forced."""
+    pack = PACK_BYTES // DTYPES[dtype].itemsize
+    ends = [row.max_chunks * pack for row in LIMITS.backward if row.max_chunks]
+    found = []
+    for row, end in itertools.product(LIMITS.backward, ends):
+        queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
+        for columns in (end - pack + 1, end, end + 1):
+            rows = BATCHES * HEADS * queries
+            summed = {"bias_gradient": True, "backward": True}
+            if row.name == regime == explain(rows, columns, DTYPES[dtype], **summed).regime.name:
+                found.append((columns, queries))
+    return sorted(set(found))[:3]
+
+
+def call_softmax(
+    given: Inputs,
+    direction: str,
+    dtype: str,
+    columns: int,
+    mask: bool = False,
+    bias: str | None = None,
+    queries: int = QUERIES,
+    window: tuple[int, int] = (-1, -1),
+    layout: str | None = None,
+) -> None:
+    shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
+    scale, out = next(given.scales), element if next(given.flags) else torch.float32
+    has_lse = next(given.flags)
+    sink, sink_value = given.sink(HEADS)
+    has_sink = sink is not None or sink_value is not None
+    bias_tensor = None
+    if bias is not None:
+        bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
+        bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
+    options = (False, *window, sink, sink_value, out)
+    if direction == "forward":
+        scores = given.floats(*shape, dtype=element, layout=layout)
+        excluded = given.mask(*given.beside(shape)) if mask else None
+        OPS.softmax_forward(scores, scale, excluded, bias_tensor, *options, has_lse)
+        return
+    gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
+    lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
+    OPS.softmax_backward(
+        *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias_tensor),
+        *(*options, bias is not None, has_sink),
+    )
+
+
+# Softmax over an earlier dimension
+
+
+def softmax_columns(given: Inputs, direction: str, dtype: str, inner: int) -> None:
+    """`inner` decides how many elements a thread reads at a time where the tensor is aligned."""
+    layouts = itertools.cycle(LAYOUTS[:2])  # contiguous ones
+    # One block, a cluster, one that reads again.
+    for length in given.sizes((*LENGTHS, 2049, 12289), (33, 2049, 12289)):
+        shape = (BATCHES, length, inner)
+        first, second = (
+            given.floats(*shape, dtype=DTYPES[dtype], layout=layout)
+            for layout in ("exact", next(layouts))
+        )
+        scale, has_lse = next(given.scales), next(given.flags)
+        out = DTYPES[dtype] if next(given.flags) else torch.float32
+        lse = given.floats(BATCHES, inner, dtype=torch.float32) if has_lse else None
+        if direction == "forward":
+            for scores in (first, second):
+                OPS.softmax_columns_forward(scores, scale, out, has_lse)
+        else:
+            for probabilities in (first, second):
+                OPS.softmax_columns_backward(first, probabilities, lse, scale, out)
+
+
+# Softmax and top-k
+
+TOPK_REGIMES = table_of("topk/limits.h", "kTopkRegimes")
+TILE_KS, TILE_CHUNKS = (1, 2, 3, 8, 16), (1, 2, 3, 4, 8, 9, 256)
+# The longest rows of each regime, and the next ones.
+TOPK_BACKWARD_CHUNKS = tuple(
+    int(row[-1]) + more
+    for row in table_of("topk/limits.h", "kTopkBackwardRegimes")
+    for more in (0, 1)
+    if row[-1].isdigit()
+)
+
+
+def is_topk_tile(dtype: str, k: int, chunks: int) -> bool:
+    return k <= chunks * PACK_BYTES // DTYPES[dtype].itemsize
+
+
+def topk_tile(given: Inputs, dtype: str, k: int, chunks: int) -> None:
+    for rows in given.sizes((1, 257, 7)):
+        columns = chunks * PACK_BYTES // DTYPES[dtype].itemsize
+        call_topk(given, dtype, (1, rows, columns), k, layout="exact")
+
+
+def topk_forward(given: Inputs, dtype: str, mask: bool, bias: str | None, regime: int) -> None:
+    _, threads, _, chunks, blocks, *_ = TOPK_REGIMES[regime]
+    pack = PACK_BYTES // DTYPES[dtype].itemsize
+    unit = int(threads) * int(chunks) * pack
+    long = unit * (2 * int(blocks) if blocks.isdigit() else 40) + 1
+    ks = itertools.cycle((0, 1, 8, min(int(threads), 200)))
+    with forced("megasoftmax_force_topk_regime", regime):
+        # As many as there are layouts: rows that are not dense have a kernel of their own.
+        for columns in given.sizes((*LENGTHS[1:], unit, long), (9, unit, 33, 8, long)):
+            shape = (BATCHES, QUERIES, columns)
+            call_topk(given, dtype, shape, min(next(ks), columns), mask, bias)
+
+
+def topk_backward(given: Inputs, dtype: str, mask: bool, bias: str | None, chunks: int) -> None:
+    pack = PACK_BYTES // DTYPES[dtype].itemsize
+    ks = itertools.cycle((0, 1, 8, 200))
+    for columns in given.sizes((*LENGTHS, chunks * pack - 1, chunks * pack)):
+        for layout in ("exact", None):
+            shape, k = (BATCHES, QUERIES, columns), min(next(ks), columns)
+            call_topk(given, dtype, shape, k, mask, bias, layout, backward=True)
+
+
+def call_topk(
+    given: Inputs,
+    dtype: str,
+    shape: tuple[int, ...],
+    k: int,
+    mask: bool = False,
+    bias: str | None = None,
+    layout: str | None = None,
+    backward: bool = False,
+) -> None:
+    element, scale, renormalize = DTYPES[dtype], next(given.scales), next(given.flags)
+    logits = given.floats(*shape, dtype=element, layout=layout)
+    excluded = given.mask(*given.beside(shape)) if mask else None
+    bias_tensor = None
+    if bias is not None:
+        bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
+        bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
+    options = (scale, excluded, bias_tensor, renormalize)
+    probabilities, indices, statistics = OPS.softmax_topk_forward(
+        logits, k, *options, element if next(given.flags) else torch.float32, False
+    )
+    if not backward:
+        return
+    gradient = given.floats(*probabilities.shape, dtype=probabilities.dtype)
+    lse_gradient = given.floats(*shape[:-1], dtype=torch.float32) if next(given.flags) else None
+    OPS.softmax_topk_backward(
+        *(gradient, probabilities, indices, lse_gradient, logits, statistics),
+        *(*options, 0.5, element),
+    )
+
+
+# Attention
+
+HEAD_DIMS = tuple(int(row[0]) for row in table_of("attention/limits.h", "kAttentionForwardTiles"))
+# Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
+ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
+# Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
+ATTENTION_BIASES = {
+    "none": "",
+    "dense": "bhmn",
+    "shared": "1hmn",
+    "keys": "bh1n",
+    "queries": "1hm1",
+    "one": "1111",
+    "relative": "table",
+}
+MASKINGS = ("none", "causal", "window", "mask", "mask of keys")
+
+
+def is_attention(bias: str, bias_dtype: str | None, **_: Any) -> bool:
+    return (bias == "none") == (bias_dtype is None)
+
+
+def attention(
+    given: Inputs, dtype: str, dim: int, bias: str, bias_dtype: str | None, deterministic: bool
+) -> None:
+    """Forward and backward."""
+    element = HALVES[dtype]
+    maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
+    dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
+    for queries, keys in given.sizes(ATTENTION_SIZES, ((7, 33), (65, 40))):
+        masking, of_keys, head_dim = next(maskings), next(key_heads), next(dims)
+        value_dim = next(dims)
+        query, key, value, output_gradient = (
+            given.floats(BATCHES, *shape, dtype=element)
+            for shape in (
+                (HEADS, queries, head_dim),
+                (of_keys, keys, head_dim),
+                (of_keys, keys, value_dim),
+                (HEADS, queries, value_dim),
+            )
+        )
+        mask = table = None
+        if masking == "mask":
+            mask = given.mask(BATCHES, HEADS, queries, keys)
+        elif masking == "mask of keys":
+            mask = given.mask(BATCHES, 1, 1, keys)
+        if bias != "none":
+            sizes = {"b": BATCHES, "h": HEADS, "m": queries, "n": keys, "1": 1}
+            shape = [sizes[letter] for letter in ATTENTION_BIASES[bias] if bias != "relative"]
+            table = given.floats(
+                *(shape or (1, HEADS, max(queries + keys - 1, 0))),
+                dtype=torch.float32 if bias_dtype == "fp32" else element,
+            )
+        sink, sink_value = given.sink(HEADS)
+        left, right = {"causal": (-1, 0), "window": (5, 2)}.get(masking, (-1, -1))
+        options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
+        output, statistics = OPS.attention_forward(query, key, value, *options)
+        lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
+        OPS.attention_backward(
+            *(output_gradient, lse_gradient if next(given.flags) else None, query, key, value),
+            *(output, statistics, *options, table is not None, sink is not None, deterministic),
+        )
+
+
+OPS = torch.ops.megasoftmax
+RUN: dict[str, Callable[..., None]] = {
+    "softmax tile": softmax_tile,
+    "softmax rows": softmax_rows,
+    "softmax regime": softmax_regime,
+    "softmax bias gradient": softmax_bias_gradient,
+    "columns": softmax_columns,
+    "topk tile": topk_tile,
+    "topk forward": topk_forward,
+    "topk backward": topk_backward,
+    "attention": attention,
+}

@@ -1,0 +1,225 @@
+"""What stands beside a tensor in memory has no influence on results, and is not written.
+
+Every tensor that an operator is given lies in a larger buffer between canaries: NaN, True in masks,
+absurd indices. Results must have the bits of the same call whose canaries are zeros, since tensors
+that lie otherwise may take another kernel; and every buffer must have the bits that it had before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from inputs import DTYPES, HALVES, coin, normal
+from torch import Tensor
+
+OPS = torch.ops.megasoftmax
+LENGTHS = (1, 7, 8, 9, 33, 257, 2049)
+BATCHES, HEADS, QUERIES = 2, 2, 3
+CANARIES = 64  # elements before and behind a tensor
+CANARY = {torch.bool: True, torch.int64: 2**62}  # of other types: NaN
+
+# Elements before the first one, from a multiple of 16 bytes on, and between rows.
+LAYOUTS = {"aligned": (0, 0), "misaligned": (1, 0), "aligned rows": (0, 8), "odd rows": (1, 3)}
+CONTIGUOUS = ("aligned", "misaligned")
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]  # an operator and its arguments
+
+
+def place(values: Tensor, layout: str, has_canaries: bool) -> tuple[Tensor, Tensor]:
+    """The same values in a buffer, and the buffer."""
+    start, gap = LAYOUTS[layout]
+    columns = values.shape[-1]
+    pitch = columns + gap
+    filler = CANARY.get(values.dtype, torch.nan) if has_canaries else 0
+    size = start + values.numel() // columns * pitch + 2 * CANARIES
+    buffer = torch.full((size,), filler, dtype=values.dtype, device=values.device)
+    steps = values.contiguous().stride()[:-1]
+    strides = [*(step // columns * pitch for step in steps), 1]
+    placed = buffer.as_strided(values.shape, strides, CANARIES + start)
+    return placed.copy_(values), buffer
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def results(call: Call, layout: str, has_canaries: bool) -> list[Tensor]:
+    """What the operator returns; none of its arguments, nor what is beside them, may change."""
+    operator, arguments = call
+    given, buffers = [], []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            argument, buffer = place(argument, layout, has_canaries)
+            buffers.append(buffer)
+        given.append(argument)
+    before = [buffer.clone() for buffer in buffers]
+    returned = operator(*given)
+    for buffer, unchanged in zip(buffers, before, strict=True):
+        assert torch.equal(bits(buffer), bits(unchanged))
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def check(call: Call, layouts: tuple[str, ...] = tuple(LAYOUTS), what: str = "") -> None:
+    for layout in layouts:
+        poisoned, clean = (results(call, layout, has_canaries) for has_canaries in (True, False))
+        for number, pair in enumerate(zip(poisoned, clean, strict=True)):
+            message = f"result {number} of {what}, {layout}"
+            assert torch.equal(*map(bits, pair)), message
+
+
+# Shapes of a mask or bias for scores of that shape
+
+SHAPES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "full": lambda shape: shape,
+    "keys": lambda shape: (shape[0], *(1 for _ in shape[1:-1]), shape[-1]),
+    "rows": lambda shape: (*(1 for _ in shape[:-2]), shape[-2], 1),
+}
+# What a call has beside its scores: shapes of a mask and a bias, and whether a bias is float32.
+COMPANIONS = {
+    "nothing": (None, None, False),
+    "mask": ("full", None, False),
+    "mask of keys": ("keys", None, False),
+    "mask of rows": ("rows", None, False),
+    "bias": (None, "full", False),
+    "bias of keys": (None, "keys", True),
+    "bias of rows": (None, "rows", False),
+    "mask and bias": ("keys", "full", True),
+}
+
+companions = pytest.mark.parametrize("beside", COMPANIONS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def mask_and_bias(
+    beside: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[Tensor | None, Tensor | None]:
+    of_mask, of_bias, is_float = COMPANIONS[beside]
+    mask = coin(*SHAPES[of_mask](shape), device=device) if of_mask else None
+    bias_dtype = torch.float32 if is_float else dtype
+    bias = normal(*SHAPES[of_bias](shape), device=device, dtype=bias_dtype) if of_bias else None
+    return mask, bias
+
+
+# Rows and columns
+
+
+@companions
+@dtypes
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
+def test_softmax_forward(
+    beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
+) -> None:
+    for length in LENGTHS:
+        shape = (BATCHES, HEADS, QUERIES, length)
+        mask, bias = mask_and_bias(beside, shape, dtype, device)
+        scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
+        options = (False, *window, sink, None, dtype, True)
+        check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
+
+
+@dtypes
+@pytest.mark.parametrize("of_bias", [None, "full", "keys"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
+def test_softmax_backward(
+    of_bias: str | None, dtype: torch.dtype, window: tuple[int, int], device: str
+) -> None:
+    for length in LENGTHS:
+        shape = (BATCHES, HEADS, QUERIES, length)
+        gradient = normal(*shape, device=device, dtype=dtype, seed=1)
+        probabilities = normal(*shape, device=device).softmax(-1).to(dtype)
+        lse, of_lse = (normal(*shape[:-1], device=device, seed=seed) for seed in (2, 3))
+        sink = normal(HEADS, device=device)
+        bias = None
+        if of_bias is not None:
+            bias = normal(*SHAPES[of_bias](shape), device=device, dtype=dtype)
+        options = (False, *window, sink, None, dtype, bias is not None, True)
+        arguments = (gradient, probabilities, of_lse, lse, 0.7, bias, *options)
+        check((OPS.softmax_backward, arguments), what=f"{length} keys")
+
+
+@dtypes
+@pytest.mark.parametrize("inner", [3, 6, 16])
+def test_softmax_of_columns(inner: int, dtype: torch.dtype, device: str) -> None:
+    for length in LENGTHS:
+        shape = (BATCHES, length, inner)
+        scores = normal(*shape, device=device, dtype=dtype)
+        forward = (OPS.softmax_columns_forward, (scores, -0.7, dtype, True))
+        gradient = normal(*shape, device=device, dtype=dtype, seed=1)
+        of_lse = normal(BATCHES, inner, device=device)
+        probabilities = scores.softmax(1)
+        arguments = (gradient, probabilities, of_lse, 0.7, dtype)
+        backward = (OPS.softmax_columns_backward, arguments)
+        for call in (forward, backward):
+            check(call, CONTIGUOUS, f"{length} rows")
+
+
+# Softmax and top-k
+
+
+@companions
+@dtypes
+@pytest.mark.parametrize("k", [1, 8, 200])
+def test_topk(beside: str, dtype: torch.dtype, k: int, device: str) -> None:
+    for length in LENGTHS:
+        shape = (BATCHES, QUERIES, length)
+        logits = normal(*shape, device=device, dtype=dtype)
+        mask, bias = mask_and_bias(beside, shape, dtype, device)
+        options = (0.7, mask, bias, True)
+        arguments = (logits, min(k, length), *options, dtype, False)
+        check((OPS.softmax_topk_forward, arguments), what=f"forward of {length} logits")
+
+        probabilities, indices, statistics = OPS.softmax_topk_forward(*arguments)
+        gradient = normal(*probabilities.shape, device=device, dtype=dtype, seed=1)
+        of_lse = normal(*shape[:-1], device=device, seed=2)
+        selected = (gradient, probabilities, indices, of_lse, logits, statistics)
+        backward = (OPS.softmax_topk_backward, (*selected, *options, 0.5, dtype))
+        check(backward, what=f"backward of {length} logits")
+
+
+# Attention
+
+ATTENTION_BIASES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "dense": lambda queries, keys: (BATCHES, HEADS, queries, keys),
+    "shared": lambda queries, keys: (1, HEADS, queries, keys),
+    "keys": lambda queries, keys: (BATCHES, 1, 1, keys),
+    "queries": lambda queries, keys: (1, HEADS, queries, 1),
+    "relative": lambda queries, keys: (1, HEADS, queries + keys - 1),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 80, 256])
+@pytest.mark.parametrize("is_float", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize("of_bias", [None, *ATTENTION_BIASES])
+def test_attention(
+    of_bias: str | None, is_float: bool, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """Few queries take kernels of their own; the keys of 2049 are split there."""
+    for number, keys in enumerate(LENGTHS if device == "cuda" else (1, 9)):
+        for queries in (1, 33) if keys < 2049 else (1,):
+            query = normal(BATCHES, HEADS, queries, dim, device=device, dtype=dtype)
+            key, value, gradient = (
+                normal(BATCHES, heads, length, dim, device=device, dtype=dtype, seed=seed)
+                for seed, (heads, length) in enumerate(((1, keys), (1, keys), (HEADS, queries)), 1)
+            )
+            bias = mask = None
+            if of_bias is not None:
+                shape = ATTENTION_BIASES[of_bias](queries, keys)
+                bias_dtype = torch.float32 if is_float else dtype
+                bias = normal(*shape, device=device, dtype=bias_dtype)
+            if number % 2:
+                mask = coin(BATCHES, 1, 1 if number % 3 else queries, keys, device=device)
+            sink = normal(HEADS, device=device)
+            window = (-1, 0) if number % 3 == 1 else (-1, -1)
+            options = (bias, mask, 0.3, False, *window, sink, None, of_bias == "relative")
+            what = f"{queries} queries of {keys} keys"
+            check((OPS.attention_forward, (query, key, value, *options)), what=what)
+
+            output, statistics = OPS.attention_forward(query, key, value, *options)
+            of_lse = normal(*query.shape[:-1], device=device, seed=4)
+            # Within one tile of keys sums have one order in any case.
+            deterministic = keys > 32
+            saved = (gradient, of_lse, query, key, value, output, statistics)
+            asked = (bias is not None, True, deterministic)
+            check((OPS.attention_backward, (*saved, *options, *asked)), what=f"gradients: {what}")

@@ -1,0 +1,247 @@
+"""What sanitize.py runs and reads: its cases on a CPU, and output of its programs as they print it.
+
+The run itself needs a GPU: `python tests/sanitize.py`.
+"""
+
+import subprocess
+import sys
+from itertools import groupby
+
+import pytest
+import sanitize
+import sanitize_cases
+import torch
+
+from megasoftmax._extension import LIMITS
+
+CASES = sanitize_cases.cases()
+KERNEL = "softmax_forward_kernel<__half,BoolMask,AddedBias<float>,22>"
+SIGNATURE = (
+    "megasoftmax::softmax_forward_kernel<__half, megasoftmax::BoolMask, "
+    "megasoftmax::AddedBias<float>, {}22>(megasoftmax::ForwardParams, megasoftmax::Schedule)"
+)
+
+
+def test_names_are_names_of_one_case_each():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {name.split()[0] for name in names} == set(sanitize.FAMILIES)
+
+
+@pytest.mark.parametrize("direction", sanitize_cases.DIRECTIONS)
+def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
+    """Launches of those that the tables have for each kind of rows; tiles are chosen by size."""
+    forced = set()
+    for case in CASES:
+        options = dict(case.options)
+        if case.family == "softmax regime" and options["direction"] == direction:
+            forced.add((options["kind"], options["regime"]))
+    for kind in sanitize_cases.KINDS:
+        for regime in sanitize_cases.table_for(direction):
+            serves = any(kind in LIMITS.kinds[name] for name in regime.serves)
+            if serves and (direction == "forward" or kind != "masked"):
+                assert (kind, regime.name) in forced
+
+
+@pytest.mark.parametrize(
+    "case",
+    [next(same) for _, same in groupby(CASES, lambda case: case.family)],
+    ids=lambda case: case.family,
+)
+def test_a_case_of_each_kind_runs(case):
+    case.run("cpu")
+
+
+@pytest.mark.parametrize("layout", sanitize_cases.LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 1), (2, 3, 9), (1, 1, 5), (2, 0, 4)])
+def test_layouts_keep_values_and_end_with_their_storage(layout, shape):
+    values = torch.randn(shape)
+    found = sanitize_cases.lay_out(values, layout, "cpu")
+    assert torch.equal(found, values[..., :1, :].expand(shape) if layout == "broadcast" else values)
+    if found.numel() > 0:
+        last = sum((size - 1) * step for size, step in zip(shape, found.stride(), strict=True))
+        assert found.storage_offset() + last + 1 == found.untyped_storage().nbytes() // 4
+
+
+def test_a_process_marks_its_cases(tmp_path):
+    chosen = [case.name for case in CASES if case.family == "columns"][:2]
+    (tmp_path / "names").write_text("\n".join([*chosen, "columns no=such"]))
+    command = [sys.executable, sanitize.__file__, "--worker", tmp_path / "names", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    output = sanitize.parse(done.stdout)
+    assert output.cases == [*chosen, "columns no=such"]
+    assert [error.split(": ")[0] for error in output.errors] == ["columns no=such"]
+    assert output.finished
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "_ZN11megasoftmax22softmax_forward_kernelI6__halfNS_8BoolMaskENS_9AddedBiasIfEELi22EEEv"
+        "NS_13ForwardParamsENS_8ScheduleE",
+        f"void {SIGNATURE.format('')}",
+        f"void {SIGNATURE.format('(int)')}",
+    ],
+)
+def test_kernels_have_one_name(text):
+    assert sanitize.kernel_name(text) == KERNEL
+    assert sanitize.family_of(KERNEL) == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "family"),
+    [
+        (
+            "_ZN11megasoftmax24attention_forward_kernelI13__nv_bfloat16LNS_8BiasKindE1ELi3EEEv"
+            "NS_22AttentionForwardParamsE",
+            "attention_forward_kernel<__nv_bfloat16,1,3>",
+            "attention",
+        ),
+        (
+            "void megasoftmax::flat_forward_kernel<float, megasoftmax::FlatRow<1, 4, 8> >"
+            "(megasoftmax::ForwardParams, megasoftmax::FlatTiles)",
+            "flat_forward_kernel<float,FlatRow<1,4,8>>",
+            "softmax",
+        ),
+        (
+            "void megasoftmax::topk_backward_kernel<float, megasoftmax::NoMask, "
+            "megasoftmax::NoBias, (int)0, (bool)1>(megasoftmax::TopkBackwardParams, ...)",
+            "topk_backward_kernel<float,NoMask,NoBias,0,true>",
+            "topk",
+        ),
+        (
+            "megasoftmax::attention_diagonals_kernel(megasoftmax::AttentionBackwardParams, int, "
+            "float*)",
+            "attention_diagonals_kernel",
+            "attention",
+        ),
+    ],
+)
+def test_names_and_families_of_kernels(text, name, family):
+    assert sanitize.kernel_name(text) == name
+    assert sanitize.family_of(name) == family
+
+
+def test_kernels_are_read_from_symbols():
+    rows = "_ZN11megasoftmax21attention_rows_kernelI6__halfEEvNS_23AttentionBackwardParamsE"
+    probe = "_ZN11megasoftmax43_GLOBAL__N__8c393f0b_10_softmax_cu_cd0f5aae5probeEv"
+    symbols = f"""
+Fatbin elf code:
+================
+arch = sm_90a
+compressed
+
+symbols:
+STT_FUNC         STB_LOCAL  STO_ENTRY      {probe}
+STT_OBJECT       STB_LOCAL  STV_DEFAULT    _ZN11megasoftmax5tableE
+STT_FUNC         STB_GLOBAL STO_ENTRY      {rows}
+
+Fatbin elf code:
+================
+arch = sm_80
+
+symbols:
+STT_FUNC         STB_GLOBAL STO_ENTRY      {rows}
+"""
+    assert sanitize.kernels_in(symbols) == {"attention_rows_kernel<__half>"}
+
+
+CLEAN = """\
+========= COMPUTE-SANITIZER
+library: /package/_C.abi3.so
+case: topk tile dtype=fp16 k=1 chunks=1
+finished
+========= ERROR SUMMARY: 0 errors
+"""
+MEMCHECK = f"""\
+========= COMPUTE-SANITIZER
+library: /package/_C.abi3.so
+case: softmax rows direction=forward
+case: softmax rows direction=backward
+========= Invalid __global__ read of size 2 bytes
+=========     at megasoftmax::load_element<__half>(const __half *)+0x1f0 in vector.cuh:55
+=========     by thread (1,0,0) in block (3,0,0)
+=========     Access at 0x7f71b9e01360 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f71b9e00a00 of size 2400 bytes
+=========     Device Frame: void {SIGNATURE.format("(int)")}+0x1f0 in forward.cuh:120
+=========
+========= Invalid __global__ write of size 16 bytes
+=========     at void {SIGNATURE.format("(int)")}+0x4910 in forward.cuh:201
+=========     by thread (2,0,0) in block (3,0,0)
+=========
+case: softmax tile direction=forward
+finished
+========= ERROR SUMMARY: 9 errors
+========= ERROR SUMMARY: 7 errors were not printed. Use --print-limit option to adjust the number of printed errors
+"""  # noqa: E501
+RACECHECK = f"""\
+========= COMPUTE-SANITIZER
+case: softmax rows direction=forward
+========= Error: Race reported between Write access at void {SIGNATURE.format("(int)")}+0xa70
+=========     and Read access at void {SIGNATURE.format("(int)")}+0xc0 [64 hazards]
+=========
+finished
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+INITCHECK = """\
+========= COMPUTE-SANITIZER
+case: attention dtype=fp16
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<(int)4, float>(int, float)+0x90
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+finished
+========= ERROR SUMMARY: 1 error
+"""
+
+
+def test_clean_output():
+    output = sanitize.parse(CLEAN)
+    assert output.library == "/package/_C.abi3.so"
+    assert (output.finished, output.counted, output.findings) == (True, 0, [])
+
+
+@pytest.mark.parametrize(("text", "counted", "printed"), [(MEMCHECK, 9, 2), (RACECHECK, 1, 1)])
+def test_findings_name_their_case_and_kernel(text, counted, printed):
+    output = sanitize.parse(text)
+    assert (output.counted, len(output.findings), output.finished) == (counted, printed, True)
+    for finding in output.findings:
+        assert finding.is_ours
+        assert finding.kernel == KERNEL
+        assert finding.case == output.cases[printed - 1]
+
+
+def test_findings_in_kernels_of_torch_are_not_ours():
+    (finding,) = sanitize.parse(INITCHECK).findings
+    assert not finding.is_ours
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "problem"),
+    [
+        (CLEAN, 0, None),
+        (RACECHECK, sanitize.FOUND, None),
+        (CLEAN, 1, "ended with status 1"),
+        (CLEAN.replace("finished\n", ""), 0, "did not finish"),
+        (CLEAN.replace("ERROR SUMMARY", "NO SUMMARY"), 0, "without a summary"),
+        (CLEAN.replace("finished", "error: NAME: ValueError: why\nfinished"), 0, "1 cases raised"),
+        (MEMCHECK, sanitize.FOUND, "counted 9 findings and printed 2"),
+    ],
+)
+def test_processes_that_failed(text, status, problem):
+    output = sanitize.parse(text)
+    job = sanitize.Job("memcheck", 0, tuple(CASES[: len(output.cases)]))
+    found = sanitize.why_failed(job, output, status, text)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in found
+
+
+def test_jobs_have_all_cases_once():
+    jobs = sanitize.jobs_for("memcheck", CASES, 7)
+    names = [case.name for job in jobs for case in job.cases]
+    assert sorted(names) == sorted(case.name for case in CASES)
+
+
+def test_planted_fault_is_planted():
+    source = (sanitize._build.CSRC / sanitize.PLANTED_IN).read_text()
+    assert source.count(sanitize.BOUNDED) == 1
