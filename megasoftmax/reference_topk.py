@@ -50,9 +50,10 @@ def softmax_topk_forward(
 
         The statistics of a row, over all of V: the largest y, of z = factor * y as `comparable` has
         them; log sum exp(z - factor * y); and the log-sum-exp. y is not rounded, so that
-        exp(z - factor * y - log sum) is exact for offsets of any size. A row with a visible NaN or +inf has NaN for all three, and NaN for its
-        probabilities, but 0 where an excluded entry was selected. A row of -inf throughout has
-        -inf for all three, and probabilities 0 where mask or bias is given, else NaN.
+        exp(z - factor * y - log sum) is exact for offsets of any size. A row with a visible NaN or
+        +inf has NaN for all three, and NaN for its probabilities, but 0 where an excluded entry was
+        selected. A row of -inf throughout has -inf for all three, and probabilities 0 where mask or
+        bias is given, else NaN.
     """
     compute = reference.accumulation_dtype(logits.dtype)
     y, factor = comparable(logits, scale, mask, bias)

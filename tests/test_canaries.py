@@ -1,8 +1,9 @@
 """What stands beside a tensor in memory has no influence on results, and is not written.
 
-Every tensor that an operator is given lies in a larger buffer between canaries: NaN, True in masks,
-absurd indices. Results must have the bits of the same call whose canaries are zeros, since tensors
-that lie otherwise may take another kernel; and every buffer must have the bits that it had before.
+Every tensor that an operator is given lies in a larger buffer between canaries, or at its end. A
+canary is NaN, True in a mask, an absurd index. Results must have the bits of the same call whose
+canaries are zeros, since tensors that lie otherwise may take another kernel; and every buffer must
+have the bits that it had before.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,26 @@ BATCHES, HEADS, QUERIES = 2, 2, 3
 CANARIES = 64  # elements before and behind a tensor
 CANARY = {torch.bool: True, torch.int64: 2**62}  # of other types: NaN
 
-# Elements before the first one, from a multiple of 16 bytes on, and between rows.
-LAYOUTS = {"aligned": (0, 0), "misaligned": (1, 0), "aligned rows": (0, 8), "odd rows": (1, 3)}
-CONTIGUOUS = ("aligned", "misaligned")
+# Elements before the first one, from a multiple of 16 bytes on, between rows, and behind the last.
+LAYOUTS = {
+    "aligned": (0, 0, CANARIES),
+    "misaligned": (1, 0, CANARIES),
+    "aligned rows": (0, 8, CANARIES),
+    "odd rows": (1, 3, CANARIES),
+    "end of storage": (0, 0, 0),
+}
+CONTIGUOUS = ("aligned", "misaligned", "end of storage")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]  # an operator and its arguments
 
 
 def place(values: Tensor, layout: str, has_canaries: bool) -> tuple[Tensor, Tensor]:
     """The same values in a buffer, and the buffer."""
-    start, gap = LAYOUTS[layout]
+    start, gap, behind = LAYOUTS[layout]
     columns = values.shape[-1]
     pitch = columns + gap
     filler = CANARY.get(values.dtype, torch.nan) if has_canaries else 0
-    size = start + values.numel() // columns * pitch + 2 * CANARIES
+    size = CANARIES + start + values.numel() // columns * pitch + behind
     buffer = torch.full((size,), filler, dtype=values.dtype, device=values.device)
     steps = values.contiguous().stride()[:-1]
     strides = [*(step // columns * pitch for step in steps), 1]
@@ -62,7 +69,9 @@ def results(call: Call, layout: str, has_canaries: bool) -> list[Tensor]:
 
 def check(call: Call, layouts: tuple[str, ...] = tuple(LAYOUTS), what: str = "") -> None:
     for layout in layouts:
-        poisoned, clean = (results(call, layout, has_canaries) for has_canaries in (True, False))
+        poisoned = results(call, layout, has_canaries=True)
+        # At the end of the storage, what is read in another way is the same.
+        clean = results(call, "aligned" if layout == "end of storage" else layout, False)
         for number, pair in enumerate(zip(poisoned, clean, strict=True)):
             message = f"result {number} of {what}, {layout}"
             assert torch.equal(*map(bits, pair)), message

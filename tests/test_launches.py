@@ -204,21 +204,40 @@ def test_no_room_for_a_result_is_an_error_that_says_so() -> None:
     assert megasoftmax.softmax(scores[:2, :2], fused=True).tolist() == [[0.5, 0.5]] * 2
 
 
+class Foreign:
+    """Memory of another library: the elements of a contiguous tensor but its first."""
+
+    def __init__(self, owner: Tensor, shape: tuple[int, ...]) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": {torch.float16: "<f2", torch.bool: "|b1"}[owner.dtype],
+            "data": (owner.data_ptr() + owner.element_size(), False),
+            "version": 3,
+        }
+
+
 @pytest.mark.parametrize("columns", [7, 8, 257, 5000])
 def test_storage_of_another_library_that_begins_anywhere(columns: int) -> None:
-    cupy = pytest.importorskip("cupy")
-    values = normal(12 * columns + 1, device="cuda", dtype=torch.float16)
-    theirs = torch.from_dlpack(cupy.from_dlpack(values)[1:]).view(12, columns)
-    assert theirs.storage_offset() == 0
-    assert theirs.data_ptr() % 16 == 2
-    ours = values[1:].view(12, columns).clone()
-    mask = coin(12, columns, device="cuda")
-    for arguments in ({}, {"mask": mask}, {"bias": ours}):
-        found = megasoftmax.softmax(theirs, fused=True, **arguments)
-        assert bits_equal(found, megasoftmax.softmax(ours, fused=True, **arguments))
-        for a, b in zip(
-            megasoftmax.softmax_topk(theirs, 3, fused=True, **arguments),
-            megasoftmax.softmax_topk(ours, 3, fused=True, **arguments),
-            strict=True,
-        ):
-            assert bits_equal(a, b)
+    shape, count = (12, columns), 12 * columns + 1
+    owners = (
+        normal(count, device="cuda", dtype=torch.float16),
+        normal(count, device="cuda", dtype=torch.float16, seed=1),
+        coin(count, device="cuda"),
+    )
+    theirs = [torch.as_tensor(Foreign(owner, shape), device="cuda") for owner in owners]
+    ours = [owner[1:].view(shape).clone() for owner in owners]
+    assert all(tensor.storage_offset() == 0 for tensor in theirs)
+    assert all(tensor.data_ptr() % 16 == tensor.element_size() for tensor in theirs)
+
+    def results(scores: Tensor, gradient: Tensor, mask: Tensor) -> list[Tensor]:
+        found = []
+        scores = scores.detach().requires_grad_()
+        for arguments in ({}, {"mask": mask}, {"bias": gradient}):
+            p = megasoftmax.softmax(scores, fused=True, **arguments)
+            values, indices = megasoftmax.softmax_topk(scores, 3, fused=True, **arguments)
+            found += [p, values, indices, *torch.autograd.grad(p, scores, gradient)]
+        return found
+
+    for a, b in zip(results(*theirs), results(*ours), strict=True):
+        assert bits_equal(a.detach(), b.detach())

@@ -48,22 +48,20 @@ Strided rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// A bias as kernels read it fast, by 16 bytes of a row: itself, or a copy. Few queries read one
-// whose rows are not aligned entry by entry, once.
-Tensor with_fast_rows(const Tensor& bias, int64_t queries, int64_t keys) {
+// A bias as kernels of tiles read it, by 16 bytes of a row: itself, or a copy where rows are not
+// dense, not aligned, or where the storage ends within their last 16 bytes.
+Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
   const int64_t size = size_of(dtype_of(bias.scalar_type(), "bias")), in_chunk = 16 / size;
-  bool is_aligned =
-      reinterpret_cast<uintptr_t>(bias.data_ptr()) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
+  const auto* const first = static_cast<const char*>(bias.data_ptr());
+  bool is_fast = reinterpret_cast<uintptr_t>(first) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
   int64_t end = divide_up(keys, in_chunk) * in_chunk;  // of the last row's chunks
   for (int64_t i = 0; i < 3; ++i) {
-    is_aligned &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
+    is_fast &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
     end += (bias.size(i) - 1) * bias.stride(i);
   }
-  const auto* const first = static_cast<const char*>(bias.data_ptr());
-  const bool is_fast = is_aligned && first + end * size <= end_of_storage(bias);
-  const bool is_read_once = !is_aligned && queries <= kMaxDecodeQueries;
-  return is_fast || is_read_once ? bias : with_dense_rows(bias, in_chunk);
+  is_fast &= first + end * size <= end_of_storage(bias);
+  return is_fast ? bias : with_dense_rows(bias, in_chunk);
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
@@ -71,11 +69,13 @@ Tensor with_fast_rows(const Tensor& bias, int64_t queries, int64_t keys) {
 struct Inputs {
   Tensor query, key, value, bias_rows;
 
-  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias)
+  // `is_read_once`: by the kernel of few queries, entry by entry.
+  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+         bool is_read_once)
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
-    if (bias) bias_rows = with_fast_rows(*bias, q.size(2), k.size(2));
+    if (bias) bias_rows = is_read_once ? *bias : with_fast_rows(*bias, k.size(2));
     check(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };
@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    int64_t window_right, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, bool relative) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value, bias);
+  const Inputs inputs(query, key, value, bias, query.size(2) <= kMaxDecodeQueries);
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative);
@@ -256,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
     bool relative, bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value, bias);
+  const Inputs inputs(query, key, value, bias, false);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative);

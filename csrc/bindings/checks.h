@@ -70,10 +70,11 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<in
   const AOTITorchError error = aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type),
       aoti_torch_device_type_cuda(), on_device_of.get_device_index(), &handle);
-  int64_t elements = 1;
-  for (const int64_t size : sizes) elements *= size;
-  check(error == AOTI_TORCH_SUCCESS, "torch could not allocate a tensor of ", elements,
-        " elements");
+  if (error != AOTI_TORCH_SUCCESS) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    check(false, "torch could not allocate a tensor of ", elements, " elements");
+  }
   return Tensor(handle);
 }
 
@@ -209,13 +210,14 @@ inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
   return torch::stable::copy_(copy, entries);
 }
 
-// A mask as kernels see it. One that queries share is copied where its last row cannot be read by
-// words, since every query would read it byte by byte.
+// A mask as kernels see it. One that several queries share is copied where its storage ends within
+// the last word of a row: each query would read the end of that row byte by byte.
 inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
   check(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
   mask = with_aligned_storage(mask);
   Strided result = strided(mask, scores, "mask");
-  const bool is_shared = result.query_stride == 0 && scores.dim() > 1;
+  const bool is_shared =
+      scores.dim() > 1 && result.query_stride == 0 && scores.size(scores.dim() - 2) > 1;
   if (is_shared && mask.dim() > 0 && mask.numel() > 0 && result.column_stride == 1 &&
       result.last_whole_row != nullptr) {
     mask = with_dense_rows(mask, 16);

@@ -1,9 +1,8 @@
 #pragma once
-// The bias: what the product of queries and keys starts from, divided by the scale, or what is
-// added to it.
+// The bias, which is added to the scaled product of queries and keys. Sums that started from it
+// would lose digits of the product where it is large.
 
 #include "../common/vector.cuh"
-#include "limits.h"
 #include "plan.h"
 #include "sm80/tile.cuh"
 

@@ -44,7 +44,8 @@ struct OnlineSoftmax {
       }
     }
     // The exponent in one instruction instead of two: all weights of a row then have the same
-    // error, that of rounding max * log2(e), which the sum has too. Where that is large, in two.
+    // error, that of rounding max * log2(e), which the sum has too; that of rounding the factor of
+    // a score is 2^-24 of it. Where the maximum is large, in two.
     if (__any_sync(~0u, magnitude * kLog2E > kLargestOffset)) {
       step_to<true>(largest, to_logit, scores, output);
     } else {

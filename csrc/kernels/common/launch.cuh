@@ -56,9 +56,9 @@ enum class Together {
   kAll,         // they can wait for each other
 };
 
-// How many clusters of such blocks run at a time: on the whole GPU, single blocks on so many
-// multiprocessors. The answer to the last question is kept: it takes the driver longer than a
-// launch.
+// How many clusters of such blocks run at a time on the whole GPU; single blocks (cluster == 1) are
+// counted on `multiprocessors`. The answer to the last question is kept: it takes the driver longer
+// than a launch.
 template <class Kernel>
 cudaError_t resident_clusters(Kernel kernel, int threads, int shared_bytes, int cluster,
                               int multiprocessors, int64_t& count) {

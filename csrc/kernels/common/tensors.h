@@ -14,9 +14,9 @@ struct Strided {
   const void* data = nullptr;
   DType type = DType::kFloat32;  // masks are bytes and have none
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
-  // Kernels of rows read 16 bytes at a time, beside a row too, but nothing outside of the storage,
-  // which begins at a multiple of 16 bytes. Of rows that begin behind this address the storage
-  // lacks some of the last 16 bytes. Null: of none.
+  // Kernels of rows read aligned chunks of 16 bytes, which may reach beside a row, but not outside
+  // of the storage. This is the last address of a row whose chunks all lie in the storage; rows at
+  // higher addresses have their last chunk read element by element. Null: there are none of them.
   const void* last_whole_row = nullptr;
 };
 

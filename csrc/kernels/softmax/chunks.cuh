@@ -51,8 +51,7 @@ struct RowReader {
     constexpr int kBytes = sizeof(T) * kElements;
     const bool is_whole = is_dense || (tensor.column_stride == 1 &&
                                        is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
-    const int room =
-        kMayOverhang && has_whole_chunks(tensor, row) ? columns - 1 : columns - kElements;
+    const int room = columns - (kMayOverhang && has_whole_chunks(tensor, row) ? 1 : kElements);
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }

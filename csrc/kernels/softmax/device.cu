@@ -82,7 +82,7 @@ const Device& current_device() {
 Device device_at_hand(cudaStream_t stream) {
   Device device = current_device();
   const int multiprocessors = multiprocessors_at_hand(stream, device.multiprocessors);
-  // Some of the multiprocessors need not be neighbours that could run a cluster.
+  // A part of the multiprocessors may be unable to hold a cluster, so clusters are not used.
   if (multiprocessors < device.multiprocessors) device = {multiprocessors, device.shared_bytes, 1};
   return device;
 }

@@ -14,17 +14,19 @@ const Device& current_device();
 // What of it a launch on this stream may use.
 Device device_at_hand(cudaStream_t stream);
 
-// Calls plan(device), with what is at hand where blocks of a row have to run together: the driver
-// takes a while to tell.
+// Calls plan(device), again where blocks have to run together and less is at hand: the driver takes
+// a while to tell. Blocks that run together have a workspace or are a cluster.
 template <class MakePlan>
 auto plan_for(cudaStream_t stream, MakePlan&& plan) {
   const auto of_device = plan(current_device());
-  return of_device.schedule.blocks_per_row == 1 ? of_device : plan(device_at_hand(stream));
+  if (of_device.schedule.blocks_per_row == 1 && of_device.workspace_bytes == 0) return of_device;
+  const Device at_hand = device_at_hand(stream);
+  return at_hand.multiprocessors == current_device().multiprocessors ? of_device : plan(at_hand);
 }
 
 struct Plan {
   int regime;
-  int multiprocessors;  // that the launch may use
+  int multiprocessors;  // for launches whose blocks run together
   Schedule schedule;
   int shared_bytes;
   int64_t workspace_bytes;

@@ -92,7 +92,7 @@ struct BoolMask {
   }
   const uint8_t* row;
   int64_t column_stride;
-  bool has_words;  // its bytes lie side by side, and may be read eight at a time
+  bool has_words;  // all of the row may be read by aligned words of 4 and 8 bytes
 
   __device__ BoolMask(const Strided& mask, const RowIndex& index)
       : row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)),
@@ -102,12 +102,15 @@ struct BoolMask {
   __device__ bool excluded(int column) const { return row[column * column_stride] != 0; }
 
   // For chunks at column, column + kStride, ...: unspecified outside the bounds. Words are read
-  // whole, with what lies beside the row in the aligned eight bytes at its ends.
+  // whole, with what lies beside the row in the aligned eight bytes at its ends; where the storage
+  // lacks some of them, these chunks are read byte by byte.
   template <int kElements, int kStride, bool kInside, int kChunks>
   __device__ void load(int column, const Bounds& bounds,
                        MaskBytes<kElements> (&bytes)[kChunks]) const {
     constexpr int kWords = MaskBytes<kElements>::kWords;
-    if (!has_words) {
+    const bool is_before_end =
+        column + (kChunks - 1) * kStride + kElements + 4 <= bounds.end;  // and so are its words
+    if (!has_words && (column_stride != 1 || !is_before_end)) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;

@@ -17,9 +17,8 @@ std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
 
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
-  params.can_exclude =
-      params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited() ||
-      params.sink.is_given;
+  params.can_exclude = params.mask.data != nullptr || params.bias.data != nullptr ||
+                       params.window.is_limited() || params.sink.is_given;
   params.is_dense = is_dense(params.scores, params.shape);
   drop_idle_limits(params.window, params.shape);
   merge_dimensions(params.shape, params.window, params.sink,

@@ -2,10 +2,10 @@
 // O = softmax(scale * Q K^T + B) V, without writing scores.
 //
 // A block owns a tile of queries of one head, a warp 16 or 32 of them, and takes one tile of keys
-// and values after the other. The product of queries and keys starts from the bias over the scale,
-// unless logits are large; exclusion follows; then the softmax, online; then the product with the
-// values. Queries, keys and values are read once per tile of queries, mostly from the L2 cache, the
-// bias once, the output written once.
+// and values after the other. The bias is added to the scaled product of queries and keys;
+// exclusion follows; then the softmax, online; then the product with the values. Queries, keys and
+// values are read once per tile of queries, mostly from the L2 cache, the bias once, the output
+// written once.
 
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
