@@ -105,7 +105,8 @@ def test_in_a_part_of_the_gpu(multiprocessors: int, make: Callable[[str], Call])
     call = make("cuda")
     expected = call()
     torch.cuda.synchronize()
-    with part_of_the_gpu(multiprocessors):
+    # Threads of autograd would stay in the context of the whole GPU, and not wait for this one.
+    with part_of_the_gpu(multiprocessors), torch.autograd.set_multithreading_enabled(False):
         found = call()
     assert_close(found, expected)
     assert_same(call(), expected)  # the whole GPU is there again
@@ -137,10 +138,10 @@ def test_on_two_streams_at_once(make: Callable[[str], Call]) -> None:
 @of_every_call
 def test_in_two_graphs_at_once(make: Callable[[str], Call]) -> None:
     call = make("cuda")
-    expected = call()
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # as graphs want it: once beforehand
-        call()
+    # Not on the default stream, which autograd would wait for while a graph is captured.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = call()
         torch.cuda.current_stream().synchronize()
     graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
     captured = []
