@@ -242,6 +242,21 @@ def test_jobs_have_all_cases_once():
     assert sorted(names) == sorted(case.name for case in CASES)
 
 
+def test_synccheck_has_no_large_clusters_but_their_kernels():
+    jobs = sanitize.jobs_for("synccheck", CASES, 7)
+    kept = {case.name for job in jobs for case in job.cases}
+    dropped = [case.name for case in CASES if case.name not in kept]
+    assert dropped
+    for name in dropped:
+        for large, smaller in (
+            ("=cluster_16", "=cluster_8"),
+            ("=reread_16", "=reread_1"),
+            ("regime=7", "regime=6"),
+        ):
+            name = name.replace(large, smaller)
+        assert name in kept, name
+
+
 def test_planted_fault_is_planted():
     source = (sanitize._build.CSRC / sanitize.PLANTED_IN).read_text()
     assert source.count(sanitize.BOUNDED) == 1
