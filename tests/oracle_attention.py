@@ -182,7 +182,15 @@ def gradients(
         if not isinstance(bias, RelativeBias) and bias.shape[-1:] in ((), (1,)):
             # The error of D is the same in a whole row: what shares an entry adds it up.
             shared = torch.zeros_like(noise)
-            shared[..., :1] = (p.sum(-1, keepdim=True) * d_noise)[..., : shared.shape[-1]]
+            of_row = p.sum(-1, keepdim=True) * d_noise
+            if sink is not None:
+                # Kernels take h less the gradient of the sink, both in float32.
+                lse = expected.dense.lse.unsqueeze(-1)
+                lost = of_lse.unsqueeze(-1).abs() + (1 + lse.abs()) * d.abs()
+                eps = torch.finfo(query.dtype).eps
+                unit = min(torch.finfo(torch.float32).eps / eps, 1.0)
+                of_row = of_row + unit * torch.where(lse.isfinite(), lost, 0.0)
+            shared[..., :1] = of_row[..., : shared.shape[-1]]
             squares = squares + reduced(shared, bias, torch.square)
         seen = reduced((p != 0).double(), bias, lambda x: x)
         found["bias"] = product(value, squares, seen == 0)
