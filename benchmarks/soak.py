@@ -1,6 +1,7 @@
 """Random configurations of softmax, softmax_topk and attention against the oracles in tests/.
 
     python benchmarks/soak.py --seconds 120                         # writes results/soak.csv
+    python benchmarks/soak.py --device cpu                          # writes results/soak_cpu.csv
     python benchmarks/soak.py --family attention --seed 123456      # that configuration alone
 
 Forward and every gradient are checked in float64. A family and a seed fix a configuration and its
@@ -35,7 +36,7 @@ from soak_cases import FAMILIES, USUAL, Data, NotFusedError
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "soak.csv"
+RESULTS = {"cuda": "soak.csv", "cpu": "soak_cpu.csv"}
 FIELDS = [
     *("gpu", "torch", "commit", "date", "family", "configurations", "redrawn", "failures"),
     *("worst_ratio", "worst_result", "seed", "seconds"),
@@ -289,7 +290,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="run this configuration alone")] = None,
     first: Annotated[int | None, typer.Option(help="first seed; default: at random")] = None,
     processes: Annotated[int, typer.Option(help="default: 8, or the cores")] = 0,
-    out: Path = RESULTS,
+    out: Annotated[Path | None, typer.Option(help="default: in results/")] = None,
     commit: Annotated[str, typer.Option(help="for a copy without git")] = "",
 ) -> None:
     """Runs for `seconds`, or one `seed`; exit status 1 where a result is wrong."""
@@ -313,7 +314,7 @@ def main(
     else:
         outcomes = in_processes(processes, families, device, seconds, first)
     tallies = soak(outcomes, families, device)
-    write(tallies, out, device, commit)
+    write(tallies, out or Path(__file__).parent / "results" / RESULTS[device], device, commit)
     if any(tally.failures for tally in tallies.values()):
         raise SystemExit(1)
 
