@@ -14,7 +14,6 @@ FlexAttention's kernels are compiled in processes beside each other before anyth
 """
 
 import csv
-import datetime
 import gc
 import multiprocessing
 import os
@@ -232,12 +231,7 @@ def main(
     if listed:
         print(*chosen, sep="\n")
         return
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     compiled = [case for case in chosen if case.flex]
     if flex and workers > 1 and len(compiled) > 1:
         compile_ahead(compiled, workers)

@@ -11,7 +11,6 @@ call to the next, those of the copy too.
 """
 
 import csv
-import datetime
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -237,12 +236,7 @@ def main(
     `only` keeps the cases whose "shape dtype" contains it; `dim0` adds softmax over the middle of
     three dimensions; `commit` is for a copy without git.
     """
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     cases = [case for case in table(dim0) if only in str(case)]
     packages = installed()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ each call; a figure is the median over the rounds.
 """
 
 import csv
-import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,12 +213,7 @@ def main(
     `only` keeps the cases whose "shape variant" contains it; `commit` is for a copy without git.
     """
     functorch_config.donated_buffer = False  # one output is differentiated many times
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     cases = [(shape, variant) for shape, variants in TABLE for variant in variants]
     cases = [case for case in cases if only in f"{'x'.join(map(str, case[0]))} {case[1]}"]
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ What the host needs for a launch is not in it, and the logits may stay in the L2
 """
 
 import csv
-import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,12 +178,7 @@ def run_case(case: Case, rounds: int) -> Iterator[dict]:
 
 def main(rounds: int = 9, out: Path = RESULTS, only: str = "", commit: str = "") -> None:
     """Runs the cases whose name contains `only`; `commit` is for a copy without git."""
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Graphs cannot capture the default stream, on which backward passes would run otherwise.
     with out.open("w", newline="") as file, torch.cuda.stream(torch.cuda.Stream()):

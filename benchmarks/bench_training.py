@@ -12,7 +12,6 @@ python benchmarks/bench_training.py --device cpu --quick    # tiny models, to tr
 """
 
 import csv
-import datetime
 import gc
 import math
 import platform
@@ -239,13 +238,9 @@ def main(
     if device == "cuda":
         check_fused()
     register()
-    common = {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit) | {"transformers": transformers.__version__}
+    if device != "cuda":
+        common["gpu"] = platform.machine()
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
     failures = []
     out.parent.mkdir(parents=True, exist_ok=True)

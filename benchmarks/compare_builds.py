@@ -7,7 +7,6 @@ processes of its own, in turn; of each case the fewest microseconds count. `rati
 """
 
 import csv
-import datetime
 import functools
 import json
 import subprocess
@@ -181,12 +180,7 @@ def main(
             )
             for name, microseconds in json.loads(answer.stdout.splitlines()[-1]).items():
                 times[name] = min(microseconds, times.get(name, microseconds))
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()

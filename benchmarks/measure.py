@@ -1,5 +1,6 @@
-"""What the benchmarks share: the commit that they measure, and functions that are timed in turn."""
+"""What the benchmarks share: what they measure, and functions that are timed in turn."""
 
+import datetime
 import statistics
 import subprocess
 import time
@@ -19,6 +20,20 @@ def commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     folder = Path(__file__).parent
     return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
+
+
+def provenance(commit_of_copy: str = "") -> dict[str, str]:
+    """What every row of results says of its GPU and its code.
+
+    Args:
+        commit_of_copy: in place of the commit that is checked out, for a copy without git.
+    """
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "commit": commit_of_copy or commit(),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def interleaved(

@@ -15,7 +15,6 @@ is the time of all processes together.
 """
 
 import csv
-import datetime
 import itertools
 import multiprocessing
 import os
@@ -248,12 +247,9 @@ def soak(outcomes: Iterable[Outcome], families: list[str], device: str) -> dict[
 
 
 def write(tallies: dict[str, Tally], out: Path, device: str, commit: str) -> None:
-    common = {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else f"none, {platform.machine()}",
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
+    if device == "cpu":
+        common["gpu"] = f"none, {platform.machine()}"
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)

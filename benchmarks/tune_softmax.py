@@ -12,7 +12,6 @@ CUDA graph of 10 calls, of which each counts for a tenth.
 
 import csv
 import ctypes
-import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,12 +212,7 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     gpu, force = current_gpu(), force_regimes()
-    common = {
-        "gpu": gpu.name,
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     cases = [
         case for case in table(DTYPES[dtype]) if only in f"{case.rows}x{case.columns} {case.timing}"
     ]

@@ -251,17 +251,10 @@ def assert_small(found: Deviation, what: str = "result") -> None:
 
 
 def assert_matches(
-    actual: Tensor,
-    expected: Tensor,
-    dtype: torch.dtype,
-    *,
-    magnitude: Tensor | None = None,
-    zero: Tensor | None = None,
-    slack: float = 1.0,
-    what: str = "result",
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, *, what: str = "result", **options: Any
 ) -> None:
-    """`actual` is `expected` up to the error of `dtype`; arguments as of `deviation`."""
-    found = deviation(actual, expected, dtype, magnitude=magnitude, zero=zero, slack=slack)
+    """`actual` is `expected` up to the error of `dtype`; options are those of `deviation`."""
+    found = deviation(actual, expected, dtype, **options)
     assert_small(found, what)
 
 

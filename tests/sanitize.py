@@ -16,7 +16,6 @@ a kernel that never ran.
 import argparse
 import csv
 import ctypes
-import datetime
 import os
 import random
 import re
@@ -415,12 +414,7 @@ def print_table(lines: Sequence[dict[str, object]]) -> None:
 
 
 def write(out: Path, lines: Sequence[dict[str, object]], commit: str) -> None:
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = measure.provenance(commit)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
