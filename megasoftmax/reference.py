@@ -416,6 +416,14 @@ def in_forward_mode() -> bool:
     return level >= 0 and not torch.compiler.is_compiling()
 
 
+def only_without_kernels(function: str) -> str:
+    """Why `function` refuses a forward-mode derivative that plain torch has."""
+    return (
+        f"{function}: expected no forward-mode derivative of kernels or compiled code, got "
+        "torch.func.jvp or a dual level; plain torch has it, fused=False"
+    )
+
+
 def is_differentiated() -> bool:
     """Whether what a backward pass computes is to be differentiated."""
     return torch.is_grad_enabled() or in_forward_mode()

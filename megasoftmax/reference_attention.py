@@ -627,10 +627,7 @@ class AttentionFunction(torch.autograd.Function):
         return *gradients(ctx, ctx.halves.backward, *grads), None
 
 
-IN_FORWARD_MODE = (
-    "attention: expected no forward-mode derivative of kernels or compiled code, got "
-    "torch.func.jvp or a dual level; plain torch has it, fused=False"
-)
+IN_FORWARD_MODE = reference.only_without_kernels("attention")
 _AttentionInForwardMode = reference.without_forward_mode(AttentionFunction, IN_FORWARD_MODE)
 
 # Function.apply without the binding of the signature, which takes longer than all the rest.

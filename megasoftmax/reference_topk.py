@@ -547,10 +547,7 @@ class SoftmaxTopkBackwardFunction(torch.autograd.Function):
         return batch_backward(backward, info, in_dims[:-1], *args[:-1])
 
 
-_IN_FORWARD_MODE = (
-    "softmax_topk: expected no forward-mode derivative of kernels or compiled code, got "
-    "torch.func.jvp or a dual level; plain torch has it, fused=False"
-)
+_IN_FORWARD_MODE = reference.only_without_kernels("softmax_topk")
 _TopkInForwardMode = reference.without_forward_mode(SoftmaxTopkFunction, _IN_FORWARD_MODE)
 _BackwardInForwardMode = reference.without_forward_mode(
     SoftmaxTopkBackwardFunction, _IN_FORWARD_MODE
