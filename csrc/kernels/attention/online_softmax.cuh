@@ -45,22 +45,21 @@ struct OnlineSoftmax {
     }
     // The exponent in one instruction instead of two: all weights of a row then have the same
     // error, that of rounding max * log2(e), which the sum has too; that of rounding the factor of
-    // a score is 2^-24 of it. Where the maximum is large, in two.
-    if (__any_sync(~0u, magnitude * kLog2E > kLargestOffset)) {
-      step_to<true>(largest, to_logit, scores, output);
-    } else {
-      step_to<false>(largest, to_logit, scores, output);
-    }
-  }
-
- private:
-  static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
-
-  template <bool kExact, int kN, int kColumns>
-  __device__ __forceinline__ void step_to(const float (&largest)[kM][2], float to_logit,
-                                          Accumulators<kM, kN>& scores,
-                                          Accumulators<kM, kColumns>& output) {
+    // a score is 2^-24 of it. Where the maximum is large it is taken off first.
+    const bool is_large = __any_sync(~0u, magnitude * kLog2E > kLargestOffset);
     const float c = to_logit * kLog2E;
+    if (is_large) {
+      const float back = kAreLogits ? 1.f : 1.f / scale;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            scores[m][n][i] = fmaf(scores[m][n][i], to_logit, -largest[m][i / 2]) * back;
+        }
+      }
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -69,8 +68,8 @@ struct OnlineSoftmax {
         if (__any_sync(~0u, row != max[m][half])) {
           // Rounded as the offset was: fused, a row whose maximum stays would have a factor that is
           // not 1, again with each tile.
-          const float factor = exp2_approximate(kExact ? (max[m][half] - row) * kLog2E
-                                                       : __fmul_rn(max[m][half], kLog2E) - offset);
+          const float factor = exp2_approximate(
+              is_large ? (max[m][half] - row) * kLog2E : __fmul_rn(max[m][half], kLog2E) - offset);
           sum[m][half] *= factor;
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) {
@@ -79,19 +78,21 @@ struct OnlineSoftmax {
           }
           max[m][half] = row;
         }
+        const float taken = is_large ? 0.f : offset;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            float& score = scores[m][n][i];
-            score = exp2_approximate(kExact ? fmaf(score, to_logit, -row) * kLog2E
-                                            : fmaf(score, c, -offset));
-            sum[m][half] += score;
+            scores[m][n][i] = exp2_approximate(fmaf(scores[m][n][i], c, -taken));
+            sum[m][half] += scores[m][n][i];
           }
         }
       }
     }
   }
+
+ private:
+  static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
 };
 
 // What remains of a row: its factor and its statistics.

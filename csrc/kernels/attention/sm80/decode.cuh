@@ -139,23 +139,20 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     __syncwarp();
     const Rows keys{ring + step % kStages * Memory::kStageBytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
-    // So that half as many products wait for each other; but with a large bias backward must come
-    // to the same bits.
-    float odd_steps[1][kN][4] = {};
+    // In backward's order: both come to the same bits, however large the logits are.
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      auto& sums = kHasBias || i % 2 == 0 ? scores[0] : odd_steps[0];
       uint32_t pair[4];
       key_fragments.load(pair, 0, i * 16);
-      multiply_add<T>(sums[0], queries[i], pair[0], pair[1]);
-      multiply_add<T>(sums[1], queries[i], pair[2], pair[3]);
+      multiply_add<T>(scores[0][0], queries[i], pair[0], pair[1]);
+      multiply_add<T>(scores[0][1], queries[i], pair[2], pair[3]);
     }
+    if constexpr (kHasBias) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = scores[0][n][i];
-        score = kHasBias ? fmaf(score, params.scale, biases[0][n][i]) : score + odd_steps[0][n][i];
+        for (int i = 0; i < 4; ++i)
+          scores[0][n][i] = fmaf(scores[0][n][i], params.scale, biases[0][n][i]);
       }
     }
     excluded.apply(scores, -INFINITY);
