@@ -681,6 +681,16 @@ def test_many_queries_of_few_keys(dtype: torch.dtype) -> None:
     check(*tensors("cuda", dtype, batch=1, heads=(12, 12), lengths=(100_000, 16), dims=dims))
 
 
+def test_keys_that_are_one(device: str) -> None:
+    """empty_like puts the columns of such a tensor elsewhere than last."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype, batch=1, heads=(1, 1), dims=(16, 16))
+        one = normal(16, device=device, dtype=dtype)
+        keys = one.as_strided(k.shape, (1, 1, 0, 1))
+        check(q, keys, v)
+        check(q, k, keys)
+
+
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30, 7, 1e4])
 def test_scales(scale: float, device: str) -> None:
     for dtype in dtypes_on(device):

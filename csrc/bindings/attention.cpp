@@ -18,15 +18,19 @@ int64_t padded(int64_t dim) {
   return std::max<int64_t>(divide_up(dim, kAlignment), 1) * kAlignment;
 }
 
-// As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
-Tensor aligned(const Tensor& tensor, int64_t columns) {
-  check(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
+bool has_aligned_rows(const Tensor& tensor) {
   bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
                     (tensor.stride(3) == 1 || tensor.size(3) == 1);
   for (int64_t i = 0; i < 3; ++i)
     is_aligned &= tensor.stride(i) % kAlignment == 0 || tensor.size(i) == 1;
+  return is_aligned || tensor.numel() == 0;
+}
+
+// As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
+Tensor aligned(const Tensor& tensor, int64_t columns) {
+  check(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
   const int64_t missing = columns - tensor.size(3);
-  if (missing == 0 && (is_aligned || tensor.numel() == 0)) return tensor;
+  if (missing == 0 && has_aligned_rows(tensor)) return tensor;
   const Tensor rows = torch::stable::contiguous(tensor);
   if (missing > 0) {
     // Of contiguous rows: what looks like channels last would be padded as that.
@@ -212,14 +216,29 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   return {std::move(output), std::move(statistics)};
 }
 
-// The gradient of `tensor`, laid out as empty_like() has it: of the tensor itself as it is, of a
-// copy that was `taken` in its place without the columns that it lacks.
-Tensor laid_out(Tensor& gradient, const Tensor& tensor, const Tensor& taken) {
-  if (taken.data_ptr() == tensor.data_ptr() && taken.size(3) == tensor.size(3)) return gradient;
-  Tensor result = torch::stable::empty_like(tensor);
-  torch::stable::copy_(result, torch::stable::narrow(gradient, 3, 0, tensor.size(3)));
-  return result;
-}
+// The gradient of a tensor.
+class Gradient {
+ public:
+  // `taken`: the tensor, or the copy that kernels take in its place.
+  Gradient(const Tensor& tensor, const Tensor& taken)
+      : result_(torch::stable::empty_like(tensor)), rows_(result_) {
+    // Of a tensor with strides of 0 empty_like may put the columns elsewhere than last.
+    if (taken.size(3) != tensor.size(3) || !has_aligned_rows(result_))
+      rows_ = new_tensor(sizes_of(taken), tensor.scalar_type(), tensor);
+  }
+
+  // What kernels write.
+  Strided rows() const { return rows_of(rows_); }
+  // What they wrote, laid out as empty_like(tensor) is.
+  Tensor result() {
+    if (rows_.data_ptr() != result_.data_ptr())
+      torch::stable::copy_(result_, torch::stable::narrow(rows_, 3, 0, result_.size(3)));
+    return result_;
+  }
+
+ private:
+  Tensor result_, rows_;
+};
 
 // Sums over batches and heads that share an entry of the bias: from [batches, heads, ...] to the
 // sizes and the type of the bias.
@@ -286,16 +305,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.output = rows_of(results);
   params.output_gradient = rows_of(gradients);
 
-  Tensor query_gradient = torch::stable::empty_like(inputs.query);
-  Tensor key_gradient = torch::stable::empty_like(inputs.key);
-  Tensor value_gradient = torch::stable::empty_like(inputs.value);
+  Gradient query_gradient(query, inputs.query), key_gradient(key, inputs.key),
+      value_gradient(value, inputs.value);
   const std::vector<int64_t> row_counts{params.batches, params.heads, params.queries};
   Tensor sink_rows =
       new_tensor(sink_gradient ? row_counts : std::vector<int64_t>{0}, ScalarType::Float, query);
   if (sink_gradient) params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
-  params.query_gradient = rows_of(query_gradient);
-  params.key_gradient = rows_of(key_gradient);
-  params.value_gradient = rows_of(value_gradient);
+  params.query_gradient = query_gradient.rows();
+  params.key_gradient = key_gradient.rows();
+  params.value_gradient = value_gradient.rows();
   const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
   params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
   Tensor sums;
@@ -310,8 +328,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
     if (bias_gradient) bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
-    Tensor of_query = torch::stable::empty_like(query), of_key = torch::stable::empty_like(key),
-           of_value = torch::stable::empty_like(value);
+    Tensor of_query = query_gradient.result(), of_key = key_gradient.result(),
+           of_value = value_gradient.result();
     for (Tensor* gradient : {&of_key, &of_value, &bias_result}) torch::stable::zero_(*gradient);
     return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
             std::move(sink_rows)};
@@ -352,9 +370,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());
   }
-  return {laid_out(query_gradient, query, inputs.query), laid_out(key_gradient, key, inputs.key),
-          laid_out(value_gradient, value, inputs.value), std::move(bias_result),
-          std::move(sink_rows)};
+  return {query_gradient.result(), key_gradient.result(), value_gradient.result(),
+          std::move(bias_result), std::move(sink_rows)};
 }
 
 }  // namespace
