@@ -70,9 +70,10 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   const RowIndex index = row_at(schedule, row);
   const int columns = static_cast<int>(params.shape.columns);
   const RowPlace<kElements> place(params.shape, Window{}, index);
-  const int begin = place.first_column + part * kShape.units * kUnit;
-  const Bounds bounds{max(begin, 0), static_cast<int>(min(int64_t{begin} + kShape.units * kUnit,
-                                                          static_cast<int64_t>(columns)))};
+  const int begin = place.first_column + part * schedule.max_units * kUnit;
+  const Bounds bounds{max(begin, 0),
+                      static_cast<int>(min(int64_t{begin} + schedule.max_units * kUnit,
+                                           static_cast<int64_t>(columns)))};
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
@@ -89,26 +90,34 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
     return ring + unit % kTopkBackwardStages * (kChunks * kBlock);
   };
   Pack<T> raw[kChunks];
+  // Where the last chunk may begin that is read whole.
   const int last_whole =
-      has_whole_chunks(params.scores, logits_row) ? columns - 1 : columns - kElements;
+      min(bounds.end - 1,
+          has_whole_chunks(params.scores, logits_row) ? columns - 1 : columns - kElements);
+  const auto load_end = [&](int at) {
+    return load_partial<T, kElements>(logits_row + at, 1, bounds.begin - at, bounds.end - at);
+  };
   const auto start = [&](int unit) {
-    if constexpr (!kIsPlain) return;
+    if (!kIsPlain || !has_first_term) return;
     const int first = begin + unit * kUnit + owner.thread() * kElements;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = first + i * kStride;
-      if (!has_first_term || at >= bounds.end) continue;
-      const T* const source = logits_row + at;
-      if (at > last_whole) {
-        const auto pack = load_partial<T, kElements>(source, 1, bounds.begin - at, bounds.end - at);
-        (kHasRing ? place_in_ring(unit)[i * kBlock] : raw[i]) = pack;
-      } else if constexpr (kHasRing) {
-        start_copy(place_in_ring(unit) + i * kBlock, source);
-      } else {
-        raw[i] = load_streaming<T, kElements>(source);
+      if constexpr (kHasRing) {
+        if (at <= last_whole) start_copy(place_in_ring(unit) + i * kBlock, logits_row + at);
+      } else if (at < bounds.end) {
+        raw[i] = at <= last_whole ? load_streaming<T, kElements>(logits_row + at) : load_end(at);
       }
     }
-    if constexpr (kHasRing) end_copies();
+    if constexpr (kHasRing) {
+      end_copies();
+      if (last_whole >= bounds.end - 1) return;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = first + i * kStride;
+        if (at > last_whole && at < bounds.end) place_in_ring(unit)[i * kBlock] = load_end(at);
+      }
+    }
   };
   const auto finish = [&](int unit) {
     if constexpr (kHasRing) {

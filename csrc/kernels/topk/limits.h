@@ -77,7 +77,7 @@ struct TopkBackwardRegime {
   int rows_per_block;
   int blocks_per_sm;      // as above
   int chunks_per_thread;  // of a unit: loads in flight per thread
-  int units;              // of a block; the blocks of a row follow each other
+  int units;              // of a block, at most; the blocks of a row follow each other
   int max_chunks;
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }

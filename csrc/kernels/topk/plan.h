@@ -111,18 +111,23 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   return plan;
 }
 
-inline TopkPlan plan_topk_backward(const TopkBackwardParams& params) {
+inline TopkPlan plan_topk_backward(const TopkBackwardParams& params, const Device& device) {
   const int64_t chunks = topk_chunks(params, true);
   TopkPlan plan = {};
   while (chunks > kTopkBackwardRegimes[plan.regime].max_chunks) ++plan.regime;
   const TopkBackwardRegime& regime = kTopkBackwardRegimes[plan.regime];
-  const int64_t chunks_per_block =
-      int64_t{regime.units} * regime.threads_per_row * regime.chunks_per_thread;
+  const int64_t units =
+      divide_up<int64_t>(chunks, int64_t{regime.threads_per_row} * regime.chunks_per_thread);
+  const int64_t blocks_of_rows = divide_up<int64_t>(params.rows, regime.rows_per_block);
+  // Few rows are cut into more blocks, until all of the GPU has work.
+  const int64_t resident = int64_t{device.multiprocessors} * regime.blocks_per_sm;
   Schedule& schedule = plan.schedule;
-  schedule.blocks_per_row = static_cast<int>(divide_up(chunks, chunks_per_block));
+  schedule.max_units =
+      static_cast<int>(std::clamp<int64_t>(blocks_of_rows * units / resident, 1, regime.units));
+  schedule.blocks_per_row = static_cast<int>(divide_up<int64_t>(units, schedule.max_units));
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
-  plan.blocks = divide_up<int64_t>(params.rows, regime.rows_per_block) * schedule.blocks_per_row;
+  plan.blocks = blocks_of_rows * schedule.blocks_per_row;
   return plan;
 }
 

@@ -45,7 +45,7 @@ cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream) {
 cudaError_t topk_backward(TopkBackwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0 || params.shape.columns == 0) return cudaSuccess;
   if (!check_and_prepare(params)) return cudaErrorInvalidValue;
-  const TopkPlan plan = plan_topk_backward(params);
+  const TopkPlan plan = plan_topk_backward(params, current_device());
   switch (params.scores.type) {
     case DType::kFloat16:
       return topk_backward_float16(params, plan, stream);
