@@ -180,23 +180,27 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
   for (int64_t i = 0; i + 1 < rank; ++i) last += (scores.size(i) - 1) * strides[i];
   const int64_t size = static_cast<int64_t>(tensor.element_size());
   const auto whole = reinterpret_cast<uintptr_t>(end_of_storage(tensor)) / 16 * 16;
-  const char* const last_whole_row =
-      reinterpret_cast<const char*>(whole) - scores.size(rank - 1) * size;
-  if (static_cast<const char*>(tensor.data_ptr()) + last * size > last_whole_row)
+  const uintptr_t last_whole_row = whole - scores.size(rank - 1) * size;
+  if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + last * size > last_whole_row)
     result.last_whole_row = last_whole_row;
   return result;
 }
 
-// A copy of the entries that a broadcast tensor has, with dense rows that begin at multiples of
-// `alignment` elements and are filled up with 0; dimensions of stride 0 have size 1 in it.
-inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
+// The entries that a broadcast tensor has: dimensions of stride 0 have size 1.
+inline Tensor entries_of(const Tensor& tensor) {
   Tensor entries = tensor;
-  std::vector<int64_t> sizes = sizes_of(tensor);
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (tensor.stride(i) != 0 || sizes[i] <= 1) continue;
-    sizes[i] = 1;
-    entries = torch::stable::narrow(entries, i, 0, 1);
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) == 0 && tensor.size(i) > 1)
+      entries = torch::stable::narrow(entries, i, 0, 1);
   }
+  return entries;
+}
+
+// A copy of them with dense rows that begin at multiples of `alignment` elements and are filled up
+// with 0.
+inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
+  const Tensor entries = entries_of(tensor);
+  std::vector<int64_t> sizes = sizes_of(entries);
   const int64_t last = tensor.dim() - 1, columns = sizes[last];
   sizes[last] = divide_up(columns, alignment) * alignment;
   const Tensor rows = new_tensor(sizes, tensor.scalar_type(), tensor);
@@ -215,15 +219,20 @@ inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
 inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
   check(mask.scalar_type() == ScalarType::Bool, "mask must be bool");
   mask = with_aligned_storage(mask);
-  Strided result = strided(mask, scores, "mask");
+  const Strided result = strided(mask, scores, "mask");
   const bool is_shared =
       scores.dim() > 1 && result.query_stride == 0 && scores.size(scores.dim() - 2) > 1;
-  if (is_shared && mask.dim() > 0 && mask.numel() > 0 && result.column_stride == 1 &&
-      result.last_whole_row != nullptr) {
-    mask = with_dense_rows(mask, 16);
-    result = strided(mask, scores, "mask");
-  }
-  return result;
+  if (!is_shared || mask.dim() == 0 || mask.numel() == 0 || result.column_stride != 1 ||
+      result.last_whole_row == UINTPTR_MAX)
+    return result;
+  // Twice, by one launch: behind the rows there is something to read then.
+  const Tensor entries = entries_of(mask);
+  std::vector<int64_t> sizes = sizes_of(entries);
+  sizes.insert(sizes.begin(), 2);
+  Tensor copies = new_tensor(sizes, mask.scalar_type(), mask);
+  torch::stable::copy_(copies, entries);
+  mask = torch::stable::select(copies, 0, 0);
+  return strided(mask, scores, "mask");
 }
 
 inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,

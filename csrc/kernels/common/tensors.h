@@ -16,8 +16,8 @@ struct Strided {
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
   // Kernels of rows read aligned chunks of 16 bytes, which may reach beside a row, but not outside
   // of the storage. This is the last address of a row whose chunks all lie in the storage; rows at
-  // higher addresses have their last chunk read element by element. Null: there are none of them.
-  const void* last_whole_row = nullptr;
+  // higher addresses have their last chunk read element by element. The default: there are none.
+  uintptr_t last_whole_row = UINTPTR_MAX;
 };
 
 // Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1

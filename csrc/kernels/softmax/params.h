@@ -37,7 +37,7 @@ struct Schedule {
   int blocks_per_row = 1;
   Divider units;            // among the blocks of a row
   bool is_cluster = false;  // the blocks of a row, if there are several
-  int max_units = 0;        // of a row
+  int max_units = 0;        // of a row; of top-k, of a block
   int unit_batches = 1;
   int kept_batches = 0;     // of a block: those that wait in shared memory
   void* results = nullptr;  // [rows, max_units], 8 bytes each, of rows spread over the whole GPU

@@ -36,7 +36,7 @@ struct Bounds {
 
 // Does the storage of a tensor hold all of the 16-byte chunks that hold a row?
 __device__ inline bool has_whole_chunks(const Strided& tensor, const void* row) {
-  return tensor.last_whole_row == nullptr || row <= tensor.last_whole_row;
+  return reinterpret_cast<uintptr_t>(row) <= tensor.last_whole_row;
 }
 
 // Bytes that are not 0 where a column is excluded, four to a word.
