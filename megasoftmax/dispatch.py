@@ -1,5 +1,6 @@
 """Why a call cannot run fused: named constraints, each a function that returns a Reason or None."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,7 +60,7 @@ def reasons_against_fused_softmax(
         *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 and scores.numel() else ()),
         _rows(scores),
         _columns(scores, is_limited),
-        None if bias is None else _bias_gradient(bias, scores),
+        *([] if bias is None else _bias_gradient(bias, scores)),
     )
     return _given(found)
 
@@ -280,11 +281,25 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
     return Reason("columns", str(columns + borders), limit)
 
 
-def _bias_gradient(bias: Tensor, scores: Tensor) -> Reason | None:
-    """Kernels sum the gradient over batches, heads and queries, but not along a row."""
+def _bias_gradient(bias: Tensor, scores: Tensor) -> list[Reason | None]:
+    """Kernels sum the gradient over batches, heads and queries, but not along a row.
+
+    Batches are all dimensions before heads together.
+    """
     if not bias.requires_grad or not torch.is_grad_enabled():
-        return None
+        return []
     columns = bias.shape[-1] if bias.dim() > 0 else 1
-    if bias.dim() > 0 and columns == scores.shape[-1]:
-        return None
-    return Reason("keys of a bias that needs a gradient", str(columns), str(scores.shape[-1]))
+    is_of_rows = bias.dim() > 0 and columns == scores.shape[-1]
+    batches = math.prod(bias.shape[:-3])
+    return [
+        None
+        if is_of_rows
+        else Reason("keys of a bias that needs a gradient", str(columns), str(scores.shape[-1])),
+        None
+        if batches in (1, math.prod(scores.shape[:-3])) or scores.numel() == 0
+        else Reason(
+            "leading dimensions of a bias that needs a gradient",
+            str(tuple(bias.shape[:-3])),
+            f"{tuple(scores.shape[:-3])}, or all 1",
+        ),
+    ]
