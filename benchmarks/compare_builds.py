@@ -25,10 +25,11 @@ from megasoftmax import RelativeBias, _extension
 
 RESULTS = Path(__file__).parent / "results" / "builds.csv"
 FIELDS = ["gpu", "torch", "commit", "date", "case", "pass", "old_us", "new_us", "ratio"]
-CALLS = 15  # of a case in a process
+CALLS = 40  # of a case in a process
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
-# Batch, heads, length, head dimension; what is added to the scores; other options.
+# Batch, heads, length, head dimension; what is added to the scores; other options, `queries` where
+# there are fewer of them than keys.
 ATTENTION: list[tuple[tuple[int, int, int, int], str, dict[str, Any]]] = [
     ((4, 16, 4096, 128), "none", {}),
     ((4, 16, 4096, 128), "none", {"causal": True}),
@@ -44,7 +45,12 @@ ATTENTION: list[tuple[tuple[int, int, int, int], str, dict[str, Any]]] = [
     ((2, 8, 4096, 256), "[1, h]", {}),
     ((2, 16, 4095, 64), "[1, h]", {}),
     ((8, 16, 1024, 64), "[1, h]", {}),
+    ((128, 4, 384, 32), "none", {}),
     ((128, 4, 384, 32), "[b, h]", {}),
+    ((8, 32, 65536, 128), "none", {"queries": 1}),
+    ((32, 32, 4096, 64), "none", {"queries": 4}),
+    ((32, 8, 4096, 256), "none", {"queries": 1}),
+    ((8, 32, 4096, 128), "[1, h]", {"queries": 1}),
 ]
 # Scores, their type, the shape of a mask, other options.
 SOFTMAX: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None, dict[str, Any]]] = [
@@ -80,7 +86,9 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def bias_of(kind: str, batch: int, heads: int, length: int) -> Tensor | RelativeBias | None:
+def bias_of(
+    kind: str, batch: int, heads: int, queries: int, length: int
+) -> Tensor | RelativeBias | None:
     positions = 2 * length - 1
     if kind == "none":
         return None
@@ -90,7 +98,7 @@ def bias_of(kind: str, batch: int, heads: int, length: int) -> Tensor | Relative
         distances = torch.arange(1 - length, length, device="cuda").abs()
         return RelativeBias(-torch.linspace(0.01, 0.5, heads, device="cuda")[:, None] * distances)
     dtype = FLOAT if "float32" in kind else BFLOAT
-    shape = (batch if "b" in kind else 1, heads, length, length)
+    shape = (batch if "b" in kind else 1, heads, queries, length)
     return normal(*shape, dtype=dtype).requires_grad_()
 
 
@@ -109,21 +117,29 @@ def time_both(name: str, call: Callable[[], Tensor], leaves: list[Tensor], times
 
 def run_attention(times: Times) -> None:
     for (batch, heads, length, dim), kind, options in ATTENTION:
+        queries = options.get("queries", length)
         query, key, value = (
-            normal(batch, length, heads, dim, dtype=BFLOAT).transpose(1, 2).requires_grad_()
-            for _ in range(3)
+            normal(batch, rows, heads, dim, dtype=BFLOAT).transpose(1, 2).requires_grad_()
+            for rows in (queries, length, length)
         )
-        bias = bias_of(kind, batch, heads, length)
+        bias = bias_of(kind, batch, heads, queries, length)
         table = bias.table if isinstance(bias, RelativeBias) else bias
         leaves = [query, key, value]
         if table is not None and table.requires_grad:
             leaves.append(table)
 
         call = functools.partial(
-            megasoftmax.attention, query, key, value, bias=bias, fused=True, **options
+            megasoftmax.attention,
+            query,
+            key,
+            value,
+            bias=bias,
+            causal=options.get("causal", False),
+            fused=True,
         )
         name = f"attention {batch}x{heads}x{length}x{dim} {kind}"
-        time_both(" ".join([name, *options]), call, leaves, times)
+        with_options = (f"{option} {value}" for option, value in options.items())
+        time_both(" ".join([name, *with_options]), call, leaves, times)
 
 
 def run_rows(times: Times) -> None:
