@@ -536,7 +536,7 @@ def messages(device: str, group: Any) -> list[str]:
 # Models of transformers
 
 LLAMA = {
-    "vocab_size": 97,
+    "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -573,7 +573,7 @@ def losses(model: Any, tokens: Tensor) -> list[float]:
 
 
 def batch() -> Tensor:
-    return torch.randint(1, 97, (4, 12), generator=torch.Generator().manual_seed(1))
+    return torch.randint(1, 96, (4, 12), generator=torch.Generator().manual_seed(1))
 
 
 def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
