@@ -652,9 +652,9 @@ class Attention:
             head_dim=head_dim,
             value_dim=head_dim if chance(random, 0.5) else random.choice(HEAD_DIMS),
             dtype=dtype,
-            query_layout=Layout.draw(random),
-            key_layout=Layout.draw(random),
-            value_layout=Layout.draw(random, 3),  # all columns alike would be rounded alike
+            query_layout=Layout.draw(random, 3),  # all columns alike would be rounded alike
+            key_layout=Layout.draw(random, 3),
+            value_layout=Layout.draw(random, 3),
             scale=random.choice(scales if dtype == HALF else (*scales, 1e-30, 1e4)),
             mask=Mask.draw(random, shape),
             bias=bias,

@@ -32,8 +32,8 @@ class Forward:
     dense: oracle.Forward  # P, lse and what is excluded, over all pairs
     key: Tensor  # float64, a head for each of the query's
     value: Tensor
-    weight_noise: Tensor  # of P
-    z_noise: Tensor  # relative error of P that rounding z to float32 may cost
+    rounding: Tensor  # what rounding P to the type of the query is relative to
+    weight_noise: Tensor  # the same of all errors of P, those of z in the computation's type too
     output: Result
     lse: Result
 
@@ -88,12 +88,18 @@ def attention(
     )
     p = dense.probabilities
     # Of logits in the type of the computation, which is float32 for halves.
-    noise_of_z = 1 + abs(factor) * (q.square() @ k.square().mT).sqrt()
+    # Tensor cores cut off what they add up, where others round.
+    noise_of_z = 1 + 2 * abs(factor) * ((q.square() @ k.square().mT).sqrt() + scores.abs())
     if bias is not None:
         noise_of_z = noise_of_z + bias.abs()
     noise_of_z = noise_of_z.masked_fill(dense.excluded | (p == 0), 0)
     z_noise = noise_of_z + (p * noise_of_z).sum(-1, keepdim=True)
-    weight_noise = _size(p, query.dtype) if query.dtype in HALVES else p * noise_of_z
+    # P is from 0 to 1, and so is its error.
+    noise_of_p = (p * z_noise * (_eps_of_z(query.dtype) / torch.finfo(query.dtype).eps)).clamp_max(
+        1 / torch.finfo(query.dtype).eps
+    )
+    rounding = _size(p, query.dtype) if query.dtype in HALVES else noise_of_p
+    weight_noise = torch.where(p == 0, 0.0, torch.maximum(rounding, noise_of_p))
     output = p @ v
     own = _size(output, query.dtype)
     noise = (weight_noise.square() @ v.square() + own.square()).sqrt()
@@ -104,16 +110,27 @@ def attention(
         dense,
         k,
         v,
+        rounding,
         weight_noise,
-        torch.finfo(torch.float32).eps * z_noise,
         Result(output, noise, zero),
         Result(dense.lse, lse_noise, torch.zeros_like(nothing)),
     )
 
 
+def _eps_of_z(dtype: torch.dtype) -> float:
+    """Of logits for queries of `dtype`."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
 def _size(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding them to `dtype` is relative to: the smallest numbers have a fixed step."""
-    step = oracle.smallest_step(dtype) / torch.finfo(dtype).eps
+    """What rounding them to `dtype` is relative to: the smallest numbers have a fixed step.
+
+    GPUs take the smallest of float32 for 0.
+    """
+    step = oracle.smallest_step(dtype)
+    if dtype != torch.float64:
+        step = max(step, torch.finfo(torch.float32).tiny)
+    step /= torch.finfo(dtype).eps
     return torch.where(values == 0, 0.0, (values.square() + step**2).sqrt())
 
 
@@ -130,22 +147,32 @@ def gradients(
 ) -> dict[str, Result]:
     """From the gradients g of the output and h of the log-sum-exp.
 
-    With h, which torch's attention has not, the noise in half precision is also that of z.
+    Errors of rounding add up as if they were independent, and once more as they are: rows that are
+    equal err alike.
     """
     p, k, v = expected.dense.probabilities, expected.key, expected.value
     weight_noise = expected.weight_noise
     q, g = query.detach().double(), g.double()
     of_lse = torch.zeros_like(expected.dense.lse) if h is None else h.double()
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    output = expected.output
-    d = (g * output.value).sum(-1, keepdim=True) - of_lse.unsqueeze(-1)
-    d_noise = (g * output.noise).square().sum(-1, keepdim=True).sqrt() + of_lse.abs().unsqueeze(-1)
+    eps = torch.finfo(query.dtype).eps
+
+    def lost(exact: Tensor, rounded: Tensor) -> Tensor:
+        """In units of what `deviation` allows."""
+        return torch.where(rounded.isfinite(), rounded - exact, 0.0) / (ROUNDING * eps)
+
+    def rounded(exact: Tensor) -> Tensor:
+        return exact.to(query.dtype).double()
+
+    output = expected.output.value
     dp = g @ v.mT
+    d = (g * output).sum(-1, keepdim=True) - of_lse.unsqueeze(-1)
+    squares = (expected.rounding * dp).square().sum(-1, keepdim=True)
+    squares = squares + (g * _size(output, query.dtype)).square().sum(-1, keepdim=True)
+    of_z = ((weight_noise - expected.rounding) * dp.abs()).sum(-1, keepdim=True)
+    d_noise = squares.sqrt() + of_z + of_lse.abs().unsqueeze(-1)
+    lost_of_d = (g * lost(output, rounded(rounded(p) @ v))).sum(-1, keepdim=True)
     dz = torch.where(p == 0, 0.0, p * (dp - d))
-    if query.dtype in HALVES and h is not None:
-        of_z = torch.where(p == 0, 0.0, oracle.enlarged(p, expected.z_noise, query.dtype))
-        d_noise = d_noise + ((of_z - p) * dp.abs()).sum(-1, keepdim=True)
-        weight_noise = torch.maximum(weight_noise, of_z)
     if query.dtype in HALVES:
         of_weights = torch.where(p == 0, 0.0, weight_noise * (dp - d))
         squares = of_weights.square() + (p * d_noise).square()
@@ -163,33 +190,37 @@ def gradients(
 
     empty = (p == 0).all(-1).unsqueeze(-1)
     unseen = by_key_head((p != 0).any(-2).double()).unsqueeze(-1) == 0
+
+    def of_heads(of_head: Tensor, squares: Tensor, unseen: Tensor) -> Result:
+        """What heads that share keys and values add up; their parts may be larger than the sum."""
+        return product(by_key_head(of_head), by_key_head(squares + of_head.square()), unseen)
+
+    lost_of_dz = (lost(dz, rounded(dz)), p * lost_of_d)
+    of_query = noise.square() @ k.square() + sum((each @ k).square() for each in lost_of_dz)
+    of_key = noise.square().mT @ q.square() + sum((each.mT @ q).square() for each in lost_of_dz)
+    of_value = weight_noise.square().mT @ g.square() + (lost(p, rounded(p)).mT @ g).square()
     found = {
-        "query": product(factor * dz @ k, factor**2 * noise.square() @ k.square(), empty),
-        "key": product(
-            by_key_head(factor * dz.mT @ q),
-            by_key_head(factor**2 * noise.square().mT @ q.square()),
-            unseen,
-        ),
-        "value": product(
-            by_key_head(p.mT @ g),
-            by_key_head(weight_noise.square().mT @ g.square()),
-            unseen & g.isfinite().all(),
-        ),
+        "query": product(factor * dz @ k, factor**2 * of_query, empty),
+        "key": of_heads(factor * dz.mT @ q, factor**2 * of_key, unseen),
+        "value": of_heads(p.mT @ g, of_value, unseen & g.isfinite().all()),
     }
     if bias is not None:
         value = reduced(dz, bias, lambda x: x)
         squares = reduced(noise, bias, torch.square)
+        for of_dz in lost_of_dz:
+            squares = squares + reduced(of_dz, bias, lambda x: x).square()
         if not isinstance(bias, RelativeBias) and bias.shape[-1:] in ((), (1,)):
             # The error of D is the same in a whole row: what shares an entry adds it up.
             shared = torch.zeros_like(noise)
-            of_row = p.sum(-1, keepdim=True) * d_noise
+            weights = p.sum(-1, keepdim=True)
+            of_row = weights * d_noise
             if sink is not None:
                 # Kernels take h less the gradient of the sink, both in float32.
+                of_row = torch.maximum(weights, 1 - weights) * d_noise
                 lse = expected.dense.lse.unsqueeze(-1)
-                lost = of_lse.unsqueeze(-1).abs() + (1 + lse.abs()) * d.abs()
-                eps = torch.finfo(query.dtype).eps
+                sizes = of_lse.unsqueeze(-1).abs() + (1 + lse.abs()) * d.abs()
                 unit = min(torch.finfo(torch.float32).eps / eps, 1.0)
-                of_row = of_row + unit * torch.where(lse.isfinite(), lost, 0.0)
+                of_row = of_row + unit * torch.where(lse.isfinite(), sizes, 0.0)
             shared[..., :1] = of_row[..., : shared.shape[-1]]
             squares = squares + reduced(shared, bias, torch.square)
         seen = reduced((p != 0).double(), bias, lambda x: x)
@@ -202,10 +233,13 @@ def gradients(
         def of_sink(rows: Tensor) -> Tensor:
             return rows.sum().reshape(sink.shape) if sink.numel() == 1 else rows.sum((0, 2))
 
-        d, d_noise = d.squeeze(-1), d_noise.squeeze(-1)
-        squares = (share * (d.abs() + d_noise)).square()
+        d, d_noise, lost_of_d = (each.squeeze(-1) for each in (d, d_noise, lost_of_d))
+        share_noise = share * (_eps_of_z(query.dtype) / eps * expected.lse.noise).clamp(1, 1 / eps)
+        squares = of_sink((share_noise * d.abs() + share * d_noise).square())
+        squares = squares + of_sink(share * lost_of_d).square()
+        value = of_sink(-share * d)
         nothing = torch.zeros_like(sink, dtype=torch.bool)
-        found["sink"] = Result(of_sink(-share * d), of_sink(squares).sqrt(), nothing)
+        found["sink"] = product(value, squares, nothing)
     return found
 
 
