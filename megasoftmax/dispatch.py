@@ -289,11 +289,10 @@ def _bias_gradient(bias: Tensor, scores: Tensor) -> list[Reason | None]:
     if not bias.requires_grad or not torch.is_grad_enabled():
         return []
     columns = bias.shape[-1] if bias.dim() > 0 else 1
-    is_of_rows = bias.dim() > 0 and columns == scores.shape[-1]
     batches = math.prod(bias.shape[:-3])
     return [
         None
-        if is_of_rows
+        if columns == scores.shape[-1]
         else Reason("keys of a bias that needs a gradient", str(columns), str(scores.shape[-1])),
         None
         if batches in (1, math.prod(scores.shape[:-3])) or scores.numel() == 0

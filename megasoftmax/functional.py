@@ -897,7 +897,12 @@ def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
 def _as_kernels_take_it(
     scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The bias in the type of the scores or float32, the sink in one that kernels know."""
+    """The bias in the type of the scores or float32, the sink in one that kernels know.
+
+    A bias of no dimension gets one.
+    """
+    if bias is not None and bias.dim() == 0:
+        bias = bias[None]
     if bias is not None and bias.dtype != scores.dtype:
         bias = bias.float()
     if isinstance(sink, Tensor) and sink.dtype == torch.float64:

@@ -196,8 +196,12 @@ def gradients(
         return product(by_key_head(of_head), by_key_head(squares + of_head.square()), unseen)
 
     lost_of_dz = (lost(dz, rounded(dz)), p * lost_of_d)
-    of_query = noise.square() @ k.square() + sum((each @ k).square() for each in lost_of_dz)
-    of_key = noise.square().mT @ q.square() + sum((each.mT @ q).square() for each in lost_of_dz)
+    flushed = (torch.finfo(torch.float32).tiny / eps) ** 2  # sums, before the factor
+    of_query = noise.square() @ k.square() + flushed
+    of_key = noise.square().mT @ q.square() + flushed
+    for each in lost_of_dz:
+        of_query = of_query + (each @ k).square()
+        of_key = of_key + (each.mT @ q).square()
     of_value = weight_noise.square().mT @ g.square() + (lost(p, rounded(p)).mT @ g).square()
     found = {
         "query": product(factor * dz @ k, factor**2 * of_query, empty),

@@ -607,6 +607,14 @@ def test_empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         check(scores, bias=bias.requires_grad_(), sink=torch.ones(shape[-3], device=device))
 
 
+def test_bias_of_no_dimension(device: str) -> None:
+    for columns in (1, 7):
+        for dtype in (torch.float16, torch.float32):
+            scores = normal(3, 5, columns, device=device, dtype=dtype)
+            bias = torch.tensor(0.5, device=device, dtype=dtype, requires_grad=True)
+            oracle.check(megasoftmax.softmax, scores, bias=bias, sink=0.0)
+
+
 @gpu
 def test_leading_dimensions_that_do_not_merge_take_the_plain_path() -> None:
     scores = normal(2, 3, 4, 5, 37, device="cuda").transpose(0, 1)
