@@ -236,6 +236,8 @@ def _leading_dimensions(
     scores: Tensor, mask: Tensor | None, bias: Tensor | None, name_of_scores: str = "scores"
 ) -> list[Reason | None]:
     """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
+    if bias is not None and bias.dtype != scores.dtype:
+        bias = torch.empty_like(bias, device="meta")  # it is converted, which may move entries
     tensors = {name_of_scores: scores, "mask": mask, "bias": bias}
     return [
         Reason(

@@ -169,7 +169,10 @@ def gradients(
         logit = _sink_per_row(sink, forward.probabilities)
         share = torch.where(logit == -torch.inf, 0.0, torch.exp(logit - forward.lse))
         value = _sum_per_sink(-share * d, sink)
-        squares = enlarged(share * d_size, forward.sink_noise, dtype).square()
+        # GPUs take the smallest numbers of float32 for 0: the share, and its product with D.
+        tiny = 0.0 if dtype == torch.float64 else torch.finfo(torch.float32).tiny
+        flushed = tiny / TOLERANCE[dtype] * (1 + d_size)
+        squares = (enlarged(share * d_size, forward.sink_noise, dtype) + flushed).square()
         of_sink = Gradient(
             value,
             (_sum_per_sink(squares, sink) + value.square()).sqrt(),

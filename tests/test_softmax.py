@@ -628,6 +628,11 @@ def test_leading_dimensions_that_do_not_merge_take_the_plain_path() -> None:
     with pytest.raises(ValueError, match="leading dimensions of mask"):
         megasoftmax.softmax(whole, mask=mask, fused=True)
     oracle.check(megasoftmax.softmax, whole, mask=mask)
+    # Its copy in float32 has no strides of 0.
+    bias = normal(1, 1, 4, 5, 37, device="cuda", dtype=torch.bfloat16).expand(3, 1, 4, 5, 37)
+    with pytest.raises(ValueError, match="leading dimensions of bias"):
+        megasoftmax.softmax(whole, bias=bias, fused=True)
+    oracle.check(megasoftmax.softmax, whole, bias=bias)
     # Merged they are neither one nor all.
     bias = normal(1, 1, 1, 1, 37, device="cuda").expand(1, 2, 1, 1, 37).requires_grad_()
     with pytest.raises(ValueError, match="leading dimensions of a bias that needs a gradient"):
