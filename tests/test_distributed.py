@@ -1099,21 +1099,23 @@ def test_selective_checkpoint(device, with_ops, kept):
     assert {name: ops.calls[name] for name in OPS} == {n: 1 if n in kept else 2 for n in OPS}
 
 
-# On two GPUs
+# On several GPUs
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
-def test_on_two_gpus(tmp_path):
-    ranks = processes.spawn(worker, 2, "cuda", tmp_path)
+@pytest.mark.parametrize("world", [2, 3])
+def test_on_several_gpus(world, tmp_path):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    ranks = processes.spawn(worker, world, "cuda", tmp_path)
     for rank in ranks:
         for name in SPLITS:
             check_split(name, rank["splits"][name], "cuda")
     for name in RINGS:
-        for lengths in (*LENGTHS[2], ALIKE[2]):
+        for lengths in (*LENGTHS[world], ALIKE[world]):
             check_ring(name, lengths, ranks, "cuda")
-    if ranks[0]["models"] is not None:
+    if ranks[0].get("models") is not None:
         wanted = losses(llama().cuda(), batch().cuda())
         found = [rank["models"] for rank in ranks]
         parameters = [each["sharded parameters"] for each in found]
