@@ -236,7 +236,7 @@ def _leading_dimensions(
     scores: Tensor, mask: Tensor | None, bias: Tensor | None, name_of_scores: str = "scores"
 ) -> list[Reason | None]:
     """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
-    if bias is not None and bias.dtype != scores.dtype:
+    if bias is not None and bias.dtype not in (scores.dtype, torch.float32):
         bias = torch.empty_like(bias, device="meta")  # it is converted, which may move entries
     tensors = {name_of_scores: scores, "mask": mask, "bias": bias}
     return [

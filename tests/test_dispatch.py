@@ -157,6 +157,17 @@ def test_leading_dimensions(as_if_fused, name, tensor, is_fused):
     assert found == ([] if is_fused else [f"leading dimensions of {name}"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leading_dimensions_of_a_bias_that_is_converted(as_if_fused, dtype):
+    scores = torch.zeros(6, 7, *SHAPE[1:], dtype=dtype)
+    against = ["leading dimensions of bias"]
+    assert names(scores, bias=torch.zeros(1, 1, *SHAPE[1:]).expand(6, 1, *SHAPE[1:])) == []
+    assert names(scores, bias=torch.zeros(6, 1, *SHAPE[1:]).expand(6, 7, *SHAPE[1:])) == against
+    # Its copy in float32 has no strides of 0.
+    halves = torch.zeros(1, 1, *SHAPE[1:], dtype=torch.float16).expand(6, 1, *SHAPE[1:])
+    assert names(scores, bias=halves) == against
+
+
 @pytest.mark.parametrize(
     ("scores", "is_fused"),
     [
