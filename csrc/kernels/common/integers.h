@@ -1,9 +1,14 @@
 #pragma once
 // Integer arithmetic for grids and row indices. Compiles without nvcc.
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
+
+#if __has_include(<cuda_runtime_api.h>)
+#include <cuda_runtime_api.h>
+#else  // on a machine without CUDA plans are explained all the same
+#define __host__
+#define __device__
+#endif
 
 namespace megasoftmax {
 

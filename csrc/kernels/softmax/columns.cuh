@@ -11,6 +11,7 @@
 
 #include "../common/launch.cuh"
 #include "columns_tile.cuh"
+#include "device.h"
 #include "plan.h"
 #include "sink.cuh"
 

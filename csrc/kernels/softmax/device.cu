@@ -1,4 +1,4 @@
-// What a device has, and what of it a launch may use.
+// Asks the driver.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 #include <array>
 #include <mutex>
 
-#include "plan.h"
+#include "device.h"
 
 namespace megasoftmax {
 

@@ -190,18 +190,31 @@ struct Device {
   int multiprocessors, shared_bytes, max_cluster;
 };
 
-// The first regime that serves such rows, is long enough, suits so few rows and fits the device.
+// Why a regime does not serve rows: bits, named in explain.py too.
+enum Obstacle : unsigned {
+  kOtherRows = 1,  // it is not for rows of this kind
+  kTooLong = 2,
+  kTooFewRows = 4,
+  kNoSuchCluster = 8,
+  kTooManyBytes = 16,  // of shared memory
+};
+constexpr unsigned obstacles(const RowRegime& regime, int64_t chunks, int64_t rows, Rows kind,
+                             int chunk_bytes, const Device& device) {
+  const unsigned found = ((regime.serves & kind) == 0 ? kOtherRows : 0u) |
+                         (chunks > regime.max_chunks ? kTooLong : 0u) |
+                         (rows < regime.min_rows ? kTooFewRows : 0u) |
+                         (regime.blocks_per_row > device.max_cluster ? kNoSuchCluster : 0u);
+  if (found != 0) return found;
+  return shared_bytes(regime, chunks, chunk_bytes) > device.shared_bytes ? kTooManyBytes : 0u;
+}
+
+// The first regime without an obstacle; the last has none but for shared memory.
 template <int kCount>
 constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                          int chunk_bytes, const Device& device) {
-  for (int i = 0; i < kCount; ++i) {
-    const RowRegime& regime = table[i];
-    if (chunks <= regime.max_chunks && rows >= regime.min_rows && (regime.serves & kind) != 0 &&
-        regime.blocks_per_row <= device.max_cluster &&
-        shared_bytes(regime, chunks, chunk_bytes) <= device.shared_bytes)
-      return i;
-  }
-  return kCount - 1;
+  int i = 0;
+  while (i < kCount - 1 && obstacles(table[i], chunks, rows, kind, chunk_bytes, device) != 0) ++i;
+  return i;
 }
 
 template <int kCount>

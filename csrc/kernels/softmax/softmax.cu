@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "device.h"
 #include "instances/instances.h"
 #include "softmax.h"
 

@@ -1,0 +1,86 @@
+#include "explain.h"
+
+#include "plan.h"
+
+namespace megasoftmax {
+namespace {
+
+// A tensor that is there, as a plan sees it.
+Strided contiguous(const Shape& shape, int64_t element_bytes) {
+  Strided tensor;
+  tensor.data = &kLongRow;  // any address: nothing is read
+  tensor.type = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
+  tensor.column_stride = 1;
+  tensor.query_stride = shape.columns;
+  tensor.head_stride = shape.queries * shape.columns;
+  return tensor;
+}
+
+template <int kCount>
+void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
+          const Device& device, int chunk_bytes, const Shape& shape, Explanation& explanation,
+          int64_t* obstacles) {
+  for (int i = 0; i < plan.regime; ++i)
+    obstacles[i] = megasoftmax::obstacles(table[i], explanation.chunks, call.rows,
+                                          static_cast<Rows>(explanation.kind), chunk_bytes, device);
+  const RowRegime& regime = table[plan.regime];
+  explanation.regime = plan.regime;
+  explanation.blocks_per_row = plan.schedule.blocks_per_row;
+  explanation.units = plan.schedule.max_units;
+  explanation.unit_batches = plan.shared_bytes == 0 ? 0 : plan.schedule.unit_batches;
+  explanation.shared_bytes = plan.shared_bytes;
+  explanation.workspace_bytes = plan.workspace_bytes;
+  if (regime.storage == Storage::kTile) return;
+  explanation.threads = regime.shape().threads();
+  if (!regime.takes_turns)
+    explanation.blocks = shape.batches * shape.heads *
+                         divide_up<int64_t>(shape.queries, regime.rows_per_block) *
+                         explanation.blocks_per_row;
+}
+
+}  // namespace
+}  // namespace megasoftmax
+
+__attribute__((visibility("default"))) void megasoftmax_explain(
+    const megasoftmax::Call* call_of_user, megasoftmax::Explanation* explanation,
+    int64_t* obstacles) {
+  using namespace megasoftmax;
+  const Call& call = *call_of_user;
+  *explanation = {};
+  const Device device{static_cast<int>(call.multiprocessors), static_cast<int>(call.shared_bytes),
+                      static_cast<int>(call.max_cluster)};
+  Shape shape{1, call.rows / call.queries, call.queries, call.columns};
+  Strided tensor = contiguous(shape, call.element_bytes);
+  Window window{call.left, call.right};
+  drop_idle_limits(window, shape);
+  explanation->visible_columns = visible_columns(shape, window);
+  const int pack_elements = static_cast<int>(16 / call.element_bytes);
+  if (call.has_bias_gradient == 0) merge_dimensions(shape, window, SinkLogit{}, {&tensor});
+  explanation->chunks =
+      call.has_bias_gradient != 0
+          ? divide_up<int64_t>(shape.columns, pack_elements)
+          : max_visible_chunks(shape.columns, explanation->visible_columns, pack_elements);
+  const bool is_masked = call.is_masked != 0 && call.is_backward == 0;
+  explanation->kind = call.has_bias_gradient != 0 ? kBiasGradient
+                                                  : rows_of(shape, window, explanation->chunks,
+                                                            is_masked, false, true, pack_elements);
+  if (call.is_backward == 0) {
+    ForwardParams params;
+    params.shape = shape;
+    params.scores = tensor;
+    params.window = window;
+    params.is_dense = true;
+    if (is_masked) params.mask = tensor;
+    fill(kForwardRegimes, plan_forward(params, device, -1), call, device, 16, shape, *explanation,
+         obstacles);
+  } else {
+    BackwardParams params;
+    params.shape = params.bias_shape = shape;
+    params.gradient = params.probabilities = tensor;
+    params.window = window;
+    params.is_dense = true;
+    if (call.has_bias_gradient != 0) params.bias_gradient = &params;
+    fill(kBackwardRegimes, plan_backward(params, device, -1), call, device, 2 * 16, shape,
+         *explanation, obstacles);
+  }
+}
