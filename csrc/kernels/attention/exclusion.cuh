@@ -75,8 +75,7 @@ struct Excluded {
       return !visible_keys(params, query).contains(key) || query >= params.queries;
     });
     if (params.mask.data == nullptr) return;
-    const bool* const mask = static_cast<const bool*>(params.mask.data) +
-                             batch * params.mask.batch_stride + head * params.mask.head_stride;
+    const bool* const mask = params.mask.row<const bool>(batch, head, 0);
     for_each([&](int query, int key) {
       return mask[min(query, params.queries - 1) * params.mask.query_stride +
                   min(key, params.keys - 1) * params.mask.column_stride];

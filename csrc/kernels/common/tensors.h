@@ -18,6 +18,13 @@ struct Strided {
   // of the storage. This is the last address of a row whose chunks all lie in the storage; rows at
   // higher addresses have their last chunk read element by element. The default: there are none.
   uintptr_t last_whole_row = UINTPTR_MAX;
+
+  // The first element of a row; of a result T is not const.
+  template <class T>
+  __host__ __device__ T* row(int64_t batch, int64_t head, int64_t query) const {
+    return static_cast<T*>(const_cast<void*>(data)) + batch * batch_stride + head * head_stride +
+           query * query_stride;
+  }
 };
 
 // Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1

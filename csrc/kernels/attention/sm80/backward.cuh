@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(128)
   const int head = static_cast<int>(of_head % params.heads);
   const int64_t batch = of_head / params.heads;
   const auto row_of = [&](const Strided& tensor) {
-    return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-           head * tensor.head_stride + query * tensor.query_stride;
+    return tensor.row<const T>(batch, head, query);
   };
   float delta = 0.f;
   if (lane * 8 < params.value_dim) {
@@ -135,10 +134,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   }
   {
     const auto copy = [&](const KeyTile& tile, const Strided& tensor, int columns) {
-      tile.template start_copy<kThreads>(
-          static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-              key_head * tensor.head_stride + first_key * tensor.query_stride,
-          tensor.query_stride, params.keys - first_key, columns);
+      tile.template start_copy<kThreads>(tensor.row<const T>(batch, key_head, first_key),
+                                         tensor.query_stride, params.keys - first_key, columns);
     };
     copy(key_tile, params.key, params.head_dim);
     copy(value_tile, params.value, params.value_dim);
@@ -157,10 +154,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     const auto [head, query] = place;
     const QueryTile query_tile{memory + Memory::kStagesAt + stage_of(step) * Memory::kStageBytes};
     const auto copy = [&](const QueryTile& tile, const Strided& tensor, int columns) {
-      tile.template start_copy<kThreads>(
-          static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-              head * tensor.head_stride + query * tensor.query_stride,
-          tensor.query_stride, params.queries - query, columns);
+      tile.template start_copy<kThreads>(tensor.row<const T>(batch, head, query),
+                                         tensor.query_stride, params.queries - query, columns);
     };
     copy(query_tile, params.query, params.head_dim);
     copy(QueryTile{query_tile.address + QueryTile::kBytes}, params.output_gradient,
@@ -259,8 +254,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                          const Strided& tensor, int width) {
     const BackwardWarp warp;
     const int column = warp.half * kHalfSlice;
-    T* const out = static_cast<T*>(const_cast<void*>(tensor.data)) + batch * tensor.batch_stride +
-                   key_head * tensor.head_stride + first_key * tensor.query_stride + slice;
+    T* const out = tensor.row<T>(batch, key_head, first_key) + slice;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
       store_rows<T, KeyTile>(shared_memory + at, warp.key + m * 16, sums[m], {factor, factor}, out,

@@ -280,9 +280,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     place_of(member, head, batch);
     params.heads_per_key_head.split(head, key_head, rest);
     const int first = is_of_keys ? first_key : first_query;
-    const T* const source = static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-                            (is_of_keys ? key_head : head) * tensor.head_stride +
-                            first * tensor.query_stride;
+    const T* const source = tensor.row<const T>(batch, is_of_keys ? key_head : head, first);
     if (is_of_keys) {
       KeyTile{memory + at}.template start_copy<kThreads>(source, tensor.query_stride,
                                                          params.keys - first, columns);

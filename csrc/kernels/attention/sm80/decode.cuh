@@ -67,9 +67,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
-    const T* const source =
-        static_cast<const T*>(params.query.data) + batch * params.query.batch_stride +
-        row.head * params.query.head_stride + row.query * params.query.query_stride;
+    const T* const source = params.query.row<const T>(batch, row.head, row.query);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
@@ -89,9 +87,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
       const Rows keys{ring + step % kStages * Memory::kStageBytes};
       const Rows values{keys.address + Rows::kBytes};
       const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
-        tile.start_copy_of_warp(static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-                                    key_head * tensor.head_stride + key * tensor.query_stride,
-                                tensor.query_stride, params.keys - key, columns);
+        tile.start_copy_of_warp(tensor.row<const T>(batch, key_head, key), tensor.query_stride,
+                                params.keys - key, columns);
       };
       copy(keys, params.key, params.head_dim);
       copy(values, params.value, params.value_dim);
@@ -115,11 +112,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int half = 0; half < 2; ++half) {
       const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
       const KeyRange visible = visible_keys(params, row.query);
-      const bool* const mask =
-          params.mask.data == nullptr
-              ? nullptr
-              : static_cast<const bool*>(params.mask.data) + batch * params.mask.batch_stride +
-                    row.head * params.mask.head_stride + row.query * params.mask.query_stride;
+      const bool* const mask = params.mask.data == nullptr
+                                   ? nullptr
+                                   : params.mask.row<const bool>(batch, row.head, row.query);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -236,9 +231,7 @@ __global__ void __launch_bounds__(128)
     params.statistics[rows + row] = row_end.log_sum;
     params.statistics[2 * rows + row] = row_end.lse;
   }
-  T* const out = static_cast<T*>(const_cast<void*>(params.output.data)) +
-                 batch * params.output.batch_stride + head * params.output.head_stride +
-                 query * params.output.query_stride;
+  T* const out = params.output.row<T>(batch, head, query);
   for (int column = lane; column < params.value_dim; column += 32) {
     float total = 0.f;
     for (int split = 0; split < params.splits; ++split)

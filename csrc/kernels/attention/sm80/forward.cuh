@@ -81,17 +81,14 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     all_visible_end = params.mask.data == nullptr ? first_sees.end - kKeys : -1;
     int key_head, rest;
     params.heads_per_key_head.split(block.head, key_head, rest);
-    key_rows = static_cast<const T*>(params.key.data) + block.batch * params.key.batch_stride +
-               key_head * params.key.head_stride;
-    value_rows = static_cast<const T*>(params.value.data) +
-                 block.batch * params.value.batch_stride + key_head * params.value.head_stride;
+    key_rows = params.key.row<const T>(block.batch, key_head, 0);
+    value_rows = params.value.row<const T>(block.batch, key_head, 0);
     if constexpr (kBias == BiasKind::kTile)
       bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
     // Where no key is visible the tile holds results at once, which a late copy would overwrite.
     if (begin < end)
       query_tile.template start_copy<kThreads>(
-          static_cast<const T*>(params.query.data) + block.batch * params.query.batch_stride +
-              block.head * params.query.head_stride + block.first_query * params.query.query_stride,
+          params.query.row<const T>(block.batch, block.head, block.first_query),
           params.query.query_stride, params.queries - block.first_query, params.head_dim);
   }
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
@@ -200,9 +197,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
   }
   // Through what held this warp's queries.
-  T* const output_rows = static_cast<T*>(const_cast<void*>(params.output.data)) +
-                         batch * params.output.batch_stride + head * params.output.head_stride +
-                         block.first_query * params.output.query_stride;
+  T* const output_rows = params.output.row<T>(batch, head, block.first_query);
 #pragma unroll
   for (int m = 0; m < kM; ++m)
     store_rows<T, QueryTile>(shared_memory, warp * kWarpQueries + m * 16, output[m], factors[m],

@@ -51,10 +51,8 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
                  last_sees = visible_keys(params, last_query);
   const auto copy = [&](const Rows& tile, const Strided& tensor, int of_head, int first, int rows,
                         int columns) {
-    tile.template start_copy<kThreads>(
-        static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-            of_head * tensor.head_stride + first * tensor.query_stride,
-        tensor.query_stride, rows - first, columns);
+    tile.template start_copy<kThreads>(tensor.row<const T>(batch, of_head, first),
+                                       tensor.query_stride, rows - first, columns);
   };
   copy(query_tile, params.query, head, first_query, params.queries, params.head_dim);
   copy(gradient_tile, params.output_gradient, head, first_query, params.queries, params.value_dim);
@@ -124,10 +122,8 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
   __syncwarp();
   const Strided& tensor = params.query_gradient;
   store_rows<T, Rows>(shared_memory, warp_row, query_gradient[0], {params.scale, params.scale},
-                      static_cast<T*>(const_cast<void*>(tensor.data)) +
-                          batch * tensor.batch_stride + head * tensor.head_stride +
-                          first_query * tensor.query_stride,
-                      tensor.query_stride, params.queries - first_query, params.head_dim);
+                      tensor.row<T>(batch, head, first_query), tensor.query_stride,
+                      params.queries - first_query, params.head_dim);
 }
 
 // dQ from its sums, a chunk of 8 columns per thread.
@@ -144,10 +140,8 @@ __global__ void __launch_bounds__(256)
   float values[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) values[j] = sums[j] * params.scale;
-  const Strided& tensor = params.query_gradient;
-  auto* const out = static_cast<T*>(const_cast<void*>(tensor.data)) +
-                    of_head / params.heads * tensor.batch_stride +
-                    of_head % params.heads * tensor.head_stride + query * tensor.query_stride;
+  T* const out =
+      params.query_gradient.row<T>(of_head / params.heads, of_head % params.heads, query);
   *reinterpret_cast<Pack<T, 8>*>(out + column) = Pack<T, 8>::round(values);
 }
 
