@@ -230,9 +230,10 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
     dry = subprocess.run([nvcc.path, "--dryrun", "-c", "_.cu"], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
     home = Path(top[1].strip()).resolve() if top else nvcc.path.parents[1]
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
     with (
         patch.object(cpp_extension, "CUDA_HOME", str(home)),
-        patch.dict(os.environ, PATH=_programs()),
+        patch.dict(os.environ, PATH=_programs(), MAX_JOBS=jobs),
     ):
         yield
 
