@@ -27,13 +27,14 @@ def _compiled_part() -> dict[str, Any]:
         if reason is not None:
             print(f"megasoftmax: pure-Python installation, nothing is compiled: {reason}")
             return {}
-        nvcc, _ = build.check_tools()
+        nvcc = build.check_tools()
         names = build.architectures(nvcc.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
     except build.BuildError as error:
         sys.exit(f"megasoftmax: {error}")
-    extension = build.extension("megasoftmax._C", nvcc, names)
-    extension.sources = [os.path.relpath(path) for path in extension.sources]  # setuptools' rule
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": build.build_command(nvcc)}}
+    arguments = build.setup_arguments("megasoftmax._C", nvcc, names)
+    for extension in arguments["ext_modules"]:
+        extension.sources = [os.path.relpath(path) for path in extension.sources]  # for the sdist
+    return arguments
 
 
 setup(

@@ -57,7 +57,7 @@ def build(
     MAX_JOBS limits the files compiled at a time.
     """
     try:
-        nvcc, _ = extension.check_tools()
+        nvcc = extension.check_tools()
         requested = " ".join(arch) if arch else os.environ.get("TORCH_CUDA_ARCH_LIST")
         names = extension.architectures(nvcc.version, requested)
         console.print(f"Compiling for {' '.join(names)} with {nvcc.path}")

@@ -6,19 +6,20 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megasoftmax.build import extension, library
-from megasoftmax.build.extension import CSRC, BuildError, Nvcc, TorchInstall
+from megasoftmax.build.extension import CSRC, BuildError, Nvcc
 from megasoftmax.build.library import Status
 from megasoftmax.limits import kernel_limits, read_limits
 
 NVCC = Nvcc(Path("nvcc"), (13, 0))
-CUDA_TORCH = TorchInstall("2.13.0+cu130", "13.0")
-CPU_TORCH = TorchInstall("2.13.0+cpu", None)
-OLD_TORCH = TorchInstall("2.10.1", "13.0")
+CUDA_TORCH = SimpleNamespace(__version__="2.13.0+cu130", version=SimpleNamespace(cuda="13.0"))
+CPU_TORCH = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cuda=None))
+OLD_TORCH = SimpleNamespace(__version__="2.10.1", version=SimpleNamespace(cuda="13.0"))
 OLD_NVCC = Nvcc(Path("nvcc"), (11, 8))
 LIMITS_HEADER = (CSRC / "kernels/softmax/limits.h").read_text()
 # In the commands that ninja prints.
@@ -322,7 +323,7 @@ def test_error_of_a_compiler_is_the_reason(small_sources):
 @pytest.mark.nvcc
 def test_command_compiles_what_changed(small_sources, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(torch.version, "cuda", "11.8")  # another than nvcc's does not matter
-    nvcc, _ = extension.check_tools()
+    nvcc = extension.check_tools()
     arguments = tmp_path / "out", tmp_path / "objects", nvcc, ("9.0a",)
     printed = []
     for value in (1, None, 2):

@@ -71,13 +71,6 @@ class Nvcc(NamedTuple):
     version: tuple[int, int]
 
 
-class TorchInstall(NamedTuple):
-    """The torch to build against; ``cuda`` is None for a CPU build of torch."""
-
-    version: str
-    cuda: str | None
-
-
 def find_nvcc() -> Nvcc | None:
     """The first nvcc of CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda; None if it does not run."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
@@ -93,13 +86,13 @@ def find_nvcc() -> Nvcc | None:
     return Nvcc(Path(path), (int(release[1]), int(release[2])))
 
 
-def find_torch() -> TorchInstall | None:
+def find_torch() -> Any:
     """The torch of this interpreter, or None."""
     try:
         import torch
     except ModuleNotFoundError:
         return None
-    return TorchInstall(str(torch.__version__), torch.version.cuda)
+    return torch
 
 
 def find_missing() -> str | None:
@@ -109,8 +102,8 @@ def find_missing() -> str | None:
     return None if shutil.which("ninja", path=_programs()) else "ninja"
 
 
-def check_tools() -> tuple[Nvcc, TorchInstall]:
-    """The tools that build the compiled part.
+def check_tools() -> Nvcc:
+    """The nvcc that builds the compiled part, once torch and other tools are found too.
 
     Raises:
         BuildError: one is missing or too old; says how to get it.
@@ -118,15 +111,15 @@ def check_tools() -> tuple[Nvcc, TorchInstall]:
     nvcc, torch, missing = find_nvcc(), find_torch(), find_missing()
     if torch is None:
         raise BuildError("torch is not importable here (pip needs --no-build-isolation to see it)")
-    if tuple(map(int, re.findall(r"\d+", torch.version)[:2])) < MIN_TORCH:
-        raise BuildError(f"torch {torch.version} is older than {_dotted(MIN_TORCH)}")
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < MIN_TORCH:
+        raise BuildError(f"torch {torch.__version__} is older than {_dotted(MIN_TORCH)}")
     if nvcc is None:
         raise BuildError("no nvcc runs here (install the CUDA toolkit, or point CUDA_HOME to it)")
     if nvcc.version < MIN_NVCC:
         raise BuildError(f"nvcc {_dotted(nvcc.version)} is older than {_dotted(MIN_NVCC)}")
     if missing is not None:
         raise BuildError(f"{missing} is not installed (pip install {missing})")
-    return nvcc, torch
+    return nvcc
 
 
 def why_not_compile(mode: str) -> str | None:
@@ -146,15 +139,13 @@ def why_not_compile(mode: str) -> str | None:
     if mode == "none":
         return "MEGASOFTMAX_BUILD=none"
     try:
-        _, torch = check_tools()
+        check_tools()
     except BuildError as error:
         if mode == "cuda":
             raise BuildError(f"MEGASOFTMAX_BUILD=cuda, but {error}") from error
         return str(error)
-    if mode == "auto" and torch.cuda is None:
-        return (
-            f"torch {torch.version} is a CPU build (MEGASOFTMAX_BUILD=cuda compiles nevertheless)"
-        )
+    if mode == "auto" and find_torch().version.cuda is None:
+        return "torch is a CPU build (MEGASOFTMAX_BUILD=cuda compiles all the same)"
     return None
 
 
@@ -238,30 +229,11 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
         yield
 
 
-def extension(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> Any:
-    """The setuptools.Extension of the compiled part.
-
-    It is no CUDAExtension, which links libraries that a CPU build of torch does not have.
-    """
-    from setuptools import Extension
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    with toolchain(nvcc):
-        return Extension(
-            name,
-            [str(path) for path in sources()],
-            include_dirs=include_paths("cuda"),
-            library_dirs=library_paths("cuda"),
-            extra_compile_args={"cxx": cxx_flags(), "nvcc": nvcc_flags(architectures)},
-            extra_link_args=[*LINK_FLAGS],
-            py_limited_api=True,
-        )
-
-
-def build_command(nvcc: Nvcc) -> type[Any]:
-    """The command build_ext of setuptools, for extensions that `extension` returns."""
+def setup_arguments(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> dict[str, Any]:
+    """What setuptools' setup takes to build the compiled part as the extension `name`."""
     import torch
-    from torch.utils.cpp_extension import BuildExtension
+    from setuptools import Extension
+    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
 
     link = f"{os.environ.get('CXX', 'c++')} -shared"
 
@@ -279,7 +251,18 @@ def build_command(nvcc: Nvcc) -> type[Any]:
             ):
                 super().run()
 
-    return BuildLibrary
+    with toolchain(nvcc):
+        # No CUDAExtension: it links libraries that a CPU build of torch does not have.
+        extension = Extension(
+            name,
+            [str(path) for path in sources()],
+            include_dirs=include_paths("cuda"),
+            library_dirs=library_paths("cuda"),
+            extra_compile_args={"cxx": cxx_flags(), "nvcc": nvcc_flags(architectures)},
+            extra_link_args=[*LINK_FLAGS],
+            py_limited_api=True,
+        )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildLibrary}}
 
 
 def build(folder: Path, objects: Path, nvcc: Nvcc, architectures: Iterable[str]) -> Path:
@@ -297,8 +280,8 @@ def build(folder: Path, objects: Path, nvcc: Nvcc, architectures: Iterable[str])
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as partial:
-        distribution = Distribution({"ext_modules": [extension("_C", nvcc, architectures)]})
-        command = build_command(nvcc)(distribution)
+        distribution = Distribution(setup_arguments("_C", nvcc, architectures))
+        command = distribution.get_command_obj("build_ext")
         command.build_lib, command.build_temp = partial, str(objects)
         command.ensure_finalized()
         try:

@@ -57,7 +57,7 @@ def status() -> Status:
     if _LIBRARY.exists():
         return Status(True, _LIBRARY)
     try:
-        _tools()
+        _nvcc()
     except BuildError as error:
         return Status(False, reason=str(error))
     return Status(False, reason="it is built when the first CUDA tensor comes")
@@ -79,7 +79,7 @@ def _load() -> Status:
     return Status(True, path)
 
 
-def _tools() -> tuple[extension.Nvcc, extension.TorchInstall]:
+def _nvcc() -> extension.Nvcc:
     if not torch.cuda.is_available():
         raise BuildError("torch sees no CUDA GPU")
     if os.environ.get("MEGASOFTMAX_JIT") == "0":
@@ -91,12 +91,12 @@ def _tools() -> tuple[extension.Nvcc, extension.TorchInstall]:
 
 def _build_for_these_gpus() -> Path:
     """Builds the library into torch's extension cache, or finds it there from an earlier run."""
-    nvcc, torch_install = _tools()
+    nvcc = _nvcc()
     gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     requested = " ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
     names = extension.architectures(nvcc.version, requested)
     flags = *extension.nvcc_flags(names), *extension.cxx_flags(), *extension.LINK_FLAGS
-    key = extension.fingerprint(torch_install.version, str(nvcc.version), *flags)
+    key = extension.fingerprint(torch.__version__, str(nvcc.version), *flags)
     folder = _cache_folder() / f"megasoftmax-{key[:16]}"
     library, objects = folder / _LIBRARY.name, folder / "objects"
     with extension.locked(folder / "lock"):
