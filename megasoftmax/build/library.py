@@ -2,8 +2,8 @@
 
 import ctypes
 import os
-import shutil
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -98,21 +98,20 @@ def _build_for_these_gpus() -> Path:
     flags = *extension.nvcc_flags(names), *extension.cxx_flags(), *extension.LINK_FLAGS
     key = extension.fingerprint(torch.__version__, str(nvcc.version), *flags)
     folder = _cache_folder() / f"megasoftmax-{key[:16]}"
-    library, objects = folder / _LIBRARY.name, folder / "objects"
+    library = folder / _LIBRARY.name
     with extension.locked(folder / "lock"):
         if not library.exists():
-            _compile(nvcc, names, objects)
-            next(objects.glob("*.so")).replace(library)
-            shutil.rmtree(objects)
+            # A new folder each time. In that of a build that was killed, torch would wait for ever
+            # for the end of that build, and ninja may still be at work.
+            with tempfile.TemporaryDirectory(dir=folder) as objects:
+                _compile(nvcc, names, Path(objects)).replace(library)
     return library
 
 
-def _compile(nvcc: extension.Nvcc, names: tuple[str, ...], objects: Path) -> None:
+def _compile(nvcc: extension.Nvcc, names: tuple[str, ...], objects: Path) -> Path:
+    """Builds the library in the empty folder `objects`, and loads it."""
     from torch.utils import cpp_extension  # slow to import
 
-    objects.mkdir(exist_ok=True)
-    # torch's own lock: a build that was killed leaves it, and torch would wait for ever.
-    (objects / "lock").unlink(missing_ok=True)
     sources = [str(path) for path in extension.sources()]
     try:
         with extension.toolchain(nvcc), _progress(objects, len(sources)):
@@ -128,6 +127,7 @@ def _compile(nvcc: extension.Nvcc, names: tuple[str, ...], objects: Path) -> Non
     except RuntimeError as error:
         text = str(error)  # with all that ninja printed, files that compiled included
         raise BuildError(text[max(text.find("FAILED:"), 0) :]) from error
+    return next(objects.glob("*.so"))
 
 
 @contextmanager
