@@ -21,7 +21,8 @@ import typer
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias, _extension
+from megasoftmax import RelativeBias
+from megasoftmax.build import library as compiled_part
 
 RESULTS = Path(__file__).parent / "results" / "builds.csv"
 FIELDS = ["gpu", "torch", "commit", "date", "case", "pass", "old_us", "new_us", "ratio"]
@@ -165,8 +166,8 @@ def run_rows(times: Times) -> None:
 
 def run(library: Path) -> Times:
     """In this process."""
-    _extension._LIBRARY = library.absolute()
-    if not _extension.load().available:
+    compiled_part._LIBRARY = library.absolute()
+    if not compiled_part.load().available:
         raise SystemExit(f"{library} cannot be loaded")
     times: Times = {}
     torch.manual_seed(0)

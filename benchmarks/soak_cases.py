@@ -20,7 +20,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import RelativeBias
-from megasoftmax._extension import LIMITS, MAX_HEAD_DIM, MAX_K
+from megasoftmax.limits import kernel_limits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import oracle
@@ -36,6 +36,8 @@ EDGES = sorted(
     {1, 2, 3, 5, 1000, 3000, 20000}
     | {2**power + step for power in range(3, 18) for step in (-1, 0, 1)}
 )
+LIMITS = kernel_limits()
+MAX_HEAD_DIM, MAX_K = LIMITS.attention["kMaxHeadDim"], LIMITS.topk["kMaxK"]
 CHUNKS = sorted({each.max_chunks for each in LIMITS.forward + LIMITS.backward if each.max_chunks})
 MAGNITUDES = (1.0, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
 LARGE = 16  # times the usual size

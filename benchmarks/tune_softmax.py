@@ -22,10 +22,11 @@ import typer
 from rich.progress import track
 
 import megasoftmax
-from megasoftmax import _extension
-from megasoftmax._extension import LIMITS, RowRegime
+from megasoftmax.build import library
 from megasoftmax.explain import DTYPES, PACK_BYTES, Gpu, current_gpu, explain
+from megasoftmax.limits import RowRegime, kernel_limits
 
+LIMITS = kernel_limits()
 RESULTS = Path(__file__).parent / "results" / "tune.csv"
 FIELDS = [
     *("gpu", "torch", "commit", "date", "direction", "timing", "rows", "columns", "dtype"),
@@ -76,7 +77,7 @@ def table(dtype: torch.dtype) -> list[Case]:
 
 def force_regimes() -> Force:
     """What forces rows of the tables, forward and backward, on every later call; -1: none."""
-    status = _extension.load()
+    status = library.load()
     if status.path is None:
         raise SystemExit(f"there are no kernels to time: {status.reason}")
     function = ctypes.CDLL(str(status.path)).megasoftmax_force_regimes

@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megasoftmax import _build, _extension
 from megasoftmax._export_kernels import export_kernels
+from megasoftmax.build import extension, library
 from megasoftmax.explain import DTYPES, PACK_BYTES, Explanation, Gpu, Window, current_gpu, explain
+from megasoftmax.limits import RowRegime, kernel_limits
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -34,8 +35,8 @@ def info(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         console.print(_versions())
         console.print(_compiled_part())
-        console.print(_regimes("Forward", _extension.LIMITS.forward))
-        console.print(_regimes("Backward", _extension.LIMITS.backward))
+        console.print(_regimes("Forward", kernel_limits().forward))
+        console.print(_regimes("Backward", kernel_limits().backward))
 
 
 @app.command()
@@ -46,7 +47,7 @@ def build(
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder of the library. Default: where the package looks for it.")
-    ] = _build.PACKAGE,
+    ] = extension.PACKAGE,
     objects: Annotated[
         Path, typer.Option(help="Folder of the object files, reused by later builds.")
     ] = Path("build/objects"),
@@ -56,16 +57,15 @@ def build(
     MAX_JOBS limits the files compiled at a time.
     """
     try:
-        nvcc, torch_install = _build.check_tools(_build.find_nvcc(), _build.find_torch())
+        nvcc = extension.check_tools()
         requested = " ".join(arch) if arch else os.environ.get("TORCH_CUDA_ARCH_LIST")
-        names = _build.architectures(nvcc.version, requested)
+        names = extension.architectures(nvcc.version, requested)
         console.print(f"Compiling for {' '.join(names)} with {nvcc.path}")
-        library = out / _build.LIBRARY_NAME
-        _build.build(library, objects, nvcc, torch_install, names, report=typer.echo)
-    except _build.BuildError as error:
+        path = extension.build(out, objects, nvcc, names)
+    except extension.BuildError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"Built {library}")
+    typer.echo(f"Built {path}")
 
 
 @app.command("export-kernels")
@@ -82,18 +82,18 @@ def export(
 
     kernels.get_local_kernel(Path(FOLDER)) loads it.
     """
-    library = _extension.status().path
-    nvcc = _build.find_nvcc()
+    compiled = library.status()
+    nvcc = extension.find_nvcc()
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
     try:
-        for variant in export_kernels(folder, library, cuda):
+        for variant in export_kernels(folder, compiled.path, cuda):
             typer.echo(f"Wrote {variant}")
     except (OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    if library is None:
-        typer.echo(f"No compiled part: {_extension.status().reason}")
+    if compiled.path is None:
+        typer.echo(f"No compiled part: {compiled.reason}")
 
 
 @app.command("explain")
@@ -303,9 +303,9 @@ def _versions() -> Table:
         installed = metadata.version("megasoftmax")
     except metadata.PackageNotFoundError:
         installed = "not installed"
-    nvcc = _build.find_nvcc()
+    nvcc = extension.find_nvcc()
     table = Table(show_header=False, box=None)
-    table.add_row("megasoftmax", f"{installed}, {_build.PACKAGE}")
+    table.add_row("megasoftmax", f"{installed}, {extension.PACKAGE}")
     table.add_row("python", platform.python_version())
     table.add_row("torch", str(torch.__version__))
     table.add_row("CUDA of torch", torch.version.cuda or "none")
@@ -318,7 +318,7 @@ def _versions() -> Table:
 
 
 def _compiled_part() -> str:
-    status = _extension.status()
+    status = library.status()
     return (
         f"Compiled part: {status.path}"
         if status.available
@@ -326,7 +326,7 @@ def _compiled_part() -> str:
     )
 
 
-def _regimes(direction: str, regimes: tuple[_extension.RowRegime, ...]) -> Table:
+def _regimes(direction: str, regimes: tuple[RowRegime, ...]) -> Table:
     table = Table(title=f"{direction}, row regimes", title_justify="left", box=None)
     table.add_column("regime", no_wrap=True)
     table.add_column("waits in", no_wrap=True)
@@ -346,7 +346,7 @@ def _regimes(direction: str, regimes: tuple[_extension.RowRegime, ...]) -> Table
     return table
 
 
-def _shape(regime: _extension.RowRegime) -> tuple[str, str]:
+def _shape(regime: RowRegime) -> tuple[str, str]:
     return f"{regime.threads_per_row} × {regime.rows_per_block}", str(regime.blocks_per_sm)
 
 

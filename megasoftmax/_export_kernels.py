@@ -11,9 +11,9 @@ import re
 import shutil
 from pathlib import Path
 
-from megasoftmax import _build
+from megasoftmax.build.extension import CSRC, LIBRARY_NAME, MIN_TORCH, PACKAGE
 
-_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.(\w+))? import ", re.MULTILINE)
+_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(\.[\w.]+)? import ", re.MULTILINE)
 _LEFT_OUT = ("__main__.py", "_export_kernels.py", "regression*.py")
 
 
@@ -44,7 +44,7 @@ def export_kernels(
         raise ValueError(f"cuda: expected the major version of CUDA that built {library}, got none")
     variants = [_write(folder / "build" / "torch-universal", "cpu")]
     if library is not None:
-        abi = "".join(map(str, _build.MIN_TORCH))
+        abi = "".join(map(str, MIN_TORCH))
         system = f"{platform.machine()}-{platform.system().lower()}"
         # What any release of a major version built runs with all of them.
         name = f"torch-stable-abi{abi}-cu{cuda}0-{system}"
@@ -52,15 +52,23 @@ def export_kernels(
     return variants
 
 
+def _with_relative_imports(module: Path) -> str:
+    root = "." * len(module.relative_to(PACKAGE).parts)
+    return _OWN_IMPORT.sub(
+        lambda found: f"{found[1]}from {root}{(found[2] or '.')[1:]} import ", module.read_text()
+    )
+
+
 def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
     variant.mkdir(parents=True)
-    for module in _build.PACKAGE.glob("*.py"):
+    for module in (*PACKAGE.glob("*.py"), *PACKAGE.glob("build/*.py")):
         if not any(module.match(pattern) for pattern in _LEFT_OUT):
-            text = _OWN_IMPORT.sub(r"\1from .\2 import ", module.read_text())
-            (variant / module.name).write_text(text)
-    shutil.copytree(_build.CSRC, variant / "csrc")
+            target = variant / module.relative_to(PACKAGE)
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(_with_relative_imports(module))
+    shutil.copytree(CSRC, variant / "csrc")
     if library is not None:
-        shutil.copy(library, variant / _build.LIBRARY_NAME)
+        shutil.copy(library, variant / LIBRARY_NAME)
     digest = hashlib.sha256()
     for file in sorted(variant.rglob("*")):
         if file.is_file():

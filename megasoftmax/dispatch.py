@@ -7,16 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megasoftmax import _extension
-from megasoftmax._extension import (
-    LIMITS,
-    MAX_ATTENTION_SCALE,
-    MAX_HEAD_DIM,
-    MAX_K,
-    MAX_POSITIONS,
-    MIN_CAPABILITY,
-    MIN_SHARED_BYTES,
-)
+from megasoftmax.build import library
+from megasoftmax.build.extension import MIN_CAPABILITY
+from megasoftmax.limits import kernel_limits
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -108,7 +101,7 @@ def reasons_against_fused_attention(
         _head_dim("value", value.shape[-1]),
         _attention_scale(scale),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
-        _count("queries + keys", query.shape[2] + key.shape[2], MAX_POSITIONS),
+        _count("queries + keys", query.shape[2] + key.shape[2], _attention_limit("kMaxPositions")),
         _forward_mode(),
     )
     return _given(found)
@@ -138,7 +131,7 @@ def _device(scores: Tensor) -> Reason | None:
 
 
 def _compiled_part(scores: Tensor) -> Reason | None:
-    status = _extension.load() if scores.is_cuda else _extension.status()
+    status = library.load() if scores.is_cuda else library.status()
     return None if status.available else Reason("compiled part", f"none: {status.reason}", "one")
 
 
@@ -159,7 +152,7 @@ def _too_old_capability(index: int) -> str | None:
     return _too_old[index]
 
 
-_too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
+_too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
 def _shared_memory(tensor: Tensor) -> Reason | None:
@@ -167,7 +160,8 @@ def _shared_memory(tensor: Tensor) -> Reason | None:
     too_little = _too_little_shared_memory(tensor.device.index) if tensor.is_cuda else None
     if too_little is None:
         return None
-    return Reason("shared memory", f"{too_little} bytes a block", f"at least {MIN_SHARED_BYTES}")
+    least = _attention_limit("kMinSharedBytes")
+    return Reason("shared memory", f"{too_little} bytes a block", f"at least {least}")
 
 
 _too_little: dict[int, int | None] = {}
@@ -177,7 +171,7 @@ def _too_little_shared_memory(index: int) -> int | None:
     if index not in _too_little:
         properties = torch.cuda.get_device_properties(index)
         found = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # by stubs
-        _too_little[index] = found if found < MIN_SHARED_BYTES else None
+        _too_little[index] = found if found < _attention_limit("kMinSharedBytes") else None
     return _too_little[index]
 
 
@@ -206,15 +200,18 @@ def _attention_dtype(dtype: torch.dtype) -> Reason | None:
 
 
 def _attention_scale(scale: float) -> Reason | None:
-    if _TINIEST <= scale <= MAX_ATTENTION_SCALE:
+    most = _attention_limit("kMaxScale")
+    if _TINIEST <= scale <= most:
         return None
-    return Reason("scale", str(scale), f"a normal float32 from 0 to {MAX_ATTENTION_SCALE}")
+    return Reason("scale", str(scale), f"a normal float32 from 0 to {most}")
+
+
+def _attention_limit(name: str) -> int:
+    return kernel_limits().attention[name]
 
 
 def _head_dim(name: str, size: int) -> Reason | None:
-    if size <= MAX_HEAD_DIM:
-        return None
-    return Reason(f"head dimension of {name}", str(size), f"at most {MAX_HEAD_DIM}")
+    return _count(f"head dimension of {name}", size, _attention_limit("kMaxHeadDim"))
 
 
 def _count(name: str, count: int, most: int) -> Reason | None:
@@ -229,7 +226,7 @@ def _forward_mode() -> Reason | None:
 
 
 def _k(k: int) -> Reason | None:
-    return None if k <= MAX_K else Reason("k", str(k), f"at most {MAX_K}")
+    return _count("k", k, kernel_limits().topk["kMaxK"])
 
 
 def _leading_dimensions(
@@ -267,7 +264,7 @@ def _rows(scores: Tensor) -> Reason | None:
         outer *= size
     if scores.dim() > 1:
         queries = scores.shape[-2]
-    most = LIMITS.max_index
+    most = kernel_limits().max_index
     if outer <= most and queries <= most:
         return None
     return Reason("rows", f"{outer} x {queries}", f"at most {most} x {most}")
@@ -277,9 +274,10 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
     """With a window its borders count too: up to queries before the row and columns after it."""
     columns = scores.shape[-1]
     borders = columns + scores.shape[-2] if is_limited else 0
-    if columns + borders <= LIMITS.max_index:
+    most = kernel_limits().max_index
+    if columns + borders <= most:
         return None
-    limit = f"at most {LIMITS.max_index}" + (", twice and with the queries" if is_limited else "")
+    limit = f"at most {most}" + (", twice and with the queries" if is_limited else "")
     return Reason("columns", str(columns + borders), limit)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax._extension import LIMITS, RowRegime
+from megasoftmax.limits import RowRegime, kernel_limits
 
 Window = tuple[int, int]
 
@@ -71,7 +71,7 @@ class Explanation:
     visible_columns: int  # of the widest row
     chunks: int  # the most that a row can need
 
-    index: int  # of the regime in LIMITS.forward or LIMITS.backward
+    index: int  # of the regime in `Limits.forward` or `Limits.backward`
     regime: RowRegime
     reasons: tuple[str, ...]
     skipped: tuple[Skipped, ...]
@@ -139,10 +139,10 @@ def explain(
         is_even = columns % pack_elements == 0
         kind = _kind(columns, is_even, all_chunks, chunks, masked and not backward, limits)
 
-    table = LIMITS.backward if backward else LIMITS.forward
+    table = kernel_limits().backward if backward else kernel_limits().forward
     index, skipped = _choose(table, chunks, rows, kind, max_cluster)
     regime = table[index]
-    constants = LIMITS.constants
+    constants = kernel_limits().constants
     blocks_per_row, units, batches_per_unit, workspace_bytes = 1, 0, 0, 0
     threads: int | None = regime.threads_per_row * regime.rows_per_block
     shared_bytes: int | None = 0
@@ -215,8 +215,10 @@ def _check(
         raise ValueError("bias_gradient: only the backward pass computes it")
     is_limited = _is_limited(limits)
     reach = 2 * columns + queries if is_limited else columns
-    if max(rows // queries, queries, reach) > LIMITS.max_index:
-        raise ValueError(f"rows and columns: the kernels take at most {LIMITS.max_index:,} of them")
+    if max(rows // queries, queries, reach) > kernel_limits().max_index:
+        raise ValueError(
+            f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
+        )
 
 
 # plan.h, layout.h and limits.h, function by function
@@ -259,13 +261,13 @@ def _max_visible_chunks(columns: int, visible_columns: int, pack_elements: int) 
 def _kind(
     columns: int, is_even: bool, all_chunks: int, chunks: int, masked: bool, limits: Window
 ) -> str:
-    if all_chunks >= LIMITS.constants["kLongRow"] and chunks <= LIMITS.constants["kNarrowRow"]:
+    constants = kernel_limits().constants
+    if all_chunks >= constants["kLongRow"] and chunks <= constants["kNarrowRow"]:
         return "narrow"
     if masked:
         return "masked"
     if _is_limited(limits):
         return "limited"
-    constants = LIMITS.constants
     if columns <= (constants["kTinyColumns"] - 1 if is_even else constants["kTinyUnevenColumns"]):
         return "tiny"
     return "plain" if is_even else "uneven"
@@ -287,7 +289,7 @@ def _choose(
 def _obstacles(regime: RowRegime, chunks: int, rows: int, kind: str, max_cluster: int) -> list[str]:
     """Why a regime does not serve such rows; empty when it does."""
     found = []
-    if not any(kind in LIMITS.kinds[name] for name in regime.serves):
+    if not any(kind in kernel_limits().kinds[name] for name in regime.serves):
         found.append(f"is not for {kind} rows")
     if regime.max_chunks is not None and chunks > regime.max_chunks:
         found.append(f"takes at most {regime.max_chunks:,} chunks")
@@ -324,7 +326,7 @@ def _reasons(
 
 
 def _unit_batches(chunks: int) -> int:
-    constants = LIMITS.constants
+    constants = kernel_limits().constants
     batches = constants["kUnitBatches"]
     while batches * constants["kChunksPerBatch"] * constants["kMaxUnits"] < chunks:
         batches *= 2
@@ -332,7 +334,7 @@ def _unit_batches(chunks: int) -> int:
 
 
 def _shared_bytes(regime: RowRegime, units: int, blocks_per_row: int, chunk_bytes: int) -> int:
-    constants = LIMITS.constants
+    constants = kernel_limits().constants
     batch_bytes = constants["kChunksPerBatch"] * chunk_bytes
     if regime.storage == "reread":
         kept_batches = regime.threads_per_row // 32 * constants["kRingBytes"] // batch_bytes

@@ -1,6 +1,6 @@
 """The ops torch.ops.megasoftmax.*: schemas, and all their implementations but CUDA's.
 
-The compiled part adds those when it is loaded, for the first CUDA tensor (see `_extension`).
+The compiled part adds those when it is loaded, for the first CUDA tensor (see `build.library`).
 Arguments and results are explained in `reference`, whose functions are the other implementations.
 The namespace is the name of the package: a copy that is imported under another name has ops of its
 own.
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import _extension, reference
+from megasoftmax import reference
+from megasoftmax.build import library
 
 _library = torch.library.Library(__package__, "DEF")
 _library.define(
@@ -46,7 +47,7 @@ _columns_forward = _ops.softmax_columns_forward.default
 _columns_backward = _ops.softmax_columns_backward.default
 
 
-def implement(library: torch.library.Library, op: Any, function: Callable[..., Any]) -> None:
+def implement(owner: torch.library.Library, op: Any, function: Callable[..., Any]) -> None:
     """Lets a function compute an op on CPUs, and on GPUs where no kernels can be loaded.
 
     A program that torch.export saved may call an op in a process where no public function has
@@ -54,11 +55,11 @@ def implement(library: torch.library.Library, op: Any, function: Callable[..., A
     """
 
     def without_kernels(*args: Any) -> Any:
-        if args[0].is_cuda and _extension.load().available:
+        if args[0].is_cuda and library.load().available:
             return op(*args)
         return function(*args)
 
-    library.impl(op, without_kernels, "CompositeExplicitAutograd")
+    owner.impl(op, without_kernels, "CompositeExplicitAutograd")
 
 
 def below_autograd(op: Callable[..., Any], *args: Any) -> Any:

@@ -70,7 +70,7 @@ def register() -> None:
 
 
 _registered: list[str] = []
-register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _extension.load
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
 def _softmax_forward(*args: Any) -> Iterator[_Split]:

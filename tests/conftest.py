@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 
-from megasoftmax import _build, _extension, dispatch
+from megasoftmax import dispatch
+from megasoftmax.build import extension, library
 
 MISSING = {
     "gpu": None if torch.cuda.is_available() else "torch sees no CUDA GPU",
-    "nvcc": None if _build.find_nvcc() else "no nvcc runs here",
+    "nvcc": None if extension.find_nvcc() else "no nvcc runs here",
 }
 
 
@@ -36,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _operators() -> None:
     """Builds the compiled part, which takes minutes, in no test."""
     if torch.cuda.is_available():
-        _extension.load()
+        library.load()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -36,7 +36,7 @@ import torch
 from sanitize_cases import Case, cases
 from torch.profiler import ProfilerActivity, profile
 
-from megasoftmax import _build, _extension
+from megasoftmax.build import extension, library
 
 ROOT = Path(__file__).absolute().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -79,15 +79,15 @@ PLANTED_FAMILY = "columns"
 
 def demangled(symbol: str) -> str:
     """By libstdc++, which torch's profiler uses too."""
-    library = ctypes.CDLL("libstdc++.so.6")
-    demangle = library.__cxa_demangle
+    standard = ctypes.CDLL("libstdc++.so.6")
+    demangle = standard.__cxa_demangle
     demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()
     text = demangle(symbol.encode(), None, None, ctypes.byref(status))
     if status.value != 0:
         return symbol
     name = ctypes.string_at(text).decode()
-    library.free(ctypes.c_void_p(text))
+    standard.free(ctypes.c_void_p(text))
     return name
 
 
@@ -106,9 +106,9 @@ def family_of(kernel: str) -> str:
     return kernel.split("_")[0].replace("flat", "softmax")
 
 
-def kernels_of_binary(library: Path) -> set[str]:
+def kernels_of_binary(binary: Path) -> set[str]:
     """Takes cuobjdump under a second: it reads symbols alone."""
-    command = [find_tool("cuobjdump"), "--dump-elf-symbols", library]
+    command = [find_tool("cuobjdump"), "--dump-elf-symbols", binary]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return kernels_in(listed)
 
@@ -121,7 +121,7 @@ def kernels_in(symbols: str) -> set[str]:
 
 def loaded() -> Path:
     """The compiled part, loaded, and built before if need be."""
-    status = _extension.load()
+    status = library.load()
     if status.path is None:
         raise SystemExit(f"there are no kernels: {status.reason}")
     return status.path
@@ -129,7 +129,7 @@ def loaded() -> Path:
 
 def find_tool(name: str) -> str:
     """A program of the CUDA toolkit."""
-    nvcc = _build.find_nvcc()
+    nvcc = extension.find_nvcc()
     folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     folders += [str(nvcc.path.parent)] if nvcc else []
     path = shutil.which(name, path=os.pathsep.join(folders))
@@ -464,21 +464,18 @@ def plant(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "megasoftmax")
         shutil.copytree(
-            _build.PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            extension.PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
         source = package / "csrc" / PLANTED_IN
         text = source.read_text()
         if text.count(BOUNDED) != 1:
             raise SystemExit(f"{PLANTED_IN} does not hold exactly one {BOUNDED!r}")
         source.write_text(text.replace(BOUNDED, UNBOUNDED))
-        objects = Path(folder, "objects")
-        if arguments.objects.exists():
-            shutil.copytree(arguments.objects, objects)
         build = [sys.executable, "-m", "megasoftmax", "build", "--arch", f"{major}.{minor}"]
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": path}
         subprocess.run(
-            [*build, "--objects", str(objects)],
+            build,
             cwd=folder,
             env=os.environ | environment,
             check=True,
@@ -512,12 +509,6 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="for a copy without git")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument("--plant", action="store_true", help="prove that a fault is found")
-    parser.add_argument(
-        "--objects",
-        type=Path,
-        default=ROOT / "build" / "objects",
-        help="object files of a build, of which --plant compiles only what it changes",
-    )
     parser.add_argument("--worker", type=Path, help="a file of names of cases to run here")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of --worker")
     parser.add_argument("--profile", action="store_true", help="of --worker: print its kernels")

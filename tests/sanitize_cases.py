@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import _build, _extension
-from megasoftmax._extension import LIMITS, RowRegime
+from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
+from megasoftmax.limits import RowRegime, kernel_limits
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {**HALVES, "fp32": torch.float32}
@@ -162,7 +162,7 @@ def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
 @contextmanager
 def forced(function: str, *rows: int) -> Iterator[None]:
     """Takes rows of the tables in limits.h for the calls inside, where they serve them."""
-    path = _extension.status().path
+    path = library.status().path
     if path is None:
         yield
         return
@@ -176,7 +176,7 @@ def forced(function: str, *rows: int) -> Iterator[None]:
 
 def table_of(header: str, name: str) -> list[list[str]]:
     """The cells of a table in a limits.h below csrc/kernels, as text."""
-    text = (_build.CSRC / "kernels" / header).read_text()
+    text = (extension.CSRC / "kernels" / header).read_text()
     table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL)
     assert table is not None, name
     return [
@@ -186,6 +186,7 @@ def table_of(header: str, name: str) -> list[list[str]]:
 
 # Softmax over the last dimension
 
+LIMITS = kernel_limits()
 BIAS_DTYPES = (None, "fp32", "same")
 KINDS = ("plain", "uneven", "limited", "masked", "narrow")
 REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))

@@ -13,7 +13,8 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import RelativeBias, _extension, dispatch, ops_attention, reference_attention
+from megasoftmax import RelativeBias, dispatch, ops_attention, reference_attention
+from megasoftmax.build import library
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 4, 2, 5, 7, 8, 6
 
@@ -229,7 +230,7 @@ def test_gradients_of_forward(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_ops_agree_between_cpu_and_gpu(case):
-    assert _extension.load().available
+    assert library.load().available
     torch.manual_seed(0)
     on_cpu = forward_arguments("cpu", torch.bfloat16, **CASES[case])
     on_gpu = [

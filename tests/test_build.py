@@ -3,26 +3,27 @@
 import itertools
 import re
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megasoftmax import _build, _extension
-from megasoftmax._build import BuildError, Nvcc, TorchInstall
-from megasoftmax._extension import Status
+from megasoftmax.build import extension, library
+from megasoftmax.build.extension import CSRC, BuildError, Nvcc
+from megasoftmax.build.library import Status
+from megasoftmax.limits import kernel_limits, read_limits
 
-ARCHITECTURES = ("8.0", "9.0a")
 NVCC = Nvcc(Path("nvcc"), (13, 0))
-CUDA_TORCH = TorchInstall(Path("torch"), "2.13.0+cu130", "13.0")
-CPU_TORCH = TorchInstall(Path("torch"), "2.13.0+cpu", None)
-OLD_TORCH = TorchInstall(Path("torch"), "2.10.1", "13.0")
+CUDA_TORCH = SimpleNamespace(__version__="2.13.0+cu130", version=SimpleNamespace(cuda="13.0"))
+CPU_TORCH = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cuda=None))
+OLD_TORCH = SimpleNamespace(__version__="2.10.1", version=SimpleNamespace(cuda="13.0"))
 OLD_NVCC = Nvcc(Path("nvcc"), (11, 8))
-LIMITS_HEADER = (_build.CSRC / "kernels/softmax/limits.h").read_text()
-
-
-def _object_folder(config: pytest.Config) -> Path:
-    return config.cache.mkdir("objects")
+LIMITS_HEADER = (CSRC / "kernels/softmax/limits.h").read_text()
+# In the commands that ninja prints.
+COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
 
 def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
@@ -43,53 +44,55 @@ def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
 
 def _allowed_spills(source: Path) -> int:
     """Of a thread, in bytes: what limits.h of the family says, else none."""
-    family = source.relative_to(_build.CSRC / "kernels").parts[0]
-    header = (_build.CSRC / "kernels" / family / "limits.h").read_text()
+    family = source.relative_to(CSRC / "kernels").parts[0]
+    header = (CSRC / "kernels" / family / "limits.h").read_text()
     found = re.search(r"int kMaxSpilledBytes = (\d+);", header)
     return int(found[1]) if found else 0
 
 
+def _logs(printed: str) -> dict[Path, str]:
+    """What the compiler said about each source, in what ninja printed."""
+    parts = COMPILED.split(printed)
+    return dict(zip(map(Path, parts[1::2]), parts[2::2], strict=True))
+
+
 @pytest.mark.nvcc
-def test_library_builds_with_any_torch(tmp_path, pytestconfig):
-    """Comes first: it compiles on all cores what the tests of the kernels then find compiled."""
-    library = tmp_path / _build.LIBRARY_NAME
-    lines = []
-    _build.build(
-        library,
-        _object_folder(pytestconfig),
-        _build.find_nvcc(),
-        _build.find_torch(),
-        ARCHITECTURES,
-        lines.append,
-    )
-    assert len(lines) == len(_build.kernel_sources()) + len(_build.binding_sources())
-    symbols = subprocess.run(
-        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-    ).stdout
+def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
+    tmp_path, pytestconfig
+):
+    objects, out = pytestconfig.cache.mkdir("objects"), tmp_path / "out"
+    command = [sys.executable, "-m", "megasoftmax", "build", "--arch", "8.0", "--arch", "9.0a"]
+    command += ["--out", str(out), "--objects", str(objects)]
+    log = objects / "log"
+    with log.open("a") as file:  # a later build compiles only what changed, and adds to it
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, log.read_text()[-5000:]
+
+    binary = out / extension.LIBRARY_NAME
+    assert [*out.iterdir()] == [binary]
+    symbols = _output("nm", "-D", "--undefined-only", binary)
     assert "torch_library_impl" in symbols
     # The CUDA runtime is inside, and no C++ symbol of torch's unstable ABI is asked for.
     assert "cudaLaunchKernel" not in symbols
-    assert not re.findall(r"_ZNK?(?:2at|3c10|5torch)\w+", symbols)
+    assert not re.findall(r"_ZNK?(?:2at|3c10|5torch)\w+|\bPy\w+", symbols)
+    dynamic = _output("readelf", "-d", binary)
+    assert not re.search("cuda|python|RUNPATH|RPATH", dynamic)
+    assert str(Path(torch.__file__).parent).encode() not in binary.read_bytes()
 
-
-@pytest.mark.nvcc
-@pytest.mark.parametrize(
-    "source",
-    _build.kernel_sources(),
-    ids=lambda path: str(path.relative_to(_build.CSRC / "kernels")),
-)
-def test_kernels_compile_and_spill_no_more_than_allowed(source, pytestconfig):
-    flags = _build.kernel_flags(ARCHITECTURES)
-    compiled = _build.compile_source(
-        source, _build.find_nvcc(), flags, _object_folder(pytestconfig)
-    )
-    log = compiled.with_suffix(".log").read_text()
-    found, count = _spills(log, _allowed_spills(source))
-    assert count == log.count("Compiling entry function")
-    assert count > 0 or source.parent.name != "instances"
+    logs = _logs(log.read_text())
+    found = []
+    for source in CSRC.glob("kernels/**/*.cu"):
+        spilled, count = _spills(logs[source], _allowed_spills(source))
+        assert count == logs[source].count("Compiling entry function")
+        assert count > 0 or source.parent.name != "instances"
+        found += spilled
     if found:
         text = "\n".join(found)
         pytest.fail(subprocess.run(["c++filt"], input=text, capture_output=True, text=True).stdout)
+
+
+def _output(*command: object) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_spill_report_is_understood():
@@ -110,38 +113,53 @@ ptxas info    : Function properties for _Z1gv
     assert _spills(log, 16)[0] == []
 
 
+@pytest.fixture
+def tools(monkeypatch):
+    """Pretends that a machine has these tools."""
+
+    def pretend(nvcc, torch_install, missing=None):
+        monkeypatch.setattr(extension, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(extension, "find_torch", lambda: torch_install)
+        monkeypatch.setattr(extension, "find_missing", lambda: missing)
+
+    return pretend
+
+
 @pytest.mark.parametrize(
-    ("mode", "nvcc", "torch_install", "reason"),
+    ("mode", "found", "reason"),
     [
-        ("none", NVCC, CUDA_TORCH, "MEGASOFTMAX_BUILD=none"),
-        ("auto", NVCC, CUDA_TORCH, None),
-        ("auto", NVCC, CPU_TORCH, "CPU build"),
-        ("auto", NVCC, None, "--no-build-isolation"),
-        ("auto", NVCC, OLD_TORCH, "older than 2.11"),
-        ("auto", None, CUDA_TORCH, "no nvcc runs here"),
-        ("auto", OLD_NVCC, CUDA_TORCH, "older than 12.0"),
-        ("cuda", NVCC, CUDA_TORCH, None),
-        ("cuda", NVCC, CPU_TORCH, None),
+        ("none", (NVCC, CUDA_TORCH), "MEGASOFTMAX_BUILD=none"),
+        ("auto", (NVCC, CUDA_TORCH), None),
+        ("auto", (NVCC, CPU_TORCH), "CPU build"),
+        ("auto", (NVCC, None), "--no-build-isolation"),
+        ("auto", (NVCC, OLD_TORCH), "older than 2.11"),
+        ("auto", (None, CUDA_TORCH), "no nvcc runs here"),
+        ("auto", (OLD_NVCC, CUDA_TORCH), "older than 12.0"),
+        ("auto", (NVCC, CUDA_TORCH, "ninja"), "pip install ninja"),
+        ("cuda", (NVCC, CUDA_TORCH), None),
+        ("cuda", (NVCC, CPU_TORCH), None),
     ],
 )
-def test_installation_compiles_or_says_why_not(mode, nvcc, torch_install, reason):
-    answer = _build.why_not_compile(mode, nvcc, torch_install)
+def test_installation_compiles_or_says_why_not(tools, mode, found, reason):
+    tools(*found)
+    answer = extension.why_not_compile(mode)
     assert (answer is None) == (reason is None)
     assert reason is None or reason in answer
 
 
 @pytest.mark.parametrize(
-    ("mode", "nvcc", "torch_install", "message"),
+    ("mode", "found", "message"),
     [
-        ("cuda", None, CUDA_TORCH, "MEGASOFTMAX_BUILD=cuda, but no nvcc runs here"),
-        ("cuda", NVCC, None, "MEGASOFTMAX_BUILD=cuda, but torch is not importable"),
-        ("cuda", NVCC, OLD_TORCH, "torch 2.10.1 is older than 2.11"),
-        ("gpu", NVCC, CUDA_TORCH, "must be auto, cuda or none, not 'gpu'"),
+        ("cuda", (None, CUDA_TORCH), "MEGASOFTMAX_BUILD=cuda, but no nvcc runs here"),
+        ("cuda", (NVCC, None), "MEGASOFTMAX_BUILD=cuda, but torch is not importable"),
+        ("cuda", (NVCC, OLD_TORCH), "torch 2.10.1 is older than 2.11"),
+        ("gpu", (NVCC, CUDA_TORCH), "must be auto, cuda or none, not 'gpu'"),
     ],
 )
-def test_installation_that_cannot_compile_fails(mode, nvcc, torch_install, message):
+def test_installation_that_cannot_compile_fails(tools, mode, found, message):
+    tools(*found)
     with pytest.raises(BuildError, match=message):
-        _build.why_not_compile(mode, nvcc, torch_install)
+        extension.why_not_compile(mode)
 
 
 @pytest.mark.parametrize(
@@ -155,28 +173,28 @@ def test_installation_that_cannot_compile_fails(mode, nvcc, torch_install, messa
     ],
 )
 def test_architectures(version, requested, names):
-    assert _build.architectures(version, requested) == names
+    assert extension.architectures(version, requested) == names
 
 
 @pytest.mark.parametrize("requested", ["Hopper", "sm_90", "7.5"])
 def test_architectures_without_kernels_are_refused(requested):
     with pytest.raises(BuildError, match=requested):
-        _build.architectures((13, 0), requested)
+        extension.architectures((13, 0), requested)
 
 
 def test_architecture_flags():
-    assert _build.architecture_flags(("8.0", "9.0a+PTX")) == (
+    assert extension.nvcc_flags(("8.0", "9.0a+PTX"))[-3:] == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_90,code=compute_90",
-    )
+    ]
 
 
 @pytest.fixture
 def nothing_loaded(monkeypatch, tmp_path):
     """As in a process that has no library beside the package, no cache and nothing loaded yet."""
-    monkeypatch.setattr(_extension, "_loaded", None)
-    monkeypatch.setattr(_extension, "_LIBRARY", tmp_path / _build.LIBRARY_NAME)
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_LIBRARY", tmp_path / extension.LIBRARY_NAME)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGASOFTMAX_JIT", raising=False)
 
@@ -189,57 +207,135 @@ def nothing_loaded(monkeypatch, tmp_path):
         (True, "1", None, "no nvcc runs here"),
     ],
 )
-def test_load_warns_once_and_says_why(nothing_loaded, monkeypatch, gpu, jit, nvcc, reason):
+def test_load_warns_once_and_says_why(nothing_loaded, monkeypatch, tools, gpu, jit, nvcc, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(_build, "find_nvcc", lambda: nvcc)
+    tools(nvcc, CUDA_TORCH)
     monkeypatch.setenv("MEGASOFTMAX_JIT", jit)
-    assert reason in _extension.status().reason
+    assert reason in library.status().reason
     with pytest.warns(RuntimeWarning, match=reason) as warned:
-        first, second = _extension.load(), _extension.load()
+        first, second = library.load(), library.load()
     assert len(warned) == 1
     assert second is first
     assert not first.available
-    assert _extension.status() is first
+    assert library.status() is first
 
 
 def test_library_that_cannot_be_loaded_is_a_reason(nothing_loaded):
-    _extension._LIBRARY.write_text("not a library")
+    library._LIBRARY.write_text("not a library")
     with pytest.warns(RuntimeWarning, match="plain-torch path"):
-        status = _extension.load()
+        status = library.load()
     assert not status.available
-    assert _build.LIBRARY_NAME in status.reason
+    assert extension.LIBRARY_NAME in status.reason
 
 
 def test_library_of_other_sources_is_a_reason(nothing_loaded):
-    _extension._LIBRARY.symlink_to(Path(torch.__file__).parent / "lib" / "libc10.so")
+    library._LIBRARY.symlink_to(Path(torch.__file__).parent / "lib" / "libc10.so")
     with pytest.warns(RuntimeWarning, match="megasoftmax_register"):
-        assert not _extension.load().available
+        assert not library.load().available
 
 
 def test_load_is_a_constant_to_torch_compile(nothing_loaded, monkeypatch):
     calls = []
-    monkeypatch.setattr(_extension, "_load", lambda: calls.append("load") or Status(True))
+    monkeypatch.setattr(library, "_load", lambda: calls.append("load") or Status(True))
 
     @torch.compile(fullgraph=True, backend="eager")
     def double_when_available(x):
-        return 2 * x if _extension.load().available else x
+        return 2 * x if library.load().available else x
 
     assert double_when_available(torch.ones(1)).item() == 2
     assert calls == ["load"]
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def small_sources(nothing_loaded, monkeypatch, tmp_path):
+    """A GPU, as far as Python knows, and sources that compile in seconds with any torch."""
+    csrc, stubs = tmp_path / "csrc", tmp_path / "stubs"
+    csrc.mkdir()
+    stubs.mkdir()
+    (csrc / "kernel.cu").write_text(
+        '#include "value.h"\n'
+        "__global__ void kernel(int* x) { *x = VALUE; }\n"
+        "void launch(int* x) { kernel<<<1, 1>>>(x); }\n"
+    )
+    (csrc / "value.h").write_text("#define VALUE 1\n")
+    (csrc / "register.cpp").write_text(
+        "void launch(int*);\n"
+        '#define EXPORTED __attribute__((visibility("default")))\n'
+        "EXPORTED void (*used)(int*) = launch;\n"
+        'extern "C" EXPORTED void megasoftmax_register(char*) {}\n'
+    )
+    for name in ("c10_cuda", "torch_cuda"):  # which a CPU build of torch lacks
+        command = ["c++", "-shared", "-o", stubs / f"lib{name}.so", "-x", "c", "/dev/null"]
+        subprocess.run(command, check=True)
+    monkeypatch.setenv("LIBRARY_PATH", str(stubs))
+    monkeypatch.setattr(extension, "CSRC", csrc)
+    monkeypatch.setattr(extension, "sources", lambda: [csrc / "kernel.cu", csrc / "register.cpp"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    return csrc
+
+
 @pytest.mark.nvcc
-def test_library_is_built_once_on_first_use(nothing_loaded, capfd):
-    library = _extension._build_for_these_gpus()
-    assert library.exists()
-    assert "building for this GPU" in capfd.readouterr().err
-    assert _extension._build_for_these_gpus() == library
+def test_library_is_built_once_on_first_use(small_sources, capfd):
+    status = library.load()
+    assert status.available, status.reason
+    printed = capfd.readouterr()
+    assert "building for this GPU, once: 0 of 2 files" in printed.err
+    assert not printed.out
+    assert {file.name for file in status.path.parent.iterdir()} == {"lock", status.path.name}
+    assert not re.search("cuda|python|RUNPATH|RPATH", _output("readelf", "-d", status.path))
+    assert library._build_for_these_gpus() == status.path
     assert not capfd.readouterr().err
 
 
+@pytest.mark.nvcc
+def test_first_use_of_two_at_once_and_after_a_header_changed(small_sources, monkeypatch):
+    compile_sources = library._compile
+    compiled = []
+    monkeypatch.setattr(
+        library, "_compile", lambda *args: compiled.append(args) or compile_sources(*args)
+    )
+    with ThreadPoolExecutor() as threads:
+        first, same = threads.map(lambda _: library._build_for_these_gpus(), range(2))
+    assert same == first
+    assert len(compiled) == 1
+    (small_sources / "value.h").write_text("#define VALUE 2\n")
+    second = library._build_for_these_gpus()
+    assert len(compiled) == 2
+    assert first.exists()
+    assert second.exists()
+    assert first != second
+
+
+@pytest.mark.nvcc
+def test_error_of_a_compiler_is_the_reason(small_sources):
+    (small_sources / "value.h").write_text("#error no value\n")
+    with pytest.warns(RuntimeWarning, match="no value"):
+        status = library.load()
+    assert status.reason.startswith("FAILED:")
+
+
+@pytest.mark.nvcc
+def test_command_compiles_what_changed(small_sources, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(torch.version, "cuda", "11.8")  # another than nvcc's does not matter
+    nvcc = extension.check_tools()
+    arguments = tmp_path / "out", tmp_path / "objects", nvcc, ("9.0a",)
+    printed = []
+    for value in (1, None, 2):
+        if value is not None:
+            (small_sources / "value.h").write_text(f"#define VALUE {value}\n")
+        assert extension.build(*arguments) == tmp_path / "out" / extension.LIBRARY_NAME
+        printed.append(capfd.readouterr().out)
+    assert ["kernel.cu -o" in text for text in printed] == [True, False, True]
+    assert ["register.cpp -o" in text for text in printed] == [True, False, False]
+    (small_sources / "value.h").write_text("#error no value\n")
+    with pytest.raises(BuildError):
+        extension.build(*arguments)
+
+
 def test_limits_are_those_of_the_header():
-    limits = _extension.LIMITS
+    limits = kernel_limits()
     for regimes in (limits.forward, limits.backward):
         last = regimes[-1]
         assert (last.max_chunks, last.min_rows) == (None, 0)
@@ -254,7 +350,7 @@ def test_limits_are_those_of_the_header():
 
 
 def test_kinds_of_rows_are_those_of_the_header():
-    kinds = _extension.LIMITS.kinds
+    kinds = kernel_limits().kinds
     basic = {"plain", "uneven", "limited", "masked", "narrow", "bias gradient", "tiny"}
     assert {name for name, parts in kinds.items() if parts == (name,)} == basic
     assert kinds["spread"] == ("plain", "uneven", "limited", "masked")
@@ -263,11 +359,11 @@ def test_kinds_of_rows_are_those_of_the_header():
 
 def test_constants_are_read_from_all_headers():
     other = "inline constexpr int kOne = 1, kTwo = 2 * 3;  // kThree = 3\nint four = 4;"
-    constants = _extension.read_limits(LIMITS_HEADER, other).constants
+    constants = read_limits(LIMITS_HEADER, plan=other).constants
     assert (constants["kOne"], constants["kTwo"]) == (1, 6)
     assert not {"kThree", "four", "kUnlimited"} & set(constants)
     assert "kChunksPerBatch" in constants
-    assert "kOne" not in _extension.read_limits(LIMITS_HEADER).constants
+    assert "kOne" not in read_limits(LIMITS_HEADER).constants
 
 
 @pytest.mark.parametrize(
@@ -285,4 +381,4 @@ def test_constants_are_read_from_all_headers():
 def test_broken_limits_are_refused(old, new, message):
     assert old in LIMITS_HEADER
     with pytest.raises(ValueError, match=message):
-        _extension.read_limits(LIMITS_HEADER.replace(old, new))
+        read_limits(LIMITS_HEADER.replace(old, new))

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 import megasoftmax
-from megasoftmax import Reason, _build, _extension, dispatch, why_not_fused
+from megasoftmax import Reason, dispatch, why_not_fused
+from megasoftmax.build import library
+from megasoftmax.build.extension import CSRC
+from megasoftmax.limits import kernel_limits, read_limits
 
 SHAPE = (2, 3, 4, 5)
+LIMITS = kernel_limits()
+MAX_K = LIMITS.topk["kMaxK"]
+MAX_HEAD_DIM, MAX_POSITIONS = LIMITS.attention["kMaxHeadDim"], LIMITS.attention["kMaxPositions"]
 
 
 @pytest.fixture
@@ -32,9 +38,9 @@ def test_reason_reads_as_a_sentence():
 
 
 def test_reasons_on_a_cpu(monkeypatch):
-    nothing = _extension.Status(False, reason="nobody built it")
-    monkeypatch.setattr(_extension, "status", lambda: nothing)
-    monkeypatch.setattr(_extension, "load", lambda: pytest.fail("no GPU asked for it"))
+    nothing = library.Status(False, reason="nobody built it")
+    monkeypatch.setattr(library, "status", lambda: nothing)
+    monkeypatch.setattr(library, "load", lambda: pytest.fail("no GPU asked for it"))
     assert why_not_fused(megasoftmax.softmax, torch.zeros(SHAPE)) == (
         Reason("device", "cpu", "a CUDA device"),
         Reason("compiled part", "none: nobody built it", "one"),
@@ -42,7 +48,7 @@ def test_reasons_on_a_cpu(monkeypatch):
 
 
 def test_all_reasons_come_in_order(monkeypatch):
-    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
     scores = torch.zeros(2, 2, *SHAPE, dtype=torch.float64).transpose(0, 2)
     bias = torch.zeros(3, 1, 1, requires_grad=True)
     found = names(scores, scale=0.0, bias=bias, dtype=torch.float64)
@@ -89,7 +95,7 @@ def test_shared_memory(kilobytes, monkeypatch):
 @pytest.mark.gpu
 def test_shared_memory_of_this_gpu():
     attribute = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    too_little = attribute < _extension.MIN_SHARED_BYTES
+    too_little = attribute < LIMITS.attention["kMinSharedBytes"]
     tensors = attention_tensors(dtype=torch.float16, device="cuda")
     assert attention_names(*tensors) == (["shared memory"] if too_little else [])
 
@@ -123,8 +129,8 @@ def test_compiled_code_asks_the_driver_once(ask, driver, answer, monkeypatch):
 
 
 def test_gpu_without_compiled_part(monkeypatch):
-    nothing = _extension.Status(False, reason="no nvcc")
-    monkeypatch.setattr(_extension, "load", lambda: nothing)
+    nothing = library.Status(False, reason="no nvcc")
+    monkeypatch.setattr(library, "load", lambda: nothing)
     reason = dispatch._compiled_part(SimpleNamespace(is_cuda=True))
     assert reason == Reason("compiled part", "none: no nvcc", "one")
 
@@ -185,7 +191,7 @@ def test_leading_dimensions_of_scores(as_if_fused, scores, is_fused):
 
 # Sizes, on tensors without memory
 
-MAX = _extension.LIMITS.max_index
+MAX = LIMITS.max_index
 
 
 @pytest.mark.parametrize(
@@ -208,10 +214,10 @@ def test_sizes(as_if_fused, shape, arguments, expected):
 
 
 def test_sizes_are_limited_as_the_header_says():
-    header = (_build.CSRC / "kernels/softmax/limits.h").read_text()
+    header = (CSRC / "kernels/softmax/limits.h").read_text()
     assert f"kMaxIndex = INT32_MAX - {2**31 - 1 - MAX};" in header
     with pytest.raises(ValueError, match="no kMaxIndex"):
-        _extension.read_limits(header.replace("kMaxIndex = INT32_MAX - ", "kMaxIndex = 1 << "))
+        read_limits(header.replace("kMaxIndex = INT32_MAX - ", "kMaxIndex = 1 << "))
 
 
 def test_gradient_of_a_bias_that_is_broadcast_over_keys(as_if_fused):
@@ -234,7 +240,7 @@ def topk_names(*args, **kwargs):
 
 
 def test_all_reasons_of_topk_come_in_order(monkeypatch):
-    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
     logits = torch.zeros(2, 2, 3, 4, 300, dtype=torch.float64).transpose(0, 1)
     assert topk_names(logits, 257, scale=0.0, dtype=torch.float64) == [
         "device",
@@ -256,18 +262,11 @@ def test_no_reason_against_topk(as_if_fused, dtype, shape):
     assert topk_names(logits, 1, mask=logits.bool(), bias=bias, dtype=torch.float32) == []
 
 
-@pytest.mark.parametrize("k", [0, 1, _extension.MAX_K, _extension.MAX_K + 1])
+@pytest.mark.parametrize("k", [0, 1, MAX_K, MAX_K + 1])
 def test_k_of_kernels(as_if_fused, k):
     found = why_not_fused(megasoftmax.softmax_topk, torch.zeros(2, 1000), k)
-    expected = (Reason("k", str(k), f"at most {_extension.MAX_K}"),)
-    assert found == (() if k <= _extension.MAX_K else expected)
-
-
-def test_k_is_limited_as_the_header_says():
-    header = (_build.CSRC / "kernels/topk/limits.h").read_text()
-    assert f"int kMaxK = {_extension.MAX_K};" in header
-    with pytest.raises(ValueError, match="no kMaxK"):
-        _extension.read_limit(header.replace("kMaxK", "kMostK"), "kMaxK")
+    expected = (Reason("k", str(k), f"at most {MAX_K}"),)
+    assert found == (() if k <= MAX_K else expected)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +330,7 @@ def attention_names(*args, **kwargs):
 
 
 def test_all_reasons_of_attention_come_in_order(monkeypatch):
-    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(False, reason="none"))
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
     tensors = attention_tensors(dims=(257, 300), dtype=torch.float32)
     assert attention_names(*tensors, scale=-1.0) == [
         "device",
@@ -385,29 +384,21 @@ def test_scale_of_attention(as_if_fused, scale, is_fused):
 @pytest.mark.parametrize(
     ("dims", "expected"),
     [
-        ((_extension.MAX_HEAD_DIM, _extension.MAX_HEAD_DIM), []),
-        ((_extension.MAX_HEAD_DIM + 1, 8), ["head dimension of query and key"]),
-        ((8, _extension.MAX_HEAD_DIM + 1), ["head dimension of value"]),
+        ((MAX_HEAD_DIM, MAX_HEAD_DIM), []),
+        ((MAX_HEAD_DIM + 1, 8), ["head dimension of query and key"]),
+        ((8, MAX_HEAD_DIM + 1), ["head dimension of value"]),
     ],
 )
 def test_head_dims(as_if_fused, dims, expected):
     assert attention_names(*attention_tensors(dims=dims, dtype=torch.float16)) == expected
 
 
-def test_attention_is_limited_as_the_header_says():
-    header = (_build.CSRC / "kernels/attention/limits.h").read_text()
-    assert f"int kMaxHeadDim = {_extension.MAX_HEAD_DIM};" in header
-    assert f"int kMaxScale = {_extension.MAX_ATTENTION_SCALE};" in header
-    assert f"int kMaxPositions = {_extension.MAX_POSITIONS};" in header
-    assert f"int kMinSharedBytes = {_extension.MIN_SHARED_BYTES};" in header
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"queries": 1, "keys": _extension.MAX_POSITIONS - 1}, []),
-        ({"queries": 1, "keys": _extension.MAX_POSITIONS}, ["queries + keys"]),
-        ({"queries": _extension.MAX_POSITIONS - 1, "keys": 1}, []),
+        ({"queries": 1, "keys": MAX_POSITIONS - 1}, []),
+        ({"queries": 1, "keys": MAX_POSITIONS}, ["queries + keys"]),
+        ({"queries": MAX_POSITIONS - 1, "keys": 1}, []),
         ({"batch": 2**30 - 1, "heads": 2}, []),
         ({"batch": 2**30, "heads": 2}, ["batches x heads"]),
     ],
@@ -463,8 +454,8 @@ def test_why_not_fused_of_something_else():
 
 
 def test_cpu_call_asks_nothing(monkeypatch):
-    monkeypatch.setattr(_extension, "load", lambda: pytest.fail("asked for the compiled part"))
-    monkeypatch.setattr(_extension, "status", lambda: pytest.fail("asked for the compiled part"))
+    monkeypatch.setattr(library, "load", lambda: pytest.fail("asked for the compiled part"))
+    monkeypatch.setattr(library, "status", lambda: pytest.fail("asked for the compiled part"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         megasoftmax.softmax(torch.zeros(SHAPE))

@@ -10,13 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from megasoftmax import __main__, _extension
+from megasoftmax import __main__
 from megasoftmax import explain as module
-from megasoftmax._extension import LIMITS, RowRegime
+from megasoftmax.build import library
 from megasoftmax.explain import H200, Explanation, current_gpu, explain
+from megasoftmax.limits import RowRegime, kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
 
+LIMITS = kernel_limits()
 REGIMES = (
     RowRegime("tile", "tile", 0, 0, 0, 0, False, 1, 33, 0, ("tiny",)),
     RowRegime("lanes", "registers", 4, 16, 4, 16, False, 1, 32, 0, ("any",)),
@@ -44,7 +46,7 @@ CONSTANTS = {
 @pytest.fixture
 def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = replace(LIMITS, forward=REGIMES, backward=REGIMES, constants=CONSTANTS)
-    monkeypatch.setattr(module, "LIMITS", limits)
+    monkeypatch.setattr(module, "kernel_limits", lambda: limits)
 
 
 def test_constants_are_those_of_the_headers() -> None:
@@ -255,7 +257,7 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("backward", [False, True])
 def test_library_takes_the_same_regimes(backward: bool, dtype: torch.dtype) -> None:
-    path = _extension.load().path
+    path = library.load().path
     regime_of = ctypes.CDLL(str(path)).megasoftmax_regime
     integers = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int] * 3)
     regime_of.argtypes, regime_of.restype = integers, ctypes.c_int

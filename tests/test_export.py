@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megasoftmax import _extension, ops
+from megasoftmax import ops
+from megasoftmax.build import library
 
 SAVE = """
 import sys
@@ -51,8 +52,8 @@ for found, wanted in zip(program.module()(*inputs), expected, strict=True):
 """
 
 WITH_KERNELS = """
-from megasoftmax import _extension
-print(_extension._loaded is not None)
+from megasoftmax.build import library
+print(library._loaded is not None)
 """
 
 OPS = ("attention", "softmax", "softmax_columns", "softmax_topk")  # in the program
@@ -88,12 +89,10 @@ def test_saved_and_loaded(through_ops, device, tmp_path):
 def test_ops_load_the_kernels(available, monkeypatch):
     """With the first CUDA tensor; without kernels the reference computes."""
     loads, implementations = [], {}
-    status = _extension.Status(available, reason="none")
-    monkeypatch.setattr(_extension, "load", lambda: loads.append(1) or status)
-    library = SimpleNamespace(
-        impl=lambda op, function, key: implementations.update({key: function})
-    )
-    ops.implement(library, lambda tensor, number: ("op", number), lambda *args: ("plain", args[1]))
+    status = library.Status(available, reason="none")
+    monkeypatch.setattr(library, "load", lambda: loads.append(1) or status)
+    owner = SimpleNamespace(impl=lambda op, function, key: implementations.update({key: function}))
+    ops.implement(owner, lambda tensor, number: ("op", number), lambda *args: ("plain", args[1]))
     (compute,) = implementations.values()
     assert compute(torch.zeros(1), 2) == ("plain", 2)
     assert not loads

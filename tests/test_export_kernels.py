@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasoftmax import _build, _extension
 from megasoftmax._export_kernels import export_kernels
+from megasoftmax.build import extension, library
 
 pytest.importorskip("kernels", reason="kernels is not installed: pip install 'megasoftmax[test]'")
 
@@ -174,18 +174,18 @@ def test_copy_is_whole_and_named_by_its_content(exported, tmp_path):
     text = "\n".join(file.read_text() for file in variant.glob("*.py"))
     assert not re.search(r"^\s*(import|from) megasoftmax", text, re.MULTILINE)
     assert "torch.ops.megasoftmax" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
-    sources = {file.relative_to(_build.CSRC) for file in _build.CSRC.rglob("*.*")}
+    sources = {file.relative_to(extension.CSRC) for file in extension.CSRC.rglob("*.*")}
     assert {file.relative_to(variant / "csrc") for file in variant.rglob("csrc/**/*.*")} == sources
 
-    library = tmp_path / "library.so"
-    library.write_bytes(b"compiled")
+    binary = tmp_path / "library.so"
+    binary.write_bytes(b"compiled")
     first, second = tmp_path / "first", tmp_path / "second"
-    universal, compiled = export_kernels(first, library, cuda=13)
+    universal, compiled = export_kernels(first, binary, cuda=13)
     assert re.fullmatch(r"torch-stable-abi211-cu130-\w+-linux", compiled.name)
-    assert (compiled / _build.LIBRARY_NAME).read_bytes() == b"compiled"
+    assert (compiled / extension.LIBRARY_NAME).read_bytes() == b"compiled"
     assert (universal / "metadata.json").read_text() == (variant / "metadata.json").read_text()
-    library.write_bytes(b"compiled again")
-    *_, other = export_kernels(second, library, cuda=13)
+    binary.write_bytes(b"compiled again")
+    *_, other = export_kernels(second, binary, cuda=13)
     assert (compiled / "metadata.json").read_text() != (other / "metadata.json").read_text()
 
 
@@ -204,9 +204,9 @@ def test_kernels_chooses_the_variant(tmp_path, torch_version, cuda, chosen):
     from kernels.variants import _resolve_variant_for_system, get_variants_local
     from packaging.version import Version
 
-    library = tmp_path / "library.so"
-    library.write_bytes(b"compiled")
-    universal, compiled = export_kernels(tmp_path / "kernel", library, cuda=13)
+    binary = tmp_path / "library.so"
+    binary.write_bytes(b"compiled")
+    universal, compiled = export_kernels(tmp_path / "kernel", binary, cuda=13)
     platform, system = compiled.name.split("-")[-2:]
     variants, _ = _resolve_variant_for_system(
         get_variants_local(compiled.parent),
@@ -238,10 +238,10 @@ def test_compiled_part_needs_the_version_of_cuda(tmp_path):
 
 @pytest.mark.gpu
 def test_compiled_copy_runs_fused_beside_the_package(tmp_path):
-    library = _extension.load().path
-    assert library is not None
+    compiled = library.load().path
+    assert compiled is not None
     major = int(torch.version.cuda.split(".")[0])
-    export_kernels(tmp_path, library, major)
+    export_kernels(tmp_path, compiled, major)
     script = """
     import megasoftmax
     kernel = kernels.get_local_kernel(folder)

@@ -10,7 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "kernels"
 BINDINGS = ROOT / "csrc" / "bindings"
-PYTHON_FILES = sorted([*ROOT.glob("megasoftmax/*.py"), *ROOT.glob("integrations/*.py")])
+PYTHON_FILES = sorted(
+    [
+        *ROOT.glob("megasoftmax/*.py"),
+        *ROOT.glob("megasoftmax/build/*.py"),
+        *ROOT.glob("integrations/*.py"),
+    ]
+)
+FOLDERS = ("build", "integrations")
 
 # A family of kernels -> the families that it may include beside itself.
 FAMILIES = {
@@ -24,29 +31,29 @@ FAMILIES = {
 MODULES = {
     "__init__": {"biases", "context_parallel", "functional", "layers", "modules", "dispatch"},
     "__main__": {
-        "_build",
         "_export_kernels",
-        "_extension",
+        "build",
         "explain",
+        "limits",
         "regression",
         "regression_models",
         "regression_report",
     },
-    "_build": set(),
-    "_export_kernels": {"_build"},
+    "_export_kernels": {"build"},
     "biases": set(),
-    "_extension": {"_build"},
-    "explain": {"_extension"},
+    "build": set(),
+    "explain": {"limits"},
+    "limits": set(),
     "reference": set(),
     "reference_attention": {"reference"},
     "reference_topk": {"reference"},
-    "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
+    "ops": {"build", "reference"},  # the reference is every operator's CPU implementation
     "ops_attention": {"ops", "reference", "reference_attention"},
     "ops_topk": {"ops", "reference", "reference_topk"},
     "vocabulary": {"reference", "reference_topk"},
     "context_parallel": {"reference", "reference_attention"},
     "sharding": {"reference", "reference_attention", "reference_topk"},
-    "dispatch": {"_extension"},
+    "dispatch": {"build", "limits"},
     "functional": {
         "biases",
         "context_parallel",
@@ -88,12 +95,12 @@ HOT = (
 
 
 def _module(path: Path) -> str:
-    return "integrations" if path.parent.name == "integrations" else path.stem
+    return path.parent.name if path.parent.name in FOLDERS else path.stem
 
 
 def _imports(path: Path) -> set[str]:
     """Absolute dotted names of what a file imports, at any depth of nesting."""
-    package = ["megasoftmax"] + ["integrations"] * (_module(path) == "integrations")
+    package = ["megasoftmax", *[path.parent.name] * (path.parent.name in FOLDERS)]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import _extension, dispatch, ops, reference
+from megasoftmax import dispatch, ops, reference
+from megasoftmax.build import library
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
 SHAPE = (BATCH, HEADS, QUERIES, KEYS)
@@ -160,7 +161,7 @@ def test_sink_gradient_of_the_op_needs_lse():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FORWARD_CASES)
 def test_ops_agree_between_cpu_and_gpu(case):
-    assert _extension.load().available
+    assert library.load().available
     torch.manual_seed(0)
     on_cpu = forward_arguments("cpu", **FORWARD_CASES[case])
     on_gpu = [

@@ -12,8 +12,9 @@ import sanitize
 import sanitize_cases
 import torch
 
-from megasoftmax._extension import LIMITS
+from megasoftmax.limits import kernel_limits
 
+LIMITS = kernel_limits()
 CASES = sanitize_cases.cases()
 KERNEL = "softmax_forward_kernel<__half,BoolMask,AddedBias<float>,22>"
 SIGNATURE = (
@@ -258,5 +259,5 @@ def test_synccheck_has_no_large_clusters_but_their_kernels():
 
 
 def test_planted_fault_is_planted():
-    source = (sanitize._build.CSRC / sanitize.PLANTED_IN).read_text()
+    source = (sanitize.extension.CSRC / sanitize.PLANTED_IN).read_text()
     assert source.count(sanitize.BOUNDED) == 1

@@ -14,8 +14,8 @@ from inputs import DTYPES, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax._extension import LIMITS
 from megasoftmax.explain import explain
+from megasoftmax.limits import kernel_limits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (2, 3, 5, 37)
@@ -657,6 +657,7 @@ def test_more_rows_than_a_grid_has_blocks(shape: tuple[int, ...], dtype: torch.d
 # Every edge of the tables in limits.h
 
 
+LIMITS = kernel_limits()
 LONG_EDGE = 5000  # chunks: from here on, rows are too long for all variants
 
 

@@ -14,11 +14,12 @@ from inputs import DTYPES, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import _build, _extension
-from megasoftmax._extension import MAX_K
+from megasoftmax.build import extension, library
+from megasoftmax.limits import kernel_limits
 
 SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
+MAX_K = kernel_limits().topk["kMaxK"]
 K_EDGES = [1, 2, 8, 16, 32, 33, 64, MAX_K - 1, MAX_K]
 
 gpu = pytest.mark.gpu
@@ -151,8 +152,8 @@ def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 10, 200])
 def test_every_regime_selects_the_same(k: int, dtype: torch.dtype) -> None:
-    library = ctypes.CDLL(str(_extension.load().path))
-    header = (_build.CSRC / "kernels" / "topk" / "limits.h").read_text()
+    binary = ctypes.CDLL(str(library.load().path))
+    header = (extension.CSRC / "kernels" / "topk" / "limits.h").read_text()
     table = re.search(r"kTopkRegimes\[\] = \{\n(.*?)\n\};", header, re.DOTALL)
     assert table is not None
     logits = normal(4, 70001, device="cuda", dtype=dtype)
@@ -161,11 +162,11 @@ def test_every_regime_selects_the_same(k: int, dtype: torch.dtype) -> None:
     logits[3] = -INF
     wanted, indices, _ = topk_forward(logits, k, -0.5, None, None, False, dtype, False)
     for regime in range(table[1].count('{"')):
-        library.megasoftmax_force_topk_regime(regime)
+        binary.megasoftmax_force_topk_regime(regime)
         try:
             found, where, _ = topk_forward(logits, k, -0.5, None, None, False, dtype, False)
         finally:
-            library.megasoftmax_force_topk_regime(-1)
+            binary.megasoftmax_force_topk_regime(-1)
         assert torch.equal(where, indices), regime
         torch.testing.assert_close(found, wanted, equal_nan=True)
 

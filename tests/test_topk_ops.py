@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import _extension, dispatch, ops_topk, reference_topk
+from megasoftmax import dispatch, ops_topk, reference_topk
+from megasoftmax.build import library
 
 BATCH, ROWS, COLUMNS, K = 2, 3, 7, 3
 SHAPE = (BATCH, ROWS, COLUMNS)
@@ -184,7 +185,7 @@ def test_candidates_have_no_gradient():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if case != "k 0"])
 def test_ops_agree_between_cpu_and_gpu(case):
-    assert _extension.load().available
+    assert library.load().available
     torch.manual_seed(0)
     on_cpu = forward_arguments("cpu", **CASES[case])
     on_gpu = [

@@ -1,0 +1,1 @@
+"""The compiled part: `extension` compiles it, `library` finds and loads it."""

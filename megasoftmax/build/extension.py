@@ -1,0 +1,309 @@
+"""Compiles the CUDA part with torch.utils.cpp_extension and ninja: sources, flags, architectures.
+
+setup.py loads this file by its path, in an environment that may lack torch. So only the standard
+library is imported at the top.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+PACKAGE = Path(__file__).absolute().parents[1]  # not where a link leads: caches link single files
+CSRC = PACKAGE / "csrc"
+LIBRARY_NAME = "_C.abi3.so"
+
+MIN_TORCH = (2, 11)  # the stable ABI that the bindings are compiled against
+MIN_NVCC = (12, 0)  # C++20
+MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+
+# Architecture -> first nvcc that knows it. Each serves later GPUs of its major version too, but for
+# 9.0a, which serves its own alone.
+DEFAULT_ARCHITECTURES = {"8.0": (12, 0), "9.0a": (12, 0), "10.0": (12, 8), "12.0": (12, 8)}
+
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-g0",  # some Pythons ask for debug information, which holds paths of this machine
+    "-fvisibility=hidden",
+    "-DUSE_CUDA",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # MIN_TORCH
+)
+NVCC_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-Xcompiler=-fvisibility=hidden",
+    # cpp_extension forbids arithmetic and conversions of halves, which kernels use.
+    *("-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__"),
+    *("-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"),
+    "-lineinfo",
+    "-Xptxas=-v",  # the report of registers and spills goes to ninja's output
+    "-Xfatbin=-compress-all",  # a fifth of the size
+)
+# The CUDA runtime is the static one, and hidden, so that it never meets the one that torch loads.
+# libtorch has no symbol that the bindings call, but it brings in libtorch_cuda where there is one.
+# `load` adds more libraries after these flags. They are left out because nothing needs them.
+LINK_FLAGS = (
+    "-Wl,--exclude-libs,ALL",
+    *("-lcudart_static", "-lrt", "-ldl", "-lpthread"),
+    *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed"),
+)
+
+
+class BuildError(RuntimeError):
+    """The compiled part cannot be built; the message says why."""
+
+
+class Nvcc(NamedTuple):
+    """A CUDA compiler."""
+
+    path: Path
+    version: tuple[int, int]
+
+
+def find_nvcc() -> Nvcc | None:
+    """The first nvcc of CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda; None if it does not run."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    folders = [f"{home}/bin" for home in homes if home]
+    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    path = shutil.which("nvcc", path=os.pathsep.join(folders))
+    if path is None:
+        return None
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    if release is None:
+        return None
+    return Nvcc(Path(path), (int(release[1]), int(release[2])))
+
+
+def find_torch() -> Any:
+    """The torch of this interpreter, or None."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return torch
+
+
+def find_missing() -> str | None:
+    """A package that builds need beside torch and that is not installed, or None."""
+    if find_spec("setuptools") is None:
+        return "setuptools"
+    return None if shutil.which("ninja", path=_programs()) else "ninja"
+
+
+def check_tools() -> Nvcc:
+    """The nvcc that builds the compiled part, once torch and other tools are found too.
+
+    Raises:
+        BuildError: one is missing or too old; says how to get it.
+    """
+    nvcc, torch, missing = find_nvcc(), find_torch(), find_missing()
+    if torch is None:
+        raise BuildError("torch is not importable here (pip needs --no-build-isolation to see it)")
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < MIN_TORCH:
+        raise BuildError(f"torch {torch.__version__} is older than {_dotted(MIN_TORCH)}")
+    if nvcc is None:
+        raise BuildError("no nvcc runs here (install the CUDA toolkit, or point CUDA_HOME to it)")
+    if nvcc.version < MIN_NVCC:
+        raise BuildError(f"nvcc {_dotted(nvcc.version)} is older than {_dotted(MIN_NVCC)}")
+    if missing is not None:
+        raise BuildError(f"{missing} is not installed (pip install {missing})")
+    return nvcc
+
+
+def why_not_compile(mode: str) -> str | None:
+    """Decides what an installation does under MEGASOFTMAX_BUILD = `mode`.
+
+    ``none`` never compiles. ``auto`` compiles when nvcc and a CUDA build of torch are there.
+    ``cuda`` compiles with any build of torch, which makes it the cross build too.
+
+    Returns:
+        None to compile, else the reason for a pure-Python installation.
+
+    Raises:
+        BuildError: `mode` is ``cuda`` and a tool is missing, or `mode` is unknown.
+    """
+    if mode not in ("auto", "cuda", "none"):
+        raise BuildError(f"MEGASOFTMAX_BUILD must be auto, cuda or none, not {mode!r}")
+    if mode == "none":
+        return "MEGASOFTMAX_BUILD=none"
+    try:
+        check_tools()
+    except BuildError as error:
+        if mode == "cuda":
+            raise BuildError(f"MEGASOFTMAX_BUILD=cuda, but {error}") from error
+        return str(error)
+    if mode == "auto" and find_torch().version.cuda is None:
+        return "torch is a CPU build (MEGASOFTMAX_BUILD=cuda compiles all the same)"
+    return None
+
+
+def architectures(nvcc_version: tuple[int, int], requested: str | None = None) -> tuple[str, ...]:
+    """The architectures to compile for, such as ``("8.0", "9.0a+PTX")``.
+
+    Args:
+        nvcc_version: trims the default list to what this nvcc knows.
+        requested: a list as in TORCH_CUDA_ARCH_LIST, separated by spaces or semicolons. 9.0 is
+            taken as 9.0a, which every such GPU runs and which alone has its matrix instructions;
+            what is older than MIN_CAPABILITY is left out. None or empty: the default list, with
+            PTX of its last entry for GPUs to come.
+
+    Raises:
+        BuildError: an entry is not understood, or nothing is left.
+    """
+    if not requested:
+        known = [name for name, first in DEFAULT_ARCHITECTURES.items() if first <= nvcc_version]
+        return (*known[:-1], f"{known[-1]}+PTX")
+    chosen = []
+    for entry in re.split(r"[\s;]+", requested.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+        if match is None:
+            raise BuildError(f"architecture {entry!r} is not of the form 8.0, 9.0a or 12.0+PTX")
+        major, minor, feature, ptx = match.groups(default="")
+        if (int(major), int(minor)) >= MIN_CAPABILITY:
+            feature = "a" if (major, minor) == ("9", "0") else feature
+            chosen.append(f"{major}.{minor}{feature}{ptx}")
+    if not chosen:
+        raise BuildError(f"none of {requested!r} is {_dotted(MIN_CAPABILITY)} or later")
+    return tuple(chosen)
+
+
+def sources() -> list[Path]:
+    """The files to compile."""
+    return sorted([*CSRC.glob("kernels/**/*.cu"), *CSRC.glob("bindings/*.cpp")])
+
+
+def cxx_flags() -> list[str]:
+    """The C++ compiler's flags. Messages do not name the folder of torch on this machine."""
+    import torch
+
+    return [*CXX_FLAGS, f"-fmacro-prefix-map={Path(torch.__file__).parent}=torch"]
+
+
+def nvcc_flags(names: Iterable[str]) -> list[str]:
+    """nvcc's flags for names as `architectures` returns them."""
+    flags = [*NVCC_FLAGS]
+    for name in names:
+        real = name.removesuffix("+PTX").replace(".", "")
+        flags.append(f"-gencode=arch=compute_{real},code=sm_{real}")
+        if name.endswith("+PTX"):
+            virtual = real.rstrip("af")  # PTX of a feature variant would serve no later GPU
+            flags.append(f"-gencode=arch=compute_{virtual},code=compute_{virtual}")
+    return flags
+
+
+def fingerprint(*parts: str) -> str:
+    """A hash of all files of csrc and of `parts`."""
+    digest = hashlib.sha256(repr(parts).encode())
+    for path in sorted(CSRC.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def toolchain(nvcc: Nvcc) -> Iterator[None]:
+    """Lets cpp_extension find the CUDA toolkit of `nvcc`, and ninja, until the block ends."""
+    from torch.utils import cpp_extension
+
+    # The nvcc on the PATH may be a script or a link elsewhere, without headers beside it.
+    dry = subprocess.run([nvcc.path, "--dryrun", "-c", "_.cu"], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
+    home = Path(top[1].strip()).resolve() if top else nvcc.path.parents[1]
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
+    with (
+        patch.object(cpp_extension, "CUDA_HOME", str(home)),
+        patch.dict(os.environ, PATH=_programs(), MAX_JOBS=jobs),
+    ):
+        yield
+
+
+def setup_arguments(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> dict[str, Any]:
+    """What setuptools' setup takes to build the compiled part as the extension `name`."""
+    import torch
+    from setuptools import Extension
+    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
+
+    link = f"{os.environ.get('CXX', 'c++')} -shared"
+
+    class BuildLibrary(BuildExtension):
+        def run(self) -> None:
+            with (
+                toolchain(nvcc),
+                # cpp_extension refuses a CUDA of another major version than torch's, but the result
+                # shares no CUDA library with torch. With a CPU build of torch, ninja would not
+                # notice that a header changed.
+                patch.object(torch.version, "cuda", _dotted(nvcc.version)),
+                # Otherwise Python's own flags put the folder of its libraries into the result.
+                patch.dict(os.environ, LDSHARED=link, LDCXXSHARED=link),
+                locked(Path(self.build_temp, "lock")),
+            ):
+                super().run()
+
+    with toolchain(nvcc):
+        # No CUDAExtension: it links libraries that a CPU build of torch does not have.
+        extension = Extension(
+            name,
+            [str(path) for path in sources()],
+            include_dirs=include_paths("cuda"),
+            library_dirs=library_paths("cuda"),
+            extra_compile_args={"cxx": cxx_flags(), "nvcc": nvcc_flags(architectures)},
+            extra_link_args=[*LINK_FLAGS],
+            py_limited_api=True,
+        )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildLibrary}}
+
+
+def build(folder: Path, objects: Path, nvcc: Nvcc, architectures: Iterable[str]) -> Path:
+    """Builds the library that torch.ops.load_library takes; ninja prints what it does.
+
+    Args:
+        folder: gets the library, which appears complete or not at all.
+        objects: folder of the object files, which a later build reuses.
+
+    Raises:
+        BuildError: a compiler failed.
+    """
+    from setuptools import Distribution
+    from setuptools.errors import CCompilerError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as partial:
+        distribution = Distribution(setup_arguments("_C", nvcc, architectures))
+        command = distribution.get_command_obj("build_ext")
+        command.build_lib, command.build_temp = partial, str(objects)
+        command.ensure_finalized()
+        try:
+            command.run()
+        except (RuntimeError, CCompilerError) as error:
+            raise BuildError(str(error)) from error
+        return Path(partial, LIBRARY_NAME).replace(folder / LIBRARY_NAME)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`, created if need be, against other threads and processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _programs() -> str:
+    """PATH, and the folder where pip puts ninja, which PATH may lack."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

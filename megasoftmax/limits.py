@@ -1,0 +1,153 @@
+"""The limits of the kernels, read once from the headers in csrc/kernels that fix them."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RowRegime:
+    """A row of a table in limits.h: which rows a kernel takes, and how. A chunk is 16 bytes."""
+
+    name: str
+    storage: str  # where the row waits between the two passes: Storage in limits.h, in lower case
+    threads_per_row: int
+    rows_per_block: int
+    chunks_per_thread: int
+    blocks_per_sm: int
+    takes_turns: bool  # blocks: of one row after the other
+    blocks_per_row: int | None  # None: as many as the GPU runs at a time, for all rows together
+    max_chunks: int | None  # None: any length
+    min_rows: int  # fewer rows take a later regime
+    serves: tuple[str, ...]  # names of Rows in limits.h, such as "plain" or "any"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The row regimes of the softmax, shortest rows first, and what else the headers fix."""
+
+    forward: tuple[RowRegime, ...]
+    backward: tuple[RowRegime, ...]
+    max_index: int  # the most rows or columns
+    kinds: dict[str, tuple[str, ...]]  # a name of Rows -> the kinds of rows that it stands for
+    constants: dict[str, int]  # of the softmax, by their names in the headers
+    topk: dict[str, int]  # constants, by their names
+    attention: dict[str, int]
+
+
+_limits: Limits | None = None
+
+
+def kernel_limits() -> Limits:
+    """The limits of the kernels in csrc. The first call reads the headers."""
+    global _limits
+    if _limits is None:
+        kernels = Path(__file__).absolute().parent / "csrc" / "kernels"
+        _limits = read_limits(
+            (kernels / "softmax" / "limits.h").read_text(),
+            plan=(kernels / "softmax" / "plan.h").read_text(),
+            topk=(kernels / "topk" / "limits.h").read_text(),
+            attention=(kernels / "attention" / "limits.h").read_text(),
+        )
+    return _limits
+
+
+# torch.compile calls it while tracing and keeps the answer, as it does with `library.load`.
+kernel_limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def read_limits(header: str, *, plan: str = "", topk: str = "", attention: str = "") -> Limits:
+    """The tables and constants in the text of softmax/limits.h, softmax/plan.h and other limits.h.
+
+    Raises:
+        ValueError: the text is not laid out as expected; nothing is guessed.
+    """
+    names = [field.name for field in fields(RowRegime)]
+    struct = re.search(r"struct RowRegime \{(.*?)\n\};", header, re.DOTALL)
+    members = re.findall(r"^\s*\w+ (\w+)(?:\[\d+\])?;", struct[1] if struct else "", re.MULTILINE)
+    if members != names:
+        raise ValueError(f"limits.h: the members of RowRegime are {members}, expected {names}")
+    return Limits(
+        _read_table(header, "kForwardRegimes", members),
+        _read_table(header, "kBackwardRegimes", members),
+        _read_max_index(header),
+        _read_kinds(header),
+        _read_constants(f"{header}\n{plan}"),
+        _read_constants(topk),
+        _read_constants(attention),
+    )
+
+
+def _read_constants(text: str) -> dict[str, int]:
+    found = re.findall(r"\b(k[A-Z]\w*) = (\d+)(?: \* (\d+))?[,;]", text)
+    return {name: int(value) * int(factor or 1) for name, value, factor in found}
+
+
+def _read_kinds(header: str) -> dict[str, tuple[str, ...]]:
+    rows = re.search(r"enum Rows : unsigned \{\n(.*?)\n\};", header, re.DOTALL)
+    if rows is None:
+        raise ValueError("limits.h: no enum Rows")
+    kinds: dict[str, tuple[str, ...]] = {}
+    for name, value in re.findall(r"^\s*(k\w+) = ([^,]+),", rows[1], re.MULTILINE):
+        parts = [] if value.isdigit() else _names_of_rows(value)  # combinations come after parts
+        own = tuple(kind for part in parts for kind in kinds[part])
+        kinds[_words(name)] = own or (_words(name),)
+    return kinds
+
+
+def _names_of_rows(text: str) -> tuple[str, ...]:
+    return tuple(_words(name) for name in text.split(" | "))
+
+
+def _words(name: str) -> str:
+    """kBiasGradient -> "bias gradient", kAnyRows -> "any"."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.removeprefix("k")).lower()
+    return words.removesuffix(" rows")
+
+
+def _read_max_index(header: str) -> int:
+    margin = re.search(r"int64_t kMaxIndex = INT32_MAX - (\d+);", header)
+    if margin is None:
+        raise ValueError("limits.h: no kMaxIndex of the form INT32_MAX - <number>")
+    return 2**31 - 1 - int(margin[1])
+
+
+def _read_table(header: str, name: str, members: list[str]) -> tuple[RowRegime, ...]:
+    table = re.search(rf"RowRegime {name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
+    if table is None:
+        raise ValueError(f"limits.h: no table {name}")
+    lines = [line.split("//")[0].strip() for line in table[1].splitlines()]
+    return tuple(_read_row(line, members) for line in lines if line)
+
+
+_NAMED_NUMBERS = {"kUnlimited": 2**31 - 1, "kWholeGpu": 0}
+
+
+def _read_row(line: str, members: list[str]) -> RowRegime:
+    cells = re.sub(r"\s+", " ", line).removeprefix("{").removesuffix("},").split(", ")
+
+    def read(member: str, pattern: str) -> str:
+        position = members.index(member)
+        cell = re.fullmatch(pattern, cells[position]) if len(cells) == len(members) else None
+        if cell is None:
+            raise ValueError(f"limits.h: cannot read the row {line!r}: {member}")
+        return cell[1]
+
+    def number(member: str) -> int:
+        text = read(member, rf"(\d+|{'|'.join(_NAMED_NUMBERS)})")
+        return _NAMED_NUMBERS[text] if text in _NAMED_NUMBERS else int(text)
+
+    blocks_per_row, max_chunks = number("blocks_per_row"), number("max_chunks")
+    return RowRegime(
+        name=read("name", r'"(\w+)"'),
+        storage=read("storage", r"Storage::k(\w+)").lower(),
+        threads_per_row=number("threads_per_row"),
+        rows_per_block=number("rows_per_block"),
+        chunks_per_thread=number("chunks_per_thread"),
+        blocks_per_sm=number("blocks_per_sm"),
+        takes_turns=read("takes_turns", "(true|false)") == "true",
+        blocks_per_row=None if blocks_per_row == _NAMED_NUMBERS["kWholeGpu"] else blocks_per_row,
+        max_chunks=None if max_chunks == _NAMED_NUMBERS["kUnlimited"] else max_chunks,
+        min_rows=number("min_rows"),
+        serves=_names_of_rows(read("serves", r"(k\w+(?: \| k\w+)*)")),
+    )
