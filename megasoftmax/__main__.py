@@ -132,7 +132,7 @@ def explain_call(
             multiprocessors=gpu.multiprocessors,
             max_cluster=gpu.max_cluster,
         )
-    except ValueError as error:
+    except (ValueError, extension.BuildError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     console.print(_call(explanation, gpu))

@@ -1,12 +1,16 @@
-"""Which row regime serves a call of the fused softmax, and why: needs neither a GPU nor kernels.
+"""Which row regime serves a call of the fused softmax, and why. Needs no GPU.
 
-It follows csrc/kernels/softmax/plan.h step by step, with the tables and constants of the headers.
+The plan is that of csrc/kernels/softmax/plan.h itself: csrc/kernels/softmax/explain.cpp answers,
+in the compiled part, or compiled alone where there is none.
 """
 
+import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from megasoftmax.build import library
 from megasoftmax.limits import RowRegime, kernel_limits
 
 Window = tuple[int, int]
@@ -81,7 +85,7 @@ class Explanation:
     batches_per_unit: int  # likewise
     threads: int | None  # of a block; None for tiles, whose launcher sizes blocks and grid
     blocks: int | None  # of the grid; None also where as many as run at a time take rows in turn
-    shared_bytes: int | None  # of a block, besides what kernels declare themselves; as `threads`
+    shared_bytes: int | None  # of a block, beside what kernels declare themselves; as `threads`
     workspace_bytes: int
 
     bytes_read: int  # fewest: what a row sees is read once
@@ -128,43 +132,24 @@ def explain(
     queries = rows if queries is None else queries
     limits = _window(causal, window)
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
-    limits = _without_idle_limits(limits, queries, columns)
-    visible_columns = _visible_columns(limits, queries, columns)
-    pack_elements = PACK_BYTES // dtype.itemsize
-    if bias_gradient:
-        kind, chunks = "bias gradient", _divide_up(columns, pack_elements)
-    else:
-        chunks = _max_visible_chunks(columns, visible_columns, pack_elements)
-        all_chunks = _max_visible_chunks(columns, columns, pack_elements)
-        is_even = columns % pack_elements == 0
-        kind = _kind(columns, is_even, all_chunks, chunks, masked and not backward, limits)
-
     table = kernel_limits().backward if backward else kernel_limits().forward
-    index, skipped = _choose(table, chunks, rows, kind, max_cluster)
-    regime = table[index]
-    constants = kernel_limits().constants
-    blocks_per_row, units, batches_per_unit, workspace_bytes = 1, 0, 0, 0
-    threads: int | None = regime.threads_per_row * regime.rows_per_block
-    shared_bytes: int | None = 0
-    if regime.storage == "tile":
-        threads = shared_bytes = None
-    elif regime.storage != "registers":
-        batches_per_unit = _unit_batches(chunks)
-        units = _divide_up(chunks, constants["kChunksPerBatch"] * batches_per_unit)
-        blocks_per_row = regime.blocks_per_row or min(
-            max(multiprocessors * constants["kBlocksPerSm"] // rows, 1),
-            _divide_up(units, regime.threads_per_row // 32),
-        )
-        if regime.blocks_per_row is None and blocks_per_row > 1:
-            workspace_bytes = rows * units * constants["kResultBytes"]
-        chunk_bytes = 2 * PACK_BYTES if backward else PACK_BYTES
-        shared_bytes = _shared_bytes(regime, units, blocks_per_row, chunk_bytes)
-    blocks = None
-    if threads is not None and not regime.takes_turns:
-        # Rows of all heads form one dimension where no window and no bias tells heads apart.
-        queries_of_grid = queries if _is_limited(limits) or bias_gradient else rows
-        owners = rows // queries_of_grid * _divide_up(queries_of_grid, regime.rows_per_block)
-        blocks = owners * blocks_per_row
+    call = _Call(
+        rows=rows,
+        columns=columns,
+        queries=queries,
+        left=limits[0],
+        right=limits[1],
+        element_bytes=dtype.itemsize,
+        is_masked=masked,
+        is_backward=backward,
+        has_bias_gradient=bias_gradient,
+        multiprocessors=multiprocessors,
+        shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
+        max_cluster=max_cluster,
+    )
+    plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()
+    _library().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
+    regime, kind, is_tile = table[plan.regime], _kinds()[plan.kind], plan.threads == 0
 
     visible = rows // queries * _visible_entries(limits, queries, columns)
     outputs = 2 if bias_gradient else 1
@@ -175,22 +160,72 @@ def explain(
         dtype=dtype,
         backward=backward,
         kind=kind,
-        visible_columns=visible_columns,
-        chunks=chunks,
-        index=index,
+        visible_columns=plan.visible_columns,
+        chunks=plan.chunks,
+        index=plan.regime,
         regime=regime,
-        reasons=_reasons(regime, chunks, rows, kind, blocks_per_row),
-        skipped=skipped,
-        blocks_per_row=blocks_per_row,
-        units=units,
-        batches_per_unit=batches_per_unit,
-        threads=threads,
-        blocks=blocks,
-        shared_bytes=shared_bytes,
-        workspace_bytes=workspace_bytes,
+        reasons=_reasons(regime, plan.chunks, rows, kind, plan.blocks_per_row),
+        skipped=tuple(
+            Skipped(i, table[i].name, "; ".join(_in_words(obstacles[i], table[i], kind, call)))
+            for i in range(plan.regime)
+        ),
+        blocks_per_row=plan.blocks_per_row,
+        units=plan.units,
+        batches_per_unit=plan.unit_batches,
+        threads=None if is_tile else plan.threads,
+        blocks=plan.blocks or None,
+        shared_bytes=None if is_tile else plan.shared_bytes,
+        workspace_bytes=plan.workspace_bytes,
         bytes_read=visible * read,
         bytes_written=rows * columns * dtype.itemsize * outputs,
     )
+
+
+# csrc/kernels/softmax/explain.h
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
+            *("is_backward", "has_bias_gradient", "multiprocessors", "shared_bytes", "max_cluster"),
+        )
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "units"),
+            *("unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
+        )
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return library.plans()
+
+
+@functools.cache
+def _kinds() -> dict[int, str]:
+    """The kinds of rows by their bits in limits.h, where they stand in this order."""
+    single = [kind for kind, parts in kernel_limits().kinds.items() if parts == (kind,)]
+    return {1 << position: kind for position, kind in enumerate(single)}
+
+
+def _in_words(obstacles: int, regime: RowRegime, kind: str, call: _Call) -> list[str]:
+    """Why a regime does not serve such rows: bits of Obstacle in limits.h."""
+    why = (
+        f"is not for {kind} rows",
+        f"takes at most {regime.max_chunks or 0:,} chunks",
+        f"wants at least {regime.min_rows:,} rows",
+        f"wants clusters of {regime.blocks_per_row} blocks, more than the GPU's {call.max_cluster}",
+        f"wants more than {call.shared_bytes:,} bytes of shared memory",
+    )
+    return [text for position, text in enumerate(why) if obstacles >> position & 1]
 
 
 def _check(
@@ -221,13 +256,6 @@ def _check(
         )
 
 
-# plan.h, layout.h and limits.h, function by function
-
-
-def _divide_up(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _window(causal: bool, window: Window | None) -> Window:
     left, right = window or (-1, -1)
     return left, 0 if causal else right
@@ -235,71 +263,6 @@ def _window(causal: bool, window: Window | None) -> Window:
 
 def _is_limited(limits: Window) -> bool:
     return max(limits) >= 0
-
-
-def _without_idle_limits(limits: Window, queries: int, columns: int) -> Window:
-    left, right = limits
-    return -1 if left >= columns - 1 else left, -1 if right >= queries - 1 else right
-
-
-def _visible_columns(limits: Window, queries: int, columns: int) -> int:
-    """Those that the widest row sees, without idle limits."""
-    left, right = limits
-    if left < 0:
-        return columns
-    return min(columns, left + (queries if right < 0 else right + 1))
-
-
-def _max_visible_chunks(columns: int, visible_columns: int, pack_elements: int) -> int:
-    straddling = 2 * (pack_elements - 1)
-    is_whole = columns % pack_elements == 0
-    whole = (columns if is_whole else columns + straddling) // pack_elements
-    visible = (visible_columns + straddling) // pack_elements
-    return min(visible, whole) if visible_columns < columns else whole
-
-
-def _kind(
-    columns: int, is_even: bool, all_chunks: int, chunks: int, masked: bool, limits: Window
-) -> str:
-    constants = kernel_limits().constants
-    if all_chunks >= constants["kLongRow"] and chunks <= constants["kNarrowRow"]:
-        return "narrow"
-    if masked:
-        return "masked"
-    if _is_limited(limits):
-        return "limited"
-    if columns <= (constants["kTinyColumns"] - 1 if is_even else constants["kTinyUnevenColumns"]):
-        return "tiny"
-    return "plain" if is_even else "uneven"
-
-
-def _choose(
-    table: tuple[RowRegime, ...], chunks: int, rows: int, kind: str, max_cluster: int
-) -> tuple[int, tuple[Skipped, ...]]:
-    """The first row of the table that serves such rows, and those before it."""
-    skipped: list[Skipped] = []
-    for index, regime in enumerate(table[:-1]):
-        obstacles = _obstacles(regime, chunks, rows, kind, max_cluster)
-        if not obstacles:
-            return index, tuple(skipped)
-        skipped.append(Skipped(index, regime.name, "; ".join(obstacles)))
-    return len(table) - 1, tuple(skipped)
-
-
-def _obstacles(regime: RowRegime, chunks: int, rows: int, kind: str, max_cluster: int) -> list[str]:
-    """Why a regime does not serve such rows; empty when it does."""
-    found = []
-    if not any(kind in kernel_limits().kinds[name] for name in regime.serves):
-        found.append(f"is not for {kind} rows")
-    if regime.max_chunks is not None and chunks > regime.max_chunks:
-        found.append(f"takes at most {regime.max_chunks:,} chunks")
-    if rows < regime.min_rows:
-        found.append(f"wants at least {regime.min_rows:,} rows")
-    if regime.blocks_per_row is not None and regime.blocks_per_row > max_cluster:
-        found.append(
-            f"wants clusters of {regime.blocks_per_row} blocks, more than the GPU's {max_cluster}"
-        )
-    return found
 
 
 def _reasons(
@@ -323,24 +286,6 @@ def _reasons(
     elif blocks_per_row > 1:
         found.append(f"few rows keep the GPU busy with {blocks} each")
     return tuple(found)
-
-
-def _unit_batches(chunks: int) -> int:
-    constants = kernel_limits().constants
-    batches = constants["kUnitBatches"]
-    while batches * constants["kChunksPerBatch"] * constants["kMaxUnits"] < chunks:
-        batches *= 2
-    return batches
-
-
-def _shared_bytes(regime: RowRegime, units: int, blocks_per_row: int, chunk_bytes: int) -> int:
-    constants = kernel_limits().constants
-    batch_bytes = constants["kChunksPerBatch"] * chunk_bytes
-    if regime.storage == "reread":
-        kept_batches = regime.threads_per_row // 32 * constants["kRingBytes"] // batch_bytes
-    else:
-        kept_batches = _divide_up(units, blocks_per_row) * constants["kUnitBatches"]
-    return kept_batches * batch_bytes + 2 * units * constants["kResultBytes"]
 
 
 # Bytes

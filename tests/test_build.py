@@ -293,9 +293,12 @@ def test_library_is_built_once_on_first_use(small_sources, capfd):
 def test_first_use_of_two_at_once_and_after_a_header_changed(small_sources, monkeypatch):
     compile_sources = library._compile
     compiled = []
-    monkeypatch.setattr(
-        library, "_compile", lambda *args: compiled.append(args) or compile_sources(*args)
-    )
+
+    def counted(*args, **flags):
+        compiled.append(args)
+        return compile_sources(*args, **flags)
+
+    monkeypatch.setattr(library, "_compile", counted)
     with ThreadPoolExecutor() as threads:
         first, same = threads.map(lambda _: library._build_for_these_gpus(), range(2))
     assert same == first

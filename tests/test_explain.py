@@ -1,8 +1,7 @@
-"""What megasoftmax.explain says: by hand for a small table, and as the compiled part decides."""
+"""What megasoftmax.explain says, by hand and by the tables of limits.h."""
 
-import ctypes
 import itertools
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,141 +13,95 @@ from megasoftmax import __main__
 from megasoftmax import explain as module
 from megasoftmax.build import library
 from megasoftmax.explain import H200, Explanation, current_gpu, explain
-from megasoftmax.limits import RowRegime, kernel_limits
+from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
 
 LIMITS = kernel_limits()
-REGIMES = (
-    RowRegime("tile", "tile", 0, 0, 0, 0, False, 1, 33, 0, ("tiny",)),
-    RowRegime("lanes", "registers", 4, 16, 4, 16, False, 1, 32, 0, ("any",)),
-    RowRegime("narrow", "registers", 256, 1, 1, 6, False, 1, 256, 0, ("narrow",)),
-    RowRegime("shared", "shared", 64, 1, 2, 16, False, 1, 1024, 1000, ("any",)),
-    RowRegime("cluster", "shared", 256, 1, 2, 3, False, 4, 1024, 40, ("spread",)),
-    RowRegime("turns", "shared", 256, 1, 2, 3, True, 4, 8192, 40, ("spread",)),
-    RowRegime("whole", "reread", 256, 1, 2, 3, False, None, None, 0, ("spread",)),
-    RowRegime("last", "reread", 256, 1, 2, 3, False, 1, None, 0, ("any",)),
-)
-CONSTANTS = {
-    "kLongRow": 512,
-    "kNarrowRow": 256,
-    "kTinyColumns": 128,
-    "kTinyUnevenColumns": 512,
-    "kChunksPerBatch": 64,
-    "kUnitBatches": 2,
-    "kMaxUnits": 512,
-    "kBlocksPerSm": 3,
-    "kRingBytes": 8192,
-    "kResultBytes": 8,
-}
 
 
-@pytest.fixture
-def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = replace(LIMITS, forward=REGIMES, backward=REGIMES, constants=CONSTANTS)
-    monkeypatch.setattr(module, "kernel_limits", lambda: limits)
-
-
-def test_constants_are_those_of_the_headers() -> None:
-    assert set(CONSTANTS) <= set(LIMITS.constants)
-
-
-# By hand, from REGIMES
-
-
-def _launch(found: Explanation) -> tuple[Any, ...]:
-    return (
-        *(found.regime.name, found.kind, found.chunks, found.blocks_per_row),
-        *(found.units, found.batches_per_unit, found.threads, found.blocks),
-        *(found.shared_bytes, found.workspace_bytes),
-    )
+def _first_that_serves(
+    rows: int, kind: str, chunks: int, *, backward: bool = False, max_cluster: int = 16
+) -> int:
+    limits = kernel_limits()
+    for index, regime in enumerate(limits.backward if backward else limits.forward):
+        serves = any(kind in limits.kinds[name] for name in regime.serves)
+        is_short = regime.max_chunks is None or chunks <= regime.max_chunks
+        has_cluster = regime.blocks_per_row is None or regime.blocks_per_row <= max_cluster
+        if serves and is_short and rows >= regime.min_rows and has_cluster:
+            return index
+    raise AssertionError("the last regime serves all rows")
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "expected"),
+    ("call", "arguments", "kind", "chunks"),
     [
-        ((1000, 100, HALF), {}, ("tile", "tiny", 14, 1, 0, 0, None, None, None, 0)),
-        # 16 rows fill a block.
-        ((100, 200, HALF), {}, ("lanes", "plain", 25, 1, 0, 0, 64, 7, 0, 0)),
+        ((1000, 100, HALF), {}, "tiny", 14),
+        ((100, 200, HALF), {}, "plain", 25),
         # Rows of 66 chunks of 8 elements may touch 67, if they are odd.
-        ((4000, 529, HALF), {}, ("shared", "uneven", 67, 1, 1, 2, 64, 4000, 2064, 0)),
-        ((100, 100, HALF), {"masked": True}, ("lanes", "masked", 14, 1, 0, 0, 64, 7, 0, 0)),
-        # Queries of another head start another block.
-        (
-            (96, 96, HALF),
-            {"causal": True, "queries": 24},
-            ("lanes", "limited", 12, 1, 0, 0, 64, 8, 0, 0),
-        ),
-        # 8 units of 2 batches of 64 chunks of 16 bytes; results of 8 bytes, for two rows.
-        ((8192, 8192, HALF), {}, ("shared", "plain", 1024, 1, 8, 2, 64, 8192, 16512, 0)),
-        # What the backward pass keeps of a chunk is 32 bytes.
-        (
-            (8192, 8192, HALF),
-            {"backward": True},
-            ("shared", "plain", 1024, 1, 8, 2, 64, 8192, 32896, 0),
-        ),
-        ((999, 8192, HALF), {}, ("cluster", "plain", 1024, 4, 8, 2, 256, 3996, 4224, 0)),
-        ((999, 4096, FLOAT), {}, ("cluster", "plain", 1024, 4, 8, 2, 256, 3996, 4224, 0)),
-        # 9 units, 3 of them in a block.
-        ((8192, 8200, HALF), {}, ("turns", "plain", 1025, 4, 9, 2, 256, None, 6288, 0)),
-        # 8 units are one for each warp of a block; each warp has 8192 bytes.
-        (
-            (100, 8192, HALF),
-            {"max_cluster": 1},
-            ("whole", "plain", 1024, 1, 8, 2, 256, 100, 65664, 0),
-        ),
-        (
-            (100, 8192, HALF),
-            {"max_cluster": 1, "multiprocessors": 66},
-            ("whole", "plain", 1024, 1, 8, 2, 256, 100, 65664, 0),
-        ),
-        # Units of 16 batches, so that there are no more than 512, and a warp for each.
-        (
-            (4, 2**22, HALF),
-            {},
-            ("whole", "plain", 2**19, 64, 512, 16, 256, 256, 73728, 16384),
-        ),
+        ((4000, 529, HALF), {}, "uneven", 67),
+        ((100, 100, HALF), {"masked": True}, "masked", 14),
+        ((96, 96, HALF), {"causal": True, "queries": 24}, "limited", 12),
+        ((8192, 8192, HALF), {}, "plain", 1024),
+        ((8192, 8192, HALF), {"backward": True}, "plain", 1024),
+        ((99, 8192, HALF), {}, "plain", 1024),
+        ((999, 4096, FLOAT), {}, "plain", 1024),
+        ((100, 80000, HALF), {"max_cluster": 1}, "plain", 10000),
+        ((100, 80000, HALF), {"max_cluster": 8}, "plain", 10000),
         # The mask matters forward only.
-        (
-            (999, 8192, HALF),
-            {"masked": True, "causal": True},
-            ("cluster", "masked", 1024, 4, 8, 2, 256, 3996, 4224, 0),
-        ),
-        (
-            (999, 8192, HALF),
-            {"masked": True, "backward": True},
-            ("cluster", "plain", 1024, 4, 8, 2, 256, 3996, 8320, 0),
-        ),
-        # What takes the gradient of a bias stays in one block.
-        (
-            (3000, 5000, FLOAT),
-            {"bias_gradient": True, "backward": True},
-            ("last", "bias gradient", 1250, 1, 10, 2, 256, 3000, 65696, 0),
-        ),
+        ((999, 8192, HALF), {"masked": True, "causal": True}, "masked", 1024),
+        ((999, 8192, HALF), {"masked": True, "backward": True}, "plain", 1024),
+        ((3000, 5000, FLOAT), {"bias_gradient": True, "backward": True}, "bias gradient", 1250),
         # 256 visible columns touch up to 33 chunks, of 512.
-        (
-            (4096, 4096, HALF),
-            {"window": (255, 0)},
-            ("narrow", "narrow", 33, 1, 0, 0, 256, 4096, 0, 0),
-        ),
-        (
-            (4096, 4088, HALF),
-            {"window": (255, 0)},
-            ("shared", "limited", 33, 1, 1, 2, 64, 4096, 2064, 0),
-        ),
+        ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 33),
+        ((4096, 4088, HALF), {"window": (255, 0)}, "limited", 33),
         # A window that limits nothing.
-        (
-            (8192, 8192, HALF),
-            {"window": (8192, 8192)},
-            ("shared", "plain", 1024, 1, 8, 2, 64, 8192, 16512, 0),
-        ),
+        ((8192, 8192, HALF), {"window": (8192, 8192)}, "plain", 1024),
     ],
 )
-@pytest.mark.usefixtures("small_table")
-def test_launch(
-    call: tuple[int, int, torch.dtype], arguments: dict[str, Any], expected: tuple[Any, ...]
+def test_kind_of_rows_and_regime(
+    call: tuple[int, int, torch.dtype], arguments: dict[str, Any], kind: str, chunks: int
 ) -> None:
-    assert _launch(explain(*call, **arguments)) == expected
+    found = explain(*call, **arguments)
+    options = {name: arguments[name] for name in ("backward", "max_cluster") if name in arguments}
+    assert (found.kind, found.chunks) == (kind, chunks)
+    assert found.index == _first_that_serves(call[0], kind, chunks, **options)
+    assert [each.index for each in found.skipped] == list(range(found.index))
+
+
+def test_grid_of_rows_in_registers() -> None:
+    found = explain(100, 200, HALF)
+    regime = found.regime
+    assert regime.storage == "registers"
+    assert found.threads == regime.threads_per_row * regime.rows_per_block
+    assert found.blocks == -(-100 // regime.rows_per_block)
+    assert (found.units, found.batches_per_unit, found.shared_bytes) == (0, 0, 0)
+    # Queries of another head start another block.
+    of_heads = explain(90, 200, HALF, causal=True, queries=9)
+    assert of_heads.blocks == 10 * -(-9 // of_heads.regime.rows_per_block)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_long_rows_are_units(backward: bool) -> None:
+    constants = kernel_limits().constants
+    found = explain(8192, 8192, HALF, backward=backward)
+    assert found.regime.storage == "shared"
+    assert (found.units, found.batches_per_unit) == (1024 // constants["kChunksPerBatch"], 1)
+    # Chunks, of two tensors backward, and results of two rows.
+    waiting = (32 if backward else 16) * 1024
+    assert found.shared_bytes == waiting + 2 * found.units * constants["kResultBytes"]
+    assert found.workspace_bytes == 0
+    # More batches to a unit, so that there are not too many of them.
+    longest = explain(4, 2**22, HALF, backward=backward)
+    assert longest.units == constants["kMaxUnits"]
+    assert longest.batches_per_unit == 2**19 // constants["kChunksPerBatch"] // longest.units
+
+
+def test_blocks_that_take_turns() -> None:
+    found = explain(60, 8 * 8960, HALF)
+    assert found.regime.takes_turns
+    assert (found.blocks, found.threads) == (None, found.regime.threads_per_row)
+    assert found.blocks_per_row == found.regime.blocks_per_row
 
 
 @pytest.mark.parametrize(
@@ -182,25 +135,23 @@ def test_bytes(arguments: dict[str, Any], visible: int, read: int, written: int)
     assert found.microseconds(1e12) == pytest.approx(fewest_time)
 
 
-@pytest.mark.usefixtures("small_table")
 def test_reasons() -> None:
-    found = explain(300, 8192, HALF, max_cluster=16)
-    assert found.regime.name == "cluster"
-    assert found.index == 4
-    assert [(skipped.index, skipped.name, skipped.why) for skipped in found.skipped] == [
-        (0, "tile", "is not for plain rows; takes at most 33 chunks"),
-        (1, "lanes", "takes at most 32 chunks"),
-        (2, "narrow", "is not for plain rows; takes at most 256 chunks"),
-        (3, "shared", "wants at least 1,000 rows"),
-    ]
+    found = explain(500, 8192, HALF)
+    regime = found.regime
     assert found.reasons == (
         "serves plain rows",
-        "takes rows of at most 1,024 chunks: these need up to 1,024",
-        "wants at least 40 rows, so that 4 blocks each keep the GPU busy: there are 300",
+        f"takes rows of at most {regime.max_chunks:,} chunks: these need up to 1,024",
+        f"wants at least {regime.min_rows:,} rows, so that one block each keeps the GPU busy: "
+        "there are 500",
     )
-    without_clusters = explain(300, 8192, HALF, max_cluster=2)
-    assert without_clusters.regime.name == "whole"
-    assert "clusters of 4 blocks, more than the GPU's 2" in without_clusters.skipped[4].why
+    why = {each.index: each.why for each in found.skipped}
+    assert why[0] == "is not for plain rows; takes at most 130 chunks"
+    for index, each in why.items():
+        skipped = kernel_limits().forward[index]
+        assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
+    without_clusters = explain(300, 10**5, HALF, max_cluster=2)
+    expected = "wants clusters of 4 blocks, more than the GPU's 2"
+    assert expected in [each.why for each in without_clusters.skipped if "_4" in each.name][-1]
 
 
 # From the tables of limits.h
@@ -253,42 +204,41 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     ] == []
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [HALF, FLOAT])
-@pytest.mark.parametrize("backward", [False, True])
-def test_library_takes_the_same_regimes(backward: bool, dtype: torch.dtype) -> None:
-    path = library.load().path
-    regime_of = ctypes.CDLL(str(path)).megasoftmax_regime
-    integers = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int] * 3)
-    regime_of.argtypes, regime_of.restype = integers, ctypes.c_int
-    max_cluster = current_gpu().max_cluster
-
-    def agree(rows: int, columns: int, masked: bool, causal: bool) -> None:
-        found = explain(
-            rows,
-            columns,
-            dtype,
-            queries=columns if causal else rows,
-            causal=causal,
-            masked=masked,
-            backward=backward,
-            max_cluster=max_cluster,
-        )
-        answer = regime_of(backward, rows, columns, dtype.itemsize, masked, causal)
-        assert answer == found.index, f"{rows} x {columns}, masked {masked}, causal {causal}"
-
-    regimes = LIMITS.forward + LIMITS.backward
-    pack = 16 // dtype.itemsize
-    edges = {pack * regime.max_chunks for regime in regimes if regime.max_chunks is not None}
-    lengths = {edge + extra for edge in edges for extra in (-pack, 1 - pack, 0, 1)} | {1, 2**24}
+def _answers() -> list[Explanation]:
+    """Of calls at the edges of the tables."""
+    limits = kernel_limits()
+    regimes = limits.forward + limits.backward
+    edges = {regime.max_chunks for regime in regimes if regime.max_chunks is not None}
     fewest = {regime.min_rows for regime in regimes}
-    counts = {count - less for count in fewest for less in (0, 1)} | {1}
-    for columns in lengths - {0}:
-        for rows, masked in itertools.product(counts, (False, True)):
-            if 0 < rows <= LIMITS.max_index:
-                agree(rows, columns, masked, causal=False)
-        for masked in (False, True):
-            agree(2 * columns, columns, masked, causal=True)
+    counts = sorted({count - less for count in fewest for less in (0, 1)} | {1})
+    found = []
+    for dtype, backward in itertools.product((HALF, FLOAT), (False, True)):
+        pack = 16 // dtype.itemsize
+        lengths = {pack * edge + extra for edge in edges for extra in (-pack, 1 - pack, 0, 1)}
+        for columns, rows in itertools.product(sorted(lengths - {0}), counts):
+            for options in ({}, {"masked": True}, {"causal": True, "queries": 1}):
+                if 0 < rows <= limits.max_index:
+                    found.append(explain(rows, columns, dtype, backward=backward, **options))
+    return found
+
+
+@pytest.mark.gpu
+def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.load().available
+    module._library.cache_clear()
+    with_kernels = _answers()
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
+    module._library.cache_clear()
+    assert _answers() == with_kernels
+    module._library.cache_clear()
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(library.BuildError, match="no-such-compiler"):
+        library.plans()
 
 
 # Errors

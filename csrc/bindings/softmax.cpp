@@ -155,36 +155,8 @@ void register_softmax(Library& library) {
 
 }  // namespace megasoftmax
 
-// For ctypes: benchmarks/tune_softmax.py chooses regimes, tests/test_explain.py asks for the
-// choice.
+// For ctypes: benchmarks/tune_softmax.py and tests choose regimes.
 extern "C" __attribute__((visibility("default"))) void megasoftmax_force_regimes(int forward,
                                                                                  int backward) {
   megasoftmax::force_regimes(forward, backward);
-}
-
-// Of contiguous rows; causal ones are square.
-extern "C" __attribute__((visibility("default"))) int megasoftmax_regime(
-    int is_backward, int64_t rows, int64_t columns, int element_bytes, int is_masked,
-    int is_causal) {
-  using namespace megasoftmax;
-  const Shape shape{1, is_causal ? rows / columns : 1, is_causal ? columns : rows, columns};
-  Strided tensor;
-  tensor.type = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
-  tensor.head_stride = columns * shape.queries;
-  tensor.query_stride = columns;
-  tensor.column_stride = 1;
-  const Window window{-1, is_causal ? 0 : -1};
-  if (is_backward) {
-    BackwardParams params;
-    params.shape = shape;
-    params.gradient = params.probabilities = tensor;
-    params.window = window;
-    return chosen_regime(params);
-  }
-  ForwardParams params;
-  params.shape = shape;
-  params.scores = tensor;
-  params.window = window;
-  if (is_masked) params.mask.data = &params;
-  return chosen_regime(params);
 }

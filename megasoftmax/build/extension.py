@@ -181,7 +181,8 @@ def architectures(nvcc_version: tuple[int, int], requested: str | None = None) -
 
 def sources() -> list[Path]:
     """The files to compile."""
-    return sorted([*CSRC.glob("kernels/**/*.cu"), *CSRC.glob("bindings/*.cpp")])
+    kernels = [*CSRC.glob("kernels/**/*.cu"), *CSRC.glob("kernels/**/*.cpp")]
+    return sorted([*kernels, *CSRC.glob("bindings/*.cpp")])
 
 
 def cxx_flags() -> list[str]:
@@ -224,8 +225,16 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
     with (
         patch.object(cpp_extension, "CUDA_HOME", str(home)),
-        patch.dict(os.environ, PATH=_programs(), MAX_JOBS=jobs),
+        patch.dict(os.environ, MAX_JOBS=jobs),
+        programs(),
     ):
+        yield
+
+
+@contextmanager
+def programs() -> Iterator[None]:
+    """Lets cpp_extension find ninja, until the block ends."""
+    with patch.dict(os.environ, PATH=_programs()):
         yield
 
 

@@ -6,10 +6,11 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,6 +64,26 @@ def status() -> Status:
     return Status(False, reason="it is built when the first CUDA tensor comes")
 
 
+def plans() -> ctypes.CDLL:
+    """What tells how launches run: the compiled part, or its plans compiled alone, without CUDA.
+
+    Raises:
+        BuildError: there is no compiled part and no C++ compiler, or no ninja.
+    """
+    compiled = status()
+    if compiled.path is not None:
+        return ctypes.CDLL(str(compiled.path))
+    sources = [extension.CSRC / "kernels" / "softmax" / "explain.cpp"]
+    flags = [*extension.CXX_FLAGS]
+
+    def compile_into(folder: Path) -> Path:
+        with extension.programs():
+            return _compile("megasoftmax_plans", sources, folder, extra_cflags=flags)
+
+    key = extension.fingerprint(torch.__version__, *flags)
+    return ctypes.CDLL(str(_kept("megasoftmax-plans", key, compile_into)))
+
+
 def _load() -> Status:
     try:
         path = _LIBRARY if _LIBRARY.exists() else _build_for_these_gpus()
@@ -97,33 +118,47 @@ def _build_for_these_gpus() -> Path:
     names = extension.architectures(nvcc.version, requested)
     flags = *extension.nvcc_flags(names), *extension.cxx_flags(), *extension.LINK_FLAGS
     key = extension.fingerprint(torch.__version__, str(nvcc.version), *flags)
-    folder = _cache_folder() / f"megasoftmax-{key[:16]}"
+    sources = extension.sources()
+
+    def compile_into(folder: Path) -> Path:
+        with extension.toolchain(nvcc), _progress(folder, len(sources)):
+            return _compile(
+                "megasoftmax",
+                sources,
+                folder,
+                extra_cflags=extension.cxx_flags(),
+                extra_cuda_cflags=extension.nvcc_flags(names),
+                extra_ldflags=[*extension.LINK_FLAGS],
+            )
+
+    return _kept("megasoftmax", key, compile_into)
+
+
+def _kept(name: str, key: str, compile_into: Callable[[Path], Path]) -> Path:
+    """A library in torch's extension cache, compiled there unless an earlier run did."""
+    folder = _cache_folder() / f"{name}-{key[:16]}"
     library = folder / _LIBRARY.name
     with extension.locked(folder / "lock"):
         if not library.exists():
             # A new folder each time. In that of a build that was killed, torch would wait for ever
             # for the end of that build, and ninja may still be at work.
             with tempfile.TemporaryDirectory(dir=folder) as objects:
-                _compile(nvcc, names, Path(objects)).replace(library)
+                compile_into(Path(objects)).replace(library)
     return library
 
 
-def _compile(nvcc: extension.Nvcc, names: tuple[str, ...], objects: Path) -> Path:
-    """Builds the library in the empty folder `objects`, and loads it."""
+def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) -> Path:
+    """Builds a library in the empty folder `objects`, and loads it."""
     from torch.utils import cpp_extension  # slow to import
 
-    sources = [str(path) for path in extension.sources()]
     try:
-        with extension.toolchain(nvcc), _progress(objects, len(sources)):
-            cpp_extension.load(
-                "megasoftmax",
-                sources,
-                extra_cflags=extension.cxx_flags(),
-                extra_cuda_cflags=extension.nvcc_flags(names),
-                extra_ldflags=[*extension.LINK_FLAGS],
-                build_directory=str(objects),
-                is_python_module=False,
-            )
+        cpp_extension.load(
+            name,
+            [str(path) for path in sources],
+            build_directory=str(objects),
+            is_python_module=False,
+            **flags,
+        )
     except RuntimeError as error:
         text = str(error)  # with all that ninja printed, files that compiled included
         raise BuildError(text[max(text.find("FAILED:"), 0) :]) from error

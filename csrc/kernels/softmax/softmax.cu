@@ -107,18 +107,6 @@ int64_t softmax_backward_workspace(BackwardParams params, cudaStream_t stream) {
   return plan_at_hand(params, stream).workspace_bytes;
 }
 
-int chosen_regime(const ForwardParams& params) {
-  ForwardParams prepared = params;
-  prepare(prepared);
-  return plan_forward(prepared, current_device(), -1).regime;
-}
-
-int chosen_regime(const BackwardParams& params) {
-  BackwardParams prepared = params;
-  prepare(prepared);
-  return plan_backward(prepared, current_device(), -1).regime;
-}
-
 void force_regimes(int forward, int backward) { forced_regimes = {forward, backward}; }
 
 BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,

@@ -21,10 +21,6 @@ cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream);
 // The type of `probabilities` selects the instance.
 cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream);
 
-// The row of the table in limits.h that a launch takes.
-int chosen_regime(const ForwardParams& params);
-int chosen_regime(const BackwardParams& params);
-
 // For tuning: rows of the tables to take where they serve a launch, -1 for the usual choice. Holds
 // for the whole process.
 void force_regimes(int forward, int backward);
