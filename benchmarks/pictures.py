@@ -49,18 +49,17 @@ OUTLIER = 105  # % of the copy, from which a point of a CUDA graph says how long
 
 def draw_all() -> None:
     """Rewrites every picture."""
-    draw_softmax(read("softmax.csv"), read("rows.csv"))
+    draw_softmax(read("softmax.csv"))
+    draw_rows(read("rows.csv"))
     draw_topk(read("topk.csv"))
     draw_attention(read("attention.csv"))
     draw_training(read("training.csv"))
     draw_tuning(read("tune.csv"))
 
 
-def draw_softmax(rows: list[Row], plain: list[Row]) -> None:
-    """Per cent of the copy: the cases of transformers, below them plain rows by their length."""
-    figure = plt.figure(figsize=(12, 14))
-    upper, lower = figure.subfigures(2, 1, height_ratios=[9, 5])
-    axes = upper.subplots(1, 2, sharey=True)
+def draw_softmax(rows: list[Row]) -> None:
+    """Per cent of the copy, for the cases of transformers."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 8), sharey=True)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
         cases = by_case(rows, direction)
         labels = {" ".join((times(shape), name)): case for (shape, name), case in cases.items()}
@@ -68,23 +67,28 @@ def draw_softmax(rows: list[Row], plain: list[Row]) -> None:
         axis.axvline(100, color="black", linewidth=0.8)
         axis.set_title(direction)
         axis.set_xlabel("% of copy bandwidth (fewest bytes / time)")
-    upper.suptitle(f"Attention softmax, bfloat16, {origin(rows)}")
-    upper.subplots_adjust(left=0.19, right=0.98, wspace=0.05, bottom=0.08, top=0.92)
-    panels = lower.subplots(1, 4, sharey=True)
-    titles = [
-        (timing, direction) for timing in ("call", "graph") for direction in ("forward", "backward")
-    ]
-    cases = by_timing(plain, ("shape", "dim", "dtype", "pass"))
-    for axis, (timing, direction) in zip(panels, titles, strict=True):
-        draw_lengths(axis, cases.values(), timing, direction)
-        size = "64 MiB and more" if timing == "call" else "less, CUDA graph"
-        axis.set_title(f"{direction}, {size}", fontsize=10)
-    panels[0].set_ylabel("% of copy bandwidth")
-    panels[0].set_ylim(0, 1.05 * largest(plain, "percent_of_copy"))
-    lower.suptitle("Plain softmax of rows, all types, by the number of columns")
-    lower.subplots_adjust(left=0.07, right=0.98, wspace=0.08, bottom=0.22, top=0.86)
-    add_legend(lower, {row["implementation"] for row in rows + plain})
-    save(figure, "speedup.png", dpi=100)
+    figure.suptitle(f"Softmax of attention, bfloat16, {origin(rows)}")
+    figure.subplots_adjust(left=0.18, right=0.98, wspace=0.05, bottom=0.12, top=0.91)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "speedup.png", dpi=110)
+
+
+def draw_rows(rows: list[Row]) -> None:
+    """Per cent of the copy, for plain rows by their length."""
+    figure, panels = plt.subplots(2, 2, figsize=(12, 9), sharex="row", sharey=True)
+    cases = by_timing(rows, ("shape", "dim", "dtype", "pass"))
+    sizes = {"call": "64 MiB and more", "graph": "less than 64 MiB, CUDA graph"}
+    for line, (timing, size) in zip(panels, sizes.items(), strict=True):
+        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+            draw_lengths(axis, cases.values(), timing, direction)
+            axis.set_title(f"{direction}, {size}")
+        line[0].set_ylabel("% of copy bandwidth")
+    shown = [row for case in cases.values() for row in case.values() if row["dim"] == "-1"]
+    panels[0, 0].set_ylim(0, 1.05 * largest(shown, "percent_of_copy"))
+    figure.suptitle(f"Plain softmax of rows, all types, {origin(rows)}")
+    figure.subplots_adjust(left=0.06, right=0.98, wspace=0.05, hspace=0.3, bottom=0.12, top=0.91)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "rows.png", dpi=90)
 
 
 def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: str) -> None:

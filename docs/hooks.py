@@ -5,6 +5,12 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 RESULTS = Path("benchmarks") / "results"
+HOME_LINKS = {
+    "docs/": "",
+    "DESIGN.md#semantics": "semantics.md#semantics",
+    "DESIGN.md": "design.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 
 
 def on_files(files, config):
@@ -15,5 +21,6 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **others):
     if page.file.src_uri == "index.md":  # its links start at the root of the repository
-        markdown = markdown.replace("](docs/", "](").replace(f"]({RESULTS}/", "](results/")
+        for found, wanted in HOME_LINKS.items():
+            markdown = markdown.replace(f"]({found}", f"]({wanted}")
     return markdown.replace(f"](../{RESULTS}/", "](results/")
