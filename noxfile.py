@@ -9,6 +9,6 @@ import nox
 @nox.session
 @nox.parametrize("version", ["==5.17.0", "==5.21.1", ">=5.23"])
 def transformers(session: nox.Session, version: str) -> None:
-    session.install(".[test,torch]", f"transformers{version}")
+    session.install(".[test]", f"transformers{version}")
     tests = ("test_transformers.py", "test_patching.py", "test_routers.py")
     session.run("pytest", *(f"tests/{name}" for name in tests), *session.posargs)

@@ -9,6 +9,9 @@ cannot differentiate. Here one model trains with transformers' "eager" attention
 the first batch, or the losses later, the exit code is 1.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated

@@ -8,6 +8,9 @@ torch.softmax and torch.topk. The swap changes nothing: should the texts differ,
 Model, text and training are those of train_gpt.py.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 import time
 from collections.abc import Callable
 from typing import Annotated, Literal

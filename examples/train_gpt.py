@@ -9,6 +9,9 @@ on each other; if they part by more than a tolerance, the exit code is 1. The te
 library of this Python, read as bytes, so that nothing is downloaded.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

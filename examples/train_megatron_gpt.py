@@ -7,6 +7,9 @@ every second layer, and for each head a learnable softmax offset. Two lines of `
 megasoftmax. The text is that of the other examples.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 import time
 import warnings
 from typing import Annotated

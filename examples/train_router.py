@@ -9,6 +9,9 @@ the same batches. Should the experts that they choose on the first batch differ,
 later, the exit code is 1.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 from typing import Annotated, Literal
 
 import torch

@@ -9,6 +9,9 @@ head attend to nothing; every other layer sees a window only. One model trains w
 losses differ, or the sinks not learn the same, the exit code is 1.
 """
 
+import extras  # noqa: F401  # says which extra has a package that is missing
+
+# isort: split
 from typing import Annotated
 
 import torch

@@ -3,7 +3,10 @@
 try:
     import torch as _torch
 except ModuleNotFoundError as error:
-    raise ImportError("megasoftmax needs torch >= 2.11: pip install torch") from error
+    raise ImportError(
+        "megasoftmax needs torch >= 2.11: `pip install torch`, or choose the build for your CUDA "
+        "version, or for CPUs alone, on https://pytorch.org/get-started/locally"
+    ) from error
 
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")

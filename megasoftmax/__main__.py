@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from megasoftmax._export_kernels import export_kernels
+from megasoftmax._extras import missing_extra
 from megasoftmax.build import extension, library
 from megasoftmax.explain import DTYPES, PACK_BYTES, Explanation, Gpu, Window, current_gpu, explain
 from megasoftmax.limits import RowRegime, kernel_limits
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f"python -m megasoftmax: {missing_extra(error) or error}") from error
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -181,10 +186,14 @@ def regress(
     Exit code 0: the trainings are the same within rounding; 1: they differ; 2: no result.
     """
     # transformers takes seconds to import, which the other commands need not wait for.
-    from transformers.utils import logging
+    try:
+        from transformers.utils import logging
 
-    from megasoftmax import regression, regression_report
-    from megasoftmax.regression_models import TINY, RegressionError
+        from megasoftmax import regression, regression_report
+        from megasoftmax.regression_models import TINY, RegressionError
+    except ModuleNotFoundError as error:
+        typer.echo(f"Error: {missing_extra(error) or error}", err=True)
+        raise typer.Exit(2) from error
 
     for file in (json_file, html_file):
         if file is not None and not file.parent.is_dir():

@@ -364,7 +364,7 @@ def test_compile(attention, device, dynamic, monkeypatch):
     *inputs, mask = make_inputs(device)
     function = full_call(attention, mask)
     backend = "aot_eager" if device == "cpu" else "inductor"
-    if torch.__version__.startswith("2.11."):  # see the limits in README.md
+    if torch.__version__.startswith("2.11."):  # see docs/limits.md
         monkeypatch.setattr(inductor_config.triton, "coalesce_tiling_analysis", False)
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     expected = gradients_of(function, *inputs)

@@ -25,6 +25,12 @@ def test_marked_code_of_a_page_runs(page):
         exec(compile("\n" * line + block, page, "exec"), names)
 
 
+def test_pages_hold_what_was_measured():
+    command = [sys.executable, ROOT / "benchmarks" / "plot.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_site_builds_strictly_and_fetches_nothing(tmp_path):
     if importlib.util.find_spec("material") is None or not importlib.util.find_spec("mkdocstrings"):
         pytest.skip("mkdocs-material and mkdocstrings are not installed: pip install '.[docs]'")
@@ -39,3 +45,4 @@ def test_site_builds_strictly_and_fetches_nothing(tmp_path):
     assert "A query without a visible key" in (tmp_path / "api" / "index.html").read_text()
     assert "bottom-right aligned" in (tmp_path / "semantics" / "index.html").read_text()
     assert (tmp_path / "speedup.png").exists()
+    assert (tmp_path / "results" / "softmax.csv").exists()

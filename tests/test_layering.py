@@ -32,6 +32,7 @@ MODULES = {
     "__init__": {"biases", "context_parallel", "functional", "layers", "modules", "dispatch"},
     "__main__": {
         "_export_kernels",
+        "_extras",
         "build",
         "explain",
         "limits",
@@ -40,6 +41,7 @@ MODULES = {
         "regression_report",
     },
     "_export_kernels": {"build"},
+    "_extras": set(),
     "biases": set(),
     "build": set(),
     "explain": {"build", "limits"},

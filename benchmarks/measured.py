@@ -1,0 +1,64 @@
+"""The CSV files of benchmarks/results as tables and pictures need them: case by case."""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = "megasoftmax"
+DENSE = "megasoftmax, dense bias"
+NOT_PEERS = (OURS, DENSE, "megasoftmax_softmax", "copy")
+
+Row = dict[str, str]
+Case = dict[str, Row]  # by implementation
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a CSV file; empty when it is missing."""
+    path = RESULTS / name
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def by_case(rows: list[Row], direction: str) -> dict[tuple[str, str], Case]:
+    """softmax.csv: {(shape, variant): case} of one pass, in the order of the file."""
+    cases: dict[tuple[str, str], Case] = defaultdict(dict)
+    for row in rows:
+        if row["pass"] == direction:
+            cases[row["shape"], row["variant"]][row["implementation"]] = row
+    return cases
+
+
+def by_timing(rows: list[Row], fields: tuple[str, ...]) -> dict[tuple[str, ...], Case]:
+    """rows.csv and topk.csv: {values of the fields: case}, timed in a CUDA graph where possible."""
+    cases: dict[tuple[str, ...], dict[str, Case]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        key = tuple(row[name] for name in fields)
+        cases[key][row["timing"]][row["implementation"]] = row
+    return {key: found.get("graph") or found["call"] for key, found in cases.items()}
+
+
+def by_attention(rows: list[Row], kind: str, direction: str) -> dict[str, Case]:
+    """attention.csv: {case: case} of one kind and pass, without what refuses the case."""
+    cases: dict[str, Case] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == kind and row["pass"] == direction and not row["note"]:
+            cases[row["case"]][row["implementation"]] = row
+    return cases
+
+
+def by_model(rows: list[Row]) -> dict[str, Case]:
+    """training.csv: {case: case}."""
+    cases: dict[str, Case] = defaultdict(dict)
+    for row in rows:
+        cases[row["case"]][row["implementation"]] = row
+    return cases
+
+
+def fastest_peer(case: Case, figure: str = "microseconds") -> Row | None:
+    """The peer that takes the least time; None where there is no peer."""
+    peers = [row for name, row in case.items() if name not in NOT_PEERS and row[figure]]
+    return min(peers, key=lambda row: float(row[figure]), default=None)

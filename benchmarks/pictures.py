@@ -1,0 +1,298 @@
+"""The pictures of docs/, from benchmarks/results: every implementation that was measured.
+
+What refused a case, or was left out of it, has no mark there. Axes end beyond the largest figure.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from measured import OURS, ROOT, Case, Row, by_attention, by_case, by_model, by_timing, read
+
+DOCS = ROOT / "docs"
+BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
+    *("#1b6ca8", "#e08e45", "#3f9142", "#8e5bb5", "#9a9a9a", "#c0392b"),
+)
+# An implementation -> its colour and the shape of its mark, in the order of legends.
+MARKS = {
+    OURS: (BLUE, "o"),
+    "megasoftmax_softmax": ("#7fb3d5", "o"),
+    "megasoftmax, dense bias": ("#7fb3d5", "o"),
+    "liger": (GREEN, "D"),
+    "quack": (RED, "X"),
+    "torch.compile": (ORANGE, "s"),
+    "torch.softmax": (PURPLE, "^"),
+    "softmax, topk": (PURPLE, "^"),
+    "topk, logsumexp": (GREEN, "v"),
+    "SDPA flash": (PURPLE, "^"),
+    "SDPA cuDNN": (GREEN, "D"),
+    "SDPA mem-efficient": (GREY, "v"),
+    "FlexAttention": (ORANGE, "s"),
+    "sdpa": (GREEN, "D"),
+    "sdpa flash": (PURPLE, "^"),
+    "eager": (GREY, "P"),
+}
+# Where a regime keeps a row between the pass that sums and the pass that writes -> colour.
+KEPT = {
+    "tile": ("shared memory, many rows in a tile", PURPLE),
+    "lanes": ("registers", GREEN),
+    "warp": ("registers", GREEN),
+    "shared": ("shared memory, of a block", BLUE),
+    "cluster": ("shared memory, of a cluster", ORANGE),
+    "whole": ("read twice, by the whole GPU", RED),
+    "reread": ("read twice, by a block or a cluster", GREY),
+}
+OUTLIER = 105  # % of the copy, from which a point of a CUDA graph says how long its copy took
+
+
+def draw_all() -> None:
+    """Rewrites every picture."""
+    draw_softmax(read("softmax.csv"))
+    draw_rows(read("rows.csv"))
+    draw_topk(read("topk.csv"))
+    draw_attention(read("attention.csv"))
+    draw_training(read("training.csv"))
+    draw_tuning(read("tune.csv"))
+
+
+def draw_softmax(rows: list[Row]) -> None:
+    """Per cent of the copy, for the cases of transformers."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 8), sharey=True)
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        cases = by_case(rows, direction)
+        labels = {" ".join((times(shape), name)): case for (shape, name), case in cases.items()}
+        draw_marks(axis, labels, "percent_of_copy")
+        axis.axvline(100, color="black", linewidth=0.8)
+        axis.set_title(direction)
+        axis.set_xlabel("% of copy bandwidth (fewest bytes / time)")
+    figure.suptitle(f"Softmax of attention, bfloat16, {origin(rows)}")
+    figure.subplots_adjust(left=0.18, right=0.98, wspace=0.05, bottom=0.12, top=0.91)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "speedup.png", dpi=110)
+
+
+def draw_rows(rows: list[Row]) -> None:
+    """Per cent of the copy, for plain rows by their length."""
+    figure, panels = plt.subplots(2, 2, figsize=(12, 9), sharex="row", sharey=True)
+    cases = by_timing(rows, ("shape", "dim", "dtype", "pass"))
+    sizes = {"call": "64 MiB and more", "graph": "less than 64 MiB, CUDA graph"}
+    for line, (timing, size) in zip(panels, sizes.items(), strict=True):
+        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+            draw_lengths(axis, cases.values(), timing, direction)
+            axis.set_title(f"{direction}, {size}")
+        line[0].set_ylabel("% of copy bandwidth")
+    shown = [row for case in cases.values() for row in case.values() if row["dim"] == "-1"]
+    panels[0, 0].set_ylim(0, 1.05 * largest(shown, "percent_of_copy"))
+    figure.suptitle(f"Plain softmax of rows, all types, {origin(rows)}")
+    figure.subplots_adjust(left=0.06, right=0.98, wspace=0.05, hspace=0.3, bottom=0.12, top=0.91)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "rows.png", dpi=90)
+
+
+def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: str) -> None:
+    """A mark for each case of rows over the last dimension, over the number of columns."""
+    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for case in cases:
+        for name, row in case.items():
+            if (row["timing"], row["pass"], row["dim"]) == (timing, direction, "-1"):
+                points[name].append((int(row["columns"]), float(row["percent_of_copy"])))
+    for name, (color, shape) in reversed(MARKS.items()):
+        if name in points:
+            axis.plot(*zip(*points[name], strict=True), shape, color=color, markersize=5, alpha=0.8)
+    axis.axhline(100, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("columns")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_topk(rows: list[Row]) -> None:
+    """Microseconds of softmax_topk and its peers, on a logarithmic axis."""
+    fields = ("rows", "columns", "dtype", "k", "data", "pass")
+    cases = by_timing([row for row in rows if row["data"] == "normal"], fields)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 7.5))
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        labels = {
+            f"{count}×{columns} {dtype}, K = {k}": case
+            for (count, columns, dtype, k, _, found), case in cases.items()
+            if found == direction
+        }
+        draw_marks(axis, labels, "microseconds")
+        axis.set_xlim(auto=True)
+        axis.set_xscale("log")
+        axis.autoscale(axis="x")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set_xlabel("µs, less is better")
+        axis.set_title(direction)
+    figure.suptitle(f"softmax_topk, {origin(rows)}")
+    figure.subplots_adjust(left=0.2, right=0.98, wspace=0.6, bottom=0.14, top=0.9)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "topk.png", dpi=90)
+
+
+def draw_attention(rows: list[Row]) -> None:
+    """TFLOP/s of each case, forward and forward+backward; below, steps of decoding."""
+    trained = [row for row in rows if row["decode"] == "0"]
+    steps = [row for row in rows if row["decode"] == "1"]
+    batches = list(dict.fromkeys(row["batch"] for row in steps))
+    figure = plt.figure(figsize=(14, 14))
+    upper, lower = figure.subfigures(2, 1, height_ratios=[9.5, 4.5])
+    axes = upper.subplots(1, 2)
+    for axis, direction in zip(axes, ("forward", "forward+backward"), strict=True):
+        cases = by_attention(trained, "time", direction)
+        draw_marks(axis, {times(name): case for name, case in cases.items()}, "tflops")
+        axis.set_title(direction)
+        axis.set_xlabel("TFLOP/s")
+    upper.suptitle(f"Attention, {origin(rows)}")
+    upper.subplots_adjust(left=0.19, right=0.98, wspace=0.65, bottom=0.08, top=0.92)
+    panels = lower.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for axis, batch in zip(panels, batches, strict=True):
+        found = by_attention([row for row in steps if row["batch"] == batch], "time", "forward")
+        draw_steps(axis, found.values())
+        axis.set_title(f"one step of decoding, batch {batch}")
+    panels[0].set_ylabel("% of one read of keys and values")
+    panels[0].set_ylim(0, 1.05 * largest(steps, "percent_of_read"))
+    lower.subplots_adjust(left=0.07, right=0.98, wspace=0.08, bottom=0.26, top=0.92)
+    add_legend(lower, {row["implementation"] for row in trained})
+    save(figure, "attention.png", dpi=80)
+
+
+def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:
+    """Per cent of a read over the number of keys, a line for each implementation."""
+    for name, (color, shape) in reversed(MARKS.items()):
+        found = [case[name] for case in cases if name in case]
+        points = [(int(row["keys"]), float(row["percent_of_read"])) for row in found]
+        if points:
+            axis.plot(*zip(*points, strict=True), f"{shape}-", color=color)
+    axis.axhline(100, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("keys")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_training(rows: list[Row]) -> None:
+    """Tokens per second of each model."""
+    cases = by_model([row for row in rows if row["tokens_per_second"]])
+    figure, axis = plt.subplots(figsize=(11, 0.5 * len(cases) + 1.8))
+    draw_marks(axis, cases, "tokens_per_second")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.set_xlabel("tokens/s")
+    axis.set_title(f"Training in bfloat16, {origin(rows)}")
+    figure.subplots_adjust(left=0.3, right=0.97, bottom=0.32, top=0.88)
+    add_legend(figure, {row["implementation"] for row in rows})
+    save(figure, "training.png", dpi=90)
+
+
+def draw_tuning(rows: list[Row]) -> None:
+    """Per cent of the copy over the length of rows: a line for each regime of limits.h.
+
+    Circles are the regimes that are chosen, vertical lines their longest rows.
+    """
+    panels: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        few = "1 row" if row["rows"] == "1" else f"{row['rows']} rows"
+        panel = "tensor of 64 MiB" if row["timing"] == "call" else f"{few}, CUDA graph"
+        panels[panel][row["direction"]].append(row)
+    figure, axes = plt.subplots(
+        len(panels), 2, figsize=(13, 3.4 * len(panels)), sharey=True, squeeze=False
+    )
+    for line, (panel, directions) in zip(axes, panels.items(), strict=True):
+        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+            axis.set_title(f"{direction}, {panel}")
+            draw_regimes(axis, directions[direction])
+    axes[0, 0].set_ylim(0, 1.1 * largest(rows, "percent_of_copy"))
+    handles = [
+        plt.Line2D([], [], color=color, label=label) for label, color in dict(KEPT.values()).items()
+    ]
+    handles.append(
+        plt.Line2D([], [], linestyle="", marker="o", color="white", markeredgecolor="black")
+    )
+    labels = [*dict(KEPT.values()), "the regime that is chosen"]
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
+    figure.suptitle(f"Row regimes, plain softmax, {rows[0]['dtype']}, {origin(rows)}")
+    inch = 1 / figure.get_figheight()
+    figure.tight_layout(rect=(0, 0.7 * inch, 1, 1 - inch / 3))
+    save(figure, "tuning.png", dpi=80)
+
+
+def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
+    """One panel: a direction, and one number of rows."""
+    lengths = [int(row["columns"]) for row in rows]
+    chosen = [row for row in rows if row["chosen"] == "True"]
+    for border in {int(row["longest"]) for row in chosen if row["longest"]}:
+        if min(lengths) <= border <= max(lengths):
+            axis.axvline(border, color="#bbbbbb", linewidth=0.8, linestyle=":")
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        lines[row["regime"]].append((int(row["columns"]), float(row["percent_of_copy"])))
+    for regime, points in lines.items():
+        axis.plot(*zip(*points, strict=True), color=color_of(regime), linewidth=1, alpha=0.45)
+    for row in chosen:
+        columns, percent = int(row["columns"]), float(row["percent_of_copy"])
+        color = color_of(row["regime"])
+        axis.plot(columns, percent, "o", color=color, markeredgecolor="black", markersize=5)
+        if percent > OUTLIER and row["timing"] == "graph":
+            copy = float(row["microseconds"]) * percent / 100
+            label = f"{columns:,} columns: the copy took {copy:.1f} µs"
+            place = {"textcoords": "offset points", "xytext": (-6, -2), "ha": "right"}
+            axis.annotate(label, (columns, percent), fontsize=8, **place)
+    axis.axhline(100, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("columns")
+    axis.set_ylabel("% of copy")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def color_of(regime: str) -> str:
+    """The colour of where a regime keeps its rows."""
+    return KEPT[regime.partition("_")[0]][1]
+
+
+def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
+    """A line for each case, with a mark at the figure of each implementation."""
+    for name, (color, shape) in reversed(MARKS.items()):
+        points = [
+            (float(case[name][figure]), place)
+            for place, case in enumerate(cases.values())
+            if name in case and case[name][figure]
+        ]
+        if points:
+            size = 5 if name == OURS else 7  # ours is drawn last, and hides no other
+            axis.plot(*zip(*points, strict=True), shape, color=color, markersize=size, alpha=0.9)
+    axis.set_yticks(range(len(cases)), list(cases), fontsize=8)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set_xlim(left=0)
+    axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def add_legend(figure: plt.Figure, names: set[str]) -> None:
+    """The marks of the implementations, below the panels."""
+    shown = {name: mark for name, mark in MARKS.items() if name in names}
+    handles = [
+        plt.Line2D([], [], linestyle="", marker=shape, color=color)
+        for color, shape in shown.values()
+    ]
+    figure.legend(handles, list(shown), loc="lower center", ncols=len(shown), frameon=False)
+
+
+def largest(rows: list[Row], figure: str) -> float:
+    """The largest figure, which an axis must reach."""
+    return max(float(row[figure]) for row in rows if row[figure])
+
+
+def times(shape: str) -> str:
+    """A shape with × between its numbers."""
+    return re.sub(r"(?<=\d)x(?=\d)", "×", shape)
+
+
+def origin(rows: list[Row]) -> str:
+    """Where and with what the rows were measured."""
+    return f"{rows[0]['gpu']}, torch {rows[0]['torch']}"
+
+
+def save(figure: plt.Figure, name: str, dpi: int) -> None:
+    figure.savefig(DOCS / name, dpi=dpi)
+    plt.close(figure)

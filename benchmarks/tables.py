@@ -1,0 +1,170 @@
+"""The tables of docs/numbers.md and README.md, in Markdown, from benchmarks/results."""
+
+from measured import (
+    OURS,
+    Case,
+    Row,
+    by_attention,
+    by_case,
+    by_model,
+    by_timing,
+    fastest_peer,
+    read,
+)
+
+ATTENTION_PEERS = ("SDPA flash", "SDPA cuDNN", "SDPA mem-efficient", "FlexAttention")
+TRAINED = (OURS, "megasoftmax_softmax", "sdpa", "sdpa flash", "eager")
+
+
+def headline() -> str:
+    """A few cases of each family beside the fastest peer that was measured."""
+    forward, backward = (by_case(read("softmax.csv"), name) for name in ("forward", "backward"))
+    rows = by_timing(read("rows.csv"), ("shape", "dim", "dtype", "pass"))
+    topk = by_timing(read("topk.csv"), ("rows", "columns", "dtype", "k", "data", "pass"))
+    attention = read("attention.csv")
+    both = by_attention(attention, "time", "forward+backward")
+    steps = by_attention(attention, "time", "forward")
+    models = by_model(read("training.csv"))
+    shape = "8x32x2048x2048"
+    lines = [
+        f"| case | {OURS} | fastest peer | speedup |",
+        "|---|--:|--:|--:|",
+        compared("softmax, causal, forward", forward[shape, "causal"]),
+        compared("softmax, causal, backward", backward[shape, "causal"]),
+        compared("softmax, scale only, forward", forward[shape, "scaled"]),
+        compared(
+            "softmax of 8192 rows of 50,257, forward",
+            rows["8192x50257", "-1", "float16", "forward"],
+        ),
+        compared(
+            "softmax of 128 rows of 1024, forward", rows["128x1024", "-1", "float16", "forward"]
+        ),
+        compared(
+            "softmax + top-10 of 8192 rows of 50,257, forward",
+            topk["8192", "50257", "bfloat16", "10", "normal", "forward"],
+        ),
+        compared("attention without a bias", both["4x16x4096x128 full plain"]),
+        compared(
+            "attention, causal, a bias that learns",
+            both["4x16x4096x128 causal bias [1,h] gradient"],
+        ),
+        compared(
+            "attention, a relative bias that learns",
+            both["4x16x4096x64 full bias [table] gradient"],
+        ),
+        compared(
+            "decoding, 8 sequences of 131,072 keys",
+            steps["decode 8x32/8x1x131072x128 full plain"],
+        ),
+        *(
+            compared(f"training step, {name.partition(',')[0]}", case, "step_ms")
+            for name, case in models.items()
+            if name.startswith(("GPT-2", "T5"))
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def compared(label: str, case: Case, figure: str = "microseconds") -> str:
+    """A line of the summary: our time, that of the fastest peer, and their ratio."""
+    ours, peer = case[OURS], fastest_peer(case, figure)
+    unit = "ms" if figure == "step_ms" else "µs"
+    ratio = float(peer[figure]) / float(ours[figure])
+    cells = [
+        label,
+        f"{short(ours[figure])} {unit}",
+        f"{peer['implementation']} {short(peer[figure])} {unit}",
+        f"{ratio:.2f}×",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def short(number: str) -> str:
+    """Three digits, or all before the point."""
+    value = float(number)
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def reference_table(rows: list[Row]) -> str:
+    """The reference path on a CPU beside the eager code that it replaces."""
+    lines = ["| case | eager ms | reference ms | ratio |", "|---|--:|--:|--:|"]
+    for row in rows:
+        lines.append(
+            f"| {row['case']} | {row['eager_ms']} | {row['reference_ms']} | {row['ratio']} |"
+        )
+    return "\n".join(lines)
+
+
+def attention_table(rows: list[Row]) -> str:
+    """TFLOP/s of forward and backward together, where the bias has a gradient."""
+    lines = [
+        f"| b, h, s, d | mask | bias | {OURS} | {' | '.join(ATTENTION_PEERS)} |",
+        "|---|---|---|" + "--:|" * (1 + len(ATTENTION_PEERS)),
+    ]
+    for found in by_attention(rows, "time", "forward+backward").values():
+        ours = found[OURS]
+        if ours["gradient"] == "1":
+            shape = ", ".join(ours[name] for name in ("batch", "heads", "keys", "head_dim"))
+            cells = [shape, ours["masking"], f"[{ours['bias']}]", ours["tflops"]]
+            cells += [found[name]["tflops"] if name in found else "" for name in ATTENTION_PEERS]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def decode_table(rows: list[Row]) -> str:
+    """Steps of decoding: microseconds, and per cent of one read of keys and values."""
+    steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward")
+    names = [
+        name for name in (OURS, *ATTENTION_PEERS) if any(name in step for step in steps.values())
+    ]
+    lines = ["| b | keys | " + " | ".join(names) + " |", "|--:|" + "--:|" * (1 + len(names))]
+    for found in steps.values():
+        any_row = next(iter(found.values()))
+        cells = [
+            f"{found[name]['microseconds']} ({found[name]['percent_of_read']})"
+            if name in found
+            else ""
+            for name in names
+        ]
+        lines.append("| " + " | ".join([any_row["batch"], any_row["keys"], *cells]) + " |")
+    return "\n".join(lines)
+
+
+def training_table(rows: list[Row]) -> str:
+    """Tokens per second and peak GiB per model and implementation, or why there are none."""
+    lines = [
+        f"| model | batch | {' | '.join(TRAINED)} |",
+        "|---|--:|" + "--:|" * len(TRAINED),
+    ]
+    for name, case in by_model(rows).items():
+        batch = next(iter(case.values()))["batch"]
+        cells = [trained(case[peer]) if peer in case else "" for peer in TRAINED]
+        lines.append("| " + " | ".join([name, batch, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def trained(row: Row) -> str:
+    """A cell of `training_table`."""
+    if row["note"]:
+        return row["note"]
+    peak = row["peak_memory_bytes"]
+    return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
+
+
+def gpu_tests_table(rows: list[Row]) -> str:
+    """The last runs of the tests on GPUs."""
+    fields = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")
+    lines = ["| " + " | ".join(fields) + " |", "|---|---|---|---|--:|--:|--:|"]
+    lines += ["| " + " | ".join(row[name] for name in fields) + " |" for row in rows[-3:]]
+    return "\n".join(lines)
+
+
+def origin(name: str, script: str) -> str:
+    """With what and when a CSV file was measured, and a link to it."""
+    row = read(name)[0]
+    device = row.get("gpu") or row["device"]
+    with_transformers = f", transformers {row['transformers']}" if "transformers" in row else ""
+    return (
+        f"Every case: [{name}](../benchmarks/results/{name}), from `python benchmarks/{script}`. "
+        f"{device}, torch {row['torch']}{with_transformers}, commit {row['commit']}, {row['date']}."
+    )

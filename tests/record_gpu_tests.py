@@ -1,0 +1,80 @@
+"""Runs the tests and appends their counts to benchmarks/results/gpu_tests.csv.
+
+    python tests/record_gpu_tests.py                        # all tests, on a machine with a GPU
+    python tests/record_gpu_tests.py --commit 7303be7 -n 8  # the rest goes to pytest
+
+The exit code is that of pytest.
+"""
+
+import argparse
+import csv
+import datetime
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.csv"
+FIELDS = ["gpu", "torch", "commit", "date", "passed", "failed", "skipped", "failures", "note"]
+
+
+class Recorder:
+    """A plugin of pytest that counts what a run ends with."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.failures = ""
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        stats = terminalreporter.stats
+        failed = [*stats.get("failed", []), *stats.get("error", [])]
+        files = Counter(report.nodeid.partition("::")[0] for report in failed)
+        self.failures = "; ".join(f"{count} of {file}" for file, count in files.items())
+        self.counts = {name: len(stats.get(name, [])) for name in ("passed", "skipped")}
+        self.counts["failed"] = len(failed)
+
+
+def append(path: Path, row: dict[str, object]) -> None:
+    """Adds a row to the file, which gets its header first if it is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def head() -> str:
+    """The short name of the commit that is checked out; empty outside of git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests and record their counts.")
+    parser.add_argument("--commit", default=head(), help="of a copy without git")
+    parser.add_argument("--note", default="", help="such as the cause of a failure")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options, arguments = parser.parse_known_args()
+    recorder = Recorder()
+    code = pytest.main(arguments, plugins=[recorder])
+    if not recorder.counts:
+        return int(code)
+    row = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "commit": options.commit,
+        "date": datetime.date.today().isoformat(),
+        "failures": recorder.failures,
+        "note": options.note,
+    }
+    append(options.out, row | recorder.counts)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
