@@ -79,9 +79,7 @@ def test_extras_have_what_the_table_says():
 
 
 def test_import_needs_torch_and_einops_alone():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [re.split(r"\W", name)[0] for name in project["dependencies"]] == ["einops", "torch"]
     command = "import sys, megasoftmax; print(*{name.partition('.')[0] for name in sys.modules})"
     line = [sys.executable, "-c", command]
     found = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert not set(found.split()) & (EXTRAS.keys() | {"hypothesis", "kernels", "pytest"})
+    assert not set(found.split()) & (EXTRAS.keys() | {"hypothesis", "kernels", "ninja", "pytest", "setuptools"})
