@@ -183,8 +183,10 @@ def regress(
     # transformers takes seconds to import, which the other commands need not wait for.
     from transformers.utils import logging
 
-    from megasoftmax import regression, regression_report
-    from megasoftmax.regression_models import TINY, RegressionError
+    from megasoftmax import regression
+    from megasoftmax.regression import RegressionError
+    from megasoftmax.regression.models import TINY
+    from megasoftmax.regression.report import print_report, print_summary, to_html, to_json
 
     for file in (json_file, html_file):
         if file is not None and not file.parent.is_dir():
@@ -214,7 +216,7 @@ def regress(
                     checks=checks,
                     progress=lambda step: progress.advance(task),
                 )
-                regression_report.print_report(console, report)
+                print_report(console, report)
             except RegressionError as error:
                 outcomes[name] = error
                 typer.echo(f"Error: {error}", err=True)
@@ -222,11 +224,11 @@ def regress(
                 outcomes[name] = RegressionError(f"{type(error).__name__}: {error}")
                 console.print_exception()
     if len(names) > 1:
-        regression_report.print_summary(console, outcomes)
+        print_summary(console, outcomes)
     if json_file is not None:
-        json_file.write_text(regression_report.to_json(outcomes))
+        json_file.write_text(to_json(outcomes))
     if html_file is not None:
-        html_file.write_text(regression_report.to_html(outcomes))
+        html_file.write_text(to_html(outcomes))
     reports = [outcome for outcome in outcomes.values() if isinstance(outcome, regression.Report)]
     if not all(report.passed for report in reports):
         raise typer.Exit(1)

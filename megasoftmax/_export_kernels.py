@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megasoftmax import _build
 
-_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.(\w+))? import ", re.MULTILINE)
-_LEFT_OUT = ("__main__.py", "_export_kernels.py", "regression*.py")
+_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.([\w.]+))? import ", re.MULTILINE)
+_LEFT_OUT = ("__main__.py", "_export_kernels.py", "integrations", "regression")
 
 
 def export_kernels(
@@ -54,10 +54,13 @@ def export_kernels(
 
 def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
     variant.mkdir(parents=True)
-    for module in _build.PACKAGE.glob("*.py"):
-        if not any(module.match(pattern) for pattern in _LEFT_OUT):
-            text = _OWN_IMPORT.sub(r"\1from .\2 import ", module.read_text())
-            (variant / module.name).write_text(text)
+    for source in _build.PACKAGE.rglob("*.py"):
+        module = source.relative_to(_build.PACKAGE)
+        if module.parts[0] not in _LEFT_OUT:
+            root = "." * len(module.parts)
+            text = _OWN_IMPORT.sub(rf"\1from {root}\2 import ", source.read_text())
+            (variant / module).parent.mkdir(exist_ok=True)
+            (variant / module).write_text(text)
     shutil.copytree(_build.CSRC, variant / "csrc")
     if library is not None:
         shutil.copy(library, variant / _build.LIBRARY_NAME)
