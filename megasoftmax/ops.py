@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megasoftmax import _extension, reference
 
-_library = torch.library.Library(__package__, "DEF")
+NAMESPACE = __package__
+_library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
     "int window_left, int window_right, Tensor? sink, float? sink_value, ScalarType dtype, "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import reference, reference_attention, reference_topk
+from megasoftmax import ops, reference, reference_attention, reference_topk
 
 # A placement: the dimension of which each device has a part, or one of these. Not torch's classes:
 # importing torch.distributed.tensor takes a second, and most programs never do.
@@ -64,7 +64,7 @@ def register() -> None:
         ]
 
     for name, splits in _SPLITS.items():
-        op = getattr(getattr(torch.ops, __package__), name).default
+        op = getattr(getattr(torch.ops, ops.NAMESPACE), name).default
         register_sharding(op)(partial(ways, op, splits))
         _registered.append(name)
 
