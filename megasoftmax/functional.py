@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import (
-    arguments,
-    dispatch,
-    ops,
-    ops_attention,
-    ops_topk,
-    reference,
-    reference_attention,
-    reference_topk,
-)
+from megasoftmax import arguments, autograd, dispatch, ops
 from megasoftmax.arguments import Window
+from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import context_parallel, sharding, vocabulary
@@ -172,8 +164,8 @@ def softmax_backward(
     arguments.check_gradient(gradient, probabilities)
     against = dispatch.reasons_against_fused_softmax
     is_fused = _is_fused(None, against, probabilities, scale, None, None, causal, None, None)
-    halves = ops.HALVES if is_fused else reference.HALVES
-    d_scores, _, _ = halves.backward(
+    implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
+    d_scores, _, _ = implementation.backward(
         gradient.detach() if gradient.dim() <= 4 else gradient.detach().contiguous(),
         probabilities.detach(),
         None,
@@ -304,26 +296,26 @@ def softmax_topk(
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
-    halves = reference_topk.HALVES
+    implementation = autograd.topk.REFERENCE
     against = dispatch.reasons_against_fused_topk
     if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
-        halves = ops_topk.HALVES
+        implementation = ops.topk.IMPLEMENTATION
         bias, _ = _as_kernels_take_it(logits, bias, None)
     elif sharding.prepare(logits):
         arguments.check_shards("logits", logits)
-        halves = ops_topk.HALVES
+        implementation = ops.topk.IMPLEMENTATION
     out = _dtype_of_probabilities(logits, dtype)
     if group is not None:
         probabilities, indices, statistics = vocabulary.softmax_topk(
-            halves, group, logits, k, scale, mask, bias, renormalize, out
+            implementation, group, logits, k, scale, mask, bias, renormalize, out
         )
     else:
         needs_gradient = torch.is_grad_enabled() and (
             logits.requires_grad or (bias is not None and bias.requires_grad)
         )
         probabilities, indices, statistics = _call(
-            reference_topk.call,
-            halves,
+            autograd.topk.call,
+            implementation,
             needs_gradient,
             logits,
             k,
@@ -465,8 +457,8 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
-    halves = _attention_halves(query, key, value, scale, fused)
-    table, sink = _operands(halves, query, bias, sink)
+    implementation = _attention_implementation(query, key, value, scale, fused)
+    table, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
@@ -474,8 +466,8 @@ def attention(
         for tensor in (query, key, value, table, sink_tensor)
     )
     output, statistics = _call(
-        reference_attention.call,
-        halves,
+        autograd.attention.call,
+        implementation,
         needs_gradient,
         query,
         key,
@@ -596,12 +588,12 @@ def ring_attention(
         query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused
     )
     scale = _attention_scale(query, scale)
-    halves = _attention_halves(query, key, value, scale, fused)
-    table, sink = _operands(halves, query, bias, sink)
+    implementation = _attention_implementation(query, key, value, scale, fused)
+    table, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     return context_parallel.attention(
-        halves,
+        implementation,
         context_parallel.Ring(group, every),
         query,
         key,
@@ -627,14 +619,14 @@ def _softmax_over_last(
     return_lse: bool,
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    halves = reference.HALVES
+    implementation = autograd.softmax.REFERENCE
     against = dispatch.reasons_against_fused_softmax
     if _is_fused(fused, against, scores, scale, mask, bias, causal, window, dtype):
-        halves = ops.HALVES
+        implementation = ops.softmax.IMPLEMENTATION
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
         arguments.check_shards("scores", scores)
-        halves = ops.HALVES
+        implementation = ops.softmax.IMPLEMENTATION
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -644,8 +636,8 @@ def _softmax_over_last(
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
     return _call(
-        reference.call,
-        halves,
+        autograd.softmax.call,
+        implementation,
         needs_gradient,
         scores,
         scale,
@@ -681,8 +673,8 @@ def _softmax_over_earlier(
     probabilities, lse = _softmax_over_last(
         scores.movedim(dim, -1),
         scale,
-        reference.moved_to_last(mask, dim, scores.dim()),
-        reference.moved_to_last(bias, dim, scores.dim()),
+        _moved_to_last(mask, dim, scores.dim()),
+        _moved_to_last(bias, dim, scores.dim()),
         False,
         None,
         sink,
@@ -691,6 +683,13 @@ def _softmax_over_earlier(
         fused,
     )
     return probabilities.movedim(-1, dim).contiguous(), lse
+
+
+def _moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
+    """A view of what broadcasts to `rank` dimensions, with `dim` of them last."""
+    if tensor is None:
+        return None
+    return tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
 
 
 def _has_columns_alone(
@@ -712,8 +711,8 @@ def _softmax_of_columns(
     """Fused, where `_has_columns_alone`."""
     before, after = scores.shape[:dim], scores.shape[dim + 1 :]
     probabilities, lse = _call(
-        reference.call,
-        ops.COLUMN_HALVES,
+        autograd.softmax.call,
+        ops.columns.IMPLEMENTATION,
         torch.is_grad_enabled() and scores.requires_grad,
         scores.reshape(math.prod(before), scores.shape[dim], math.prod(after)),
         scale,
@@ -779,15 +778,15 @@ def _dtype_of_probabilities(scores: Tensor, dtype: torch.dtype | None) -> torch.
     return scores.dtype
 
 
-def _call(through_autograd: Callable[..., Any], halves: Any, *args: Any) -> Any:
-    """`through_autograd(halves, needs_gradient, *arguments of forward)`.
+def _call(through_autograd: Callable[..., Any], implementation: Any, *args: Any) -> Any:
+    """`through_autograd(implementation, needs_gradient, *arguments of forward)`.
 
     Compiled, an autograd function gets gradients without placements: DTensors go to ops, which have
     autograd of their own.
     """
     if sharding.prepare(args[1]) and torch.compiler.is_compiling():
-        return halves.forward(*args[1:])
-    return through_autograd(halves, *args)
+        return implementation.forward(*args[1:])
+    return through_autograd(implementation, *args)
 
 
 _SIGNATURE = inspect.signature(softmax)
@@ -805,8 +804,8 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
         return dispatch.reasons_against_fused_columns(scores, given["scale"], given["dtype"])
     given["scores"] = scores.movedim(dim, -1)
-    given["mask"] = reference.moved_to_last(mask, dim, rank)
-    given["bias"] = reference.moved_to_last(bias, dim, rank)
+    given["mask"] = _moved_to_last(mask, dim, rank)
+    given["bias"] = _moved_to_last(bias, dim, rank)
     return dispatch.reasons_against_fused_softmax(**given)
 
 
@@ -833,16 +832,16 @@ def _attention_reasons(
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
 
 
-def _attention_halves(
+def _attention_implementation(
     query: Tensor, key: Tensor, value: Tensor, scale: float, fused: bool | None
-) -> reference_attention.Halves:
+) -> Implementation:
     """Who computes; raises where it must be kernels and cannot be."""
     if _is_fused(fused, dispatch.reasons_against_fused_attention, query, key, value, scale):
-        return ops_attention.HALVES
+        return ops.attention.IMPLEMENTATION
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     if compiled or sharding.prepare(query):
-        return ops_attention.HALVES_IN_BLOCKS
-    return reference_attention.HALVES
+        return ops.attention.IN_BLOCKS
+    return autograd.attention.REFERENCE
 
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:
@@ -850,7 +849,7 @@ def _attention_scale(query: Tensor, scale: float | None) -> float:
 
 
 def _operands(
-    halves: reference_attention.Halves,
+    implementation: Implementation,
     query: Tensor,
     bias: Tensor | RelativeBias | None,
     sink: Tensor | float | None,
@@ -858,7 +857,7 @@ def _operands(
     """The bias, or a relative one's table, and the sink as who computes takes them."""
     relative = isinstance(bias, RelativeBias)
     table = bias.table if isinstance(bias, RelativeBias) else bias
-    if halves is ops_attention.HALVES:
+    if implementation is ops.attention.IMPLEMENTATION:
         table, sink = _as_kernels_take_it(query, table, sink)
     return _with_rank(table, 3 if relative else 4), sink
 

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import RelativeBias, _extension, dispatch, ops_attention, reference_attention
+from megasoftmax import RelativeBias, _extension, autograd, dispatch, ops, reference
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 4, 2, 5, 7, 8, 6
 
@@ -277,7 +277,7 @@ def plain_attention(query, key, value, bias):
 
 @pytest.mark.parametrize("block", [2**22, 30])
 def test_derivatives_of_any_order(block, monkeypatch, device):
-    monkeypatch.setattr(reference_attention, "BLOCK", block)
+    monkeypatch.setattr(reference.attention, "BLOCK", block)
     query, key, value, bias, *_ = make_inputs(device, torch.float64)
     inputs = (query, key, value, bias)
     found = []
@@ -373,7 +373,7 @@ def test_compile(attention, device, dynamic, monkeypatch):
 
 def test_compiled_in_blocks(monkeypatch):
     """On a CPU: what is compiled knows no device, and torch 2.11 takes minutes for it."""
-    monkeypatch.setattr(reference_attention, "BLOCK", 40)
+    monkeypatch.setattr(reference.attention, "BLOCK", 40)
     torch.manual_seed(0)
     torch.compiler.reset()
     *inputs, mask = make_inputs()
@@ -658,12 +658,12 @@ def test_fused_makes_no_tensor_of_queries_and_keys():
     assert torch.cuda.max_memory_allocated() - before < length * length
 
 
-def test_halves_of_the_fused_path_are_the_ops():
+def test_fused_path_calls_the_ops():
     arguments = forward_arguments("cpu", **CASES["shared bias"])
     with torch.no_grad():
         for found, wanted in zip(
-            ops_attention.HALVES.forward(*arguments),
-            reference_attention.HALVES.forward(*arguments),
+            ops.attention.IMPLEMENTATION.forward(*arguments),
+            autograd.attention.REFERENCE.forward(*arguments),
             strict=True,
         ):
             assert found.equal(wanted)

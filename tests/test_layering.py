@@ -33,23 +33,17 @@ LAYERS = {
     "biases": set(),
     "arguments": {"biases"},
     "reference": set(),
-    "reference_attention": {"reference"},
-    "reference_topk": {"reference"},
-    "ops": {"_extension", "reference"},  # the reference is every operator's CPU implementation
-    "ops_attention": {"ops", "reference", "reference_attention"},
-    "ops_topk": {"ops", "reference", "reference_topk"},
-    "distributed": {"ops", "reference", "reference_attention", "reference_topk"},
+    "autograd": {"reference"},
+    # The reference is every op's CPU implementation.
+    "ops": {"_extension", "autograd", "reference"},
+    "distributed": {"autograd", "ops", "reference"},
     "functional": {
         "arguments",
+        "autograd",
         "biases",
         "distributed",
         "dispatch",
         "ops",
-        "ops_attention",
-        "ops_topk",
-        "reference",
-        "reference_attention",
-        "reference_topk",
     },
     "layers": {"functional"},
     "modules": {"arguments", "biases", "dispatch", "functional"},
@@ -62,6 +56,7 @@ LAYERS = {
 # Layers that run once per call, where an import would cost time and hide an arrow.
 HOT = {
     "arguments",
+    "autograd",
     "biases",
     "distributed",
     "dispatch",
@@ -69,11 +64,7 @@ HOT = {
     "layers",
     "modules",
     "ops",
-    "ops_attention",
-    "ops_topk",
     "reference",
-    "reference_attention",
-    "reference_topk",
 }
 
 
@@ -133,9 +124,7 @@ def test_package_does_not_import_what_surrounds_it(module):
     assert not first_names & {"benchmarks", "conftest", "examples", "tests"}
 
 
-@pytest.mark.parametrize(
-    "module", _in_layers({"reference", "reference_attention", "reference_topk"})
-)
+@pytest.mark.parametrize("module", _in_layers({"reference"}))
 def test_reference_imports_torch_only(module):
     strangers = {
         name.split(".")[0] for name in _imports(MODULES[module]) - _own(module)

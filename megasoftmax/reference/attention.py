@@ -4,7 +4,7 @@
 
 over the keys, in float32, or float64 for float64 queries, and P exactly 0 for excluded keys.
 `attention_forward` and `attention_backward` have the signatures of the ops and are pure, without
-autograd. `AttentionFunction` makes one differentiable function of any such pair.
+autograd. `autograd.attention` makes one differentiable function of any such pair.
 
 P exists for a block of batches, heads and queries at a time; the backward pass makes it again.
 What is done to a block is plain torch that autograd and vmap see through, without changes in place:
@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax.reference.softmax import (
+    accumulation_dtype,
+    excluded_by_window,
+    largest_of_rows,
+    sink_logit,
+    sink_share,
+)
 
 # The most logits at a time, if it holds those of one query and the heads that share a key head:
 # 16 MiB. On a CPU 64 MiB took 1.7 times as long, for memory that is touched for the first time.
@@ -49,7 +55,7 @@ def attention_forward(
             divide b and h: example i takes entry i // (b / bb), and so do heads.
         mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
         scale: factor of the products of queries and keys.
-        causal, window_left, window_right, sink, sink_value: as in `reference.softmax_forward`.
+        causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
         relative: bias is [bb, bh, m + n - 1], of which pair (i, j) takes entry j - i + m - 1.
 
     Returns:
@@ -62,7 +68,7 @@ def attention_forward(
         given, and where there are no keys, else NaN; its statistics are 0 and twice the sink or
         -inf. A visible NaN or +inf makes NaN of its row.
     """
-    given = ForwardSlots(
+    given = ForwardArguments(
         query,
         key,
         value,
@@ -76,7 +82,7 @@ def attention_forward(
         sink_value,
         relative,
     )
-    compute = reference.accumulation_dtype(query.dtype)
+    compute = accumulation_dtype(query.dtype)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
@@ -134,7 +140,7 @@ def attention_backward(
         sink for each row, [b, h, m], float32 (float64 for float64 queries). (0,) for what is not
         asked for.
     """
-    given = ForwardSlots(
+    given = ForwardArguments(
         query,
         key,
         value,
@@ -148,7 +154,7 @@ def attention_backward(
         sink_value,
         relative,
     )
-    compute = reference.accumulation_dtype(query.dtype)
+    compute = accumulation_dtype(query.dtype)
 
     def backward(block: _Block) -> tuple[Tensor, ...]:
         p, _, _, lse = _weights(block, given, compute)
@@ -167,7 +173,7 @@ def attention_backward(
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
         if sink_gradient:
-            d_sink = -reference.sink_share(block.sink, sink_value, lse) * d
+            d_sink = -sink_share(block.sink, sink_value, lse) * d
         return d_query, d_key, d_value, d_bias, d_sink
 
     def ways(block: _Block) -> tuple[tuple[int, ...], ...]:
@@ -235,7 +241,7 @@ def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
     return tuple(dim for dim in range(bias.dim() - 1) if bias.shape[dim] != 1)
 
 
-def _block(given: "ForwardSlots") -> _Block:
+def _block(given: "ForwardArguments") -> _Block:
     """All of it."""
     return _Block(*given[:5], given.sink, diagonal=given.key.shape[-2] - given.query.shape[-2])
 
@@ -325,7 +331,7 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: "ForwardSlots", compute: torch.dtype
+    block: _Block, given: "ForwardArguments", compute: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where nothing is left; the logarithm
     of the denominator relative to it; and the log-sum-exp."""
@@ -334,7 +340,7 @@ def _weights(
     if block.bias is not None and z.numel() > 0:
         biased = _grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]
         z = biased.reshape(z.shape).to(compute)
-    excluded = reference.excluded_by_window(
+    excluded = excluded_by_window(
         queries,
         keys,
         given.causal,
@@ -348,8 +354,8 @@ def _weights(
     if excluded is not None:
         z = z.masked_fill(excluded, -torch.inf)
 
-    logit = reference.sink_logit(block.sink, given.sink_value, compute, z.device)
-    largest = reference.largest_of_rows(z.detach(), -torch.inf)
+    logit = sink_logit(block.sink, given.sink_value, compute, z.device)
+    largest = largest_of_rows(z.detach(), -torch.inf)
     highest = largest if logit is None else torch.maximum(largest, logit.detach())
     largest, highest = (each.masked_fill(each == -torch.inf, 0) for each in (largest, highest))
     p = torch.exp(z - highest.unsqueeze(-1))
@@ -427,17 +433,7 @@ def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     return torch.nn.functional.pad(rows.sum(-2), (first, bias.shape[-1] - first - length))
 
 
-# Autograd and vmap, for this pair of functions and for any other of the same signatures
-
-
-class Halves(NamedTuple):
-    """Functions with the signatures of `attention_forward` and `attention_backward`."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-
-
-class ForwardSlots(NamedTuple):
+class ForwardArguments(NamedTuple):
     """Something for each argument of `attention_forward`: value, dimension or gradient."""
 
     query: Any = None
@@ -454,7 +450,7 @@ class ForwardSlots(NamedTuple):
     relative: Any = None
 
 
-class BackwardSlots(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The same for `attention_backward`."""
 
     d_output: Any = None
@@ -476,181 +472,3 @@ class BackwardSlots(NamedTuple):
     bias_gradient: Any = None
     sink_gradient: Any = None
     deterministic: Any = None
-
-
-def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keeps for `gradients` what it needs. `inputs` begin with those of `attention_forward`."""
-    given = ForwardSlots(*inputs[:12])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *given[:5], given.sink)
-    ctx.given = given._replace(query=None, key=None, value=None, bias=None, mask=None, sink=None)
-
-
-def gradients(
-    ctx: Any,
-    backward: Callable[..., tuple[Tensor, ...]],
-    d_output: Tensor | None,
-    d_statistics: Tensor | None,
-) -> ForwardSlots:
-    """The gradients of the arguments of `attention_forward`.
-
-    Of the statistics the log-sum-exp has one; the others are constants.
-    """
-    given = ctx.given
-    output, statistics, query, key, value, bias, mask, sink = ctx.saved_tensors
-    needs = ForwardSlots(*ctx.needs_input_grad[:12])
-    wants_bias = bias is not None and needs.bias
-    wants_sink = sink is not None and needs.sink
-    d_query, d_key, d_value, d_bias, d_rows = backward(
-        output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
-        None if d_statistics is None else d_statistics[2],
-        query,
-        key,
-        value,
-        output,
-        statistics,
-        bias,
-        mask,
-        given.scale,
-        given.causal,
-        given.window_left,
-        given.window_right,
-        sink,
-        given.sink_value,
-        given.relative,
-        wants_bias,
-        wants_sink,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return ForwardSlots(
-        query=d_query if needs.query else None,
-        key=d_key if needs.key else None,
-        value=d_value if needs.value else None,
-        bias=d_bias if wants_bias else None,
-        sink=reference.sum_over_rows(d_rows, sink) if wants_sink else None,
-    )
-
-
-def batch_forward(
-    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """`forward` under vmap: examples join the batches."""
-    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
-    count = info.batch_size
-    if dims.sink is not None:
-        return reference.one_by_one(forward, count, in_dims, args), (0, 0)
-    output, statistics = forward(*_examples_as_batches(given, dims, count))
-    return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
-
-
-def batch_backward(
-    backward: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """`backward` under vmap."""
-    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
-    count = info.batch_size
-    if dims.sink is not None:
-        return reference.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
-    outputs = backward(*_examples_as_batches(given, dims, count))
-    asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
-    return (
-        tuple(
-            each.unflatten(0, (count, -1)) if asked else each
-            for each, asked in zip(outputs, asked_for, strict=True)
-        ),
-        tuple(0 if asked else None for asked in asked_for),
-    )
-
-
-def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
-    """Arguments with `count` times the batches; a mask of one batch for all may stay so."""
-
-    def joined(name: str) -> Any:
-        tensor, dim = getattr(given, name), getattr(dims, name)
-        if tensor is None or (name == "mask" and dim is None and tensor.shape[0] == 1):
-            return tensor
-        tensor = reference.batch_first(tensor, dim, count)
-        if name == "statistics":
-            return tensor.movedim(1, 0).flatten(1, 2)
-        if name == "mask":
-            batches = given.query.shape[1 if dims.query == 0 else 0]
-            tensor = tensor.expand(count, batches, *tensor.shape[2:])
-        return tensor.flatten(0, 1)
-
-    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias", "mask")
-    return given._replace(**{name: joined(name) for name in names if name in given._fields})
-
-
-class AttentionFunction(torch.autograd.Function):
-    """`apply(*arguments of attention_forward, halves)`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(  # torch.compile counts the parameters
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        scale: float,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        sink: Tensor | None,
-        sink_value: float | None,
-        relative: bool,
-        halves: Halves,
-    ) -> Any:
-        return halves.forward(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            scale,
-            causal,
-            window_left,
-            window_right,
-            sink,
-            sink_value,
-            relative,
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.halves = inputs[-1]
-        save_for_gradients(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *gradients(ctx, ctx.halves.backward, *grads), None
-
-
-IN_FORWARD_MODE = reference.only_without_kernels("attention")
-_AttentionInForwardMode = reference.without_forward_mode(AttentionFunction, IN_FORWARD_MODE)
-
-# Function.apply without the binding of the signature, which takes longer than all the rest.
-_apply_eagerly = super(torch.autograd.Function, AttentionFunction).apply
-
-
-def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
-
-    Args:
-        halves: who computes.
-        needs_gradient: whether autograd records and one of the arguments requires a gradient.
-        args: those of `attention_forward`.
-    """
-    if reference.in_forward_mode():  # which plain torch has by itself
-        if halves is HALVES:
-            return halves.forward(*args)
-        return _AttentionInForwardMode.apply(*args, halves)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return AttentionFunction.apply(*args, halves)
-    if needs_gradient:
-        return _apply_eagerly(*args, halves)
-    return halves.forward(*args)
-
-
-HALVES = Halves(attention_forward, attention_backward)
