@@ -189,17 +189,17 @@ def _check_attention_bias(
     bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
 ) -> None:
     relative = isinstance(bias, RelativeBias)
-    name, table = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
-    _check_floating(name, table)
-    _check_device(name, table, "query", query)
+    name, tensor = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
+    _check_floating(name, tensor)
+    _check_device(name, tensor, "query", query)
     batch, heads, queries, keys = shape
     target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
-    if table.dim() >= 2 * relative and _broadcasts_in_groups(table.shape, target):
+    if tensor.dim() >= 2 * relative and _broadcasts_in_groups(tensor.shape, target):
         return
     expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
     raise ValueError(
         f"{name}: expected {expected} that broadcasts to {target}, where the first two sizes may "
-        f"be divided, got {tuple(table.shape)}"
+        f"be divided, got {tuple(tensor.shape)}"
     )
 
 

@@ -162,8 +162,10 @@ def softmax_backward(
     """
     arguments.check_softmax(probabilities, scale, None, None, causal, None, None, None, -1, None)
     arguments.check_gradient(gradient, probabilities)
-    against = dispatch.reasons_against_fused_softmax
-    is_fused = _is_fused(None, against, probabilities, scale, None, None, causal, None, None)
+    reasons_against = dispatch.reasons_against_fused_softmax
+    is_fused = _is_fused(
+        None, reasons_against, probabilities, scale, None, None, causal, None, None
+    )
     implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
     d_scores, _, _ = implementation.backward(
         gradient.detach() if gradient.dim() <= 4 else gradient.detach().contiguous(),
@@ -297,8 +299,8 @@ def softmax_topk(
     """
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     implementation = autograd.topk.REFERENCE
-    against = dispatch.reasons_against_fused_topk
-    if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
+    reasons_against = dispatch.reasons_against_fused_topk
+    if _is_fused(fused, reasons_against, logits, k, scale, mask, bias, dtype):
         implementation = ops.topk.IMPLEMENTATION
         bias, _ = _as_kernels_take_it(logits, bias, None)
     elif sharding.prepare(logits):
@@ -458,12 +460,12 @@ def attention(
     arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
-    table, sink = _operands(implementation, query, bias, sink)
+    bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad
-        for tensor in (query, key, value, table, sink_tensor)
+        for tensor in (query, key, value, bias_tensor, sink_tensor)
     )
     output, statistics = _call(
         autograd.attention.call,
@@ -472,7 +474,7 @@ def attention(
         query,
         key,
         value,
-        table,
+        bias_tensor,
         _with_rank(mask, 4),
         scale,
         causal,
@@ -589,7 +591,7 @@ def ring_attention(
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
-    table, sink = _operands(implementation, query, bias, sink)
+    bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     return context_parallel.attention(
@@ -598,7 +600,7 @@ def ring_attention(
         query,
         key,
         value,
-        table,
+        bias_tensor,
         _with_rank(mask, 4),
         sink_tensor,
         context_parallel.Options(
@@ -620,8 +622,8 @@ def _softmax_over_last(
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
     implementation = autograd.softmax.REFERENCE
-    against = dispatch.reasons_against_fused_softmax
-    if _is_fused(fused, against, scores, scale, mask, bias, causal, window, dtype):
+    reasons_against = dispatch.reasons_against_fused_softmax
+    if _is_fused(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype):
         implementation = ops.softmax.IMPLEMENTATION
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
@@ -665,9 +667,9 @@ def _softmax_over_earlier(
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """Over a dimension, counted from 0, before the last."""
-    against = dispatch.reasons_against_fused_columns
+    reasons_against = dispatch.reasons_against_fused_columns
     if _has_columns_alone(scores, mask, bias, sink, dim) and _is_fused(
-        fused, against, scores, scale, dtype
+        fused, reasons_against, scores, scale, dtype
     ):
         return _softmax_of_columns(scores, scale, dtype, return_lse, dim)
     probabilities, lse = _softmax_over_last(
@@ -854,12 +856,13 @@ def _operands(
     bias: Tensor | RelativeBias | None,
     sink: Tensor | float | None,
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The bias, or a relative one's table, and the sink as who computes takes them."""
-    relative = isinstance(bias, RelativeBias)
-    table = bias.table if isinstance(bias, RelativeBias) else bias
+    """Bias and sink as the implementation takes them; of a RelativeBias its table."""
+    rank = 4
+    if isinstance(bias, RelativeBias):
+        bias, rank = bias.table, 3
     if implementation is ops.attention.IMPLEMENTATION:
-        table, sink = _as_kernels_take_it(query, table, sink)
-    return _with_rank(table, 3 if relative else 4), sink
+        bias, sink = _as_kernels_take_it(query, bias, sink)
+    return _with_rank(bias, rank), sink
 
 
 def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:

@@ -25,11 +25,11 @@ attention_backward = torch.ops.megasoftmax.attention_backward.default
 def attention(through_ops, monkeypatch):
     """The public function, in plain torch and through the ops, float32 on a CPU included."""
     if through_ops:
-        against = dispatch.reasons_against_fused_attention
+        reasons_against = dispatch.reasons_against_fused_attention
         monkeypatch.setattr(
             dispatch,
             "reasons_against_fused_attention",
-            lambda query, *rest: against(query, *rest) if query.is_cuda else (),
+            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
         )
     return functools.partial(megasoftmax.attention, fused=through_ops)
 

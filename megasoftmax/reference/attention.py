@@ -176,7 +176,7 @@ def attention_backward(
             d_sink = -sink_share(block.sink, sink_value, lse) * d
         return d_query, d_key, d_value, d_bias, d_sink
 
-    def ways(block: _Block) -> tuple[tuple[int, ...], ...]:
+    def cuts(block: _Block) -> tuple[tuple[int, ...], ...]:
         return (
             _EVERYWHERE,
             _BATCHES_AND_HEADS,
@@ -187,7 +187,7 @@ def attention_backward(
 
     whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
     with _full_precision(query.device.type):
-        d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, ways)
+        d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, cuts)
     if bias_gradient:
         assert bias is not None
         d_bias = d_bias.to(bias.dtype)
@@ -249,18 +249,18 @@ def _block(given: "ForwardArguments") -> _Block:
 def _in_blocks(
     function: Callable[[_Block], Sequence[Tensor]],
     block: _Block,
-    ways: Callable[[_Block], Sequence[tuple[int, ...]]],
+    cuts: Callable[[_Block], Sequence[tuple[int, ...]]],
 ) -> Sequence[Tensor]:
     """function(block), from blocks of at most BLOCK logits.
 
     Args:
-        ways: for each result the dimensions of a block along which it consists of those of parts.
+        cuts: for each result, the dimensions along which those of parts follow each other.
     """
     cut = _cut(block)
     if cut is None:
         return function(block)
     dim, blocks = cut
-    return _joined((_in_blocks(function, part, ways) for part in blocks), dim, ways(block))
+    return _joined((_in_blocks(function, part, cuts) for part in blocks), dim, cuts(block))
 
 
 def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
@@ -311,7 +311,7 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
 
 
 def _joined(
-    parts: Iterable[Sequence[Tensor]], dim: int, ways: Sequence[Sequence[int]]
+    parts: Iterable[Sequence[Tensor]], dim: int, cuts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
     """Each result of all blocks, from those of blocks that follow each other along a dimension."""
     found: list[list[Tensor]] = []
@@ -319,8 +319,8 @@ def _joined(
         if not found:
             found = [[result] for result in part]
             continue
-        for results, result, cuts in zip(found, part, ways, strict=True):
-            if dim in cuts:
+        for results, result, dims in zip(found, part, cuts, strict=True):
+            if dim in dims:
                 results.append(result)
             else:
                 results[0] = results[0] + result
