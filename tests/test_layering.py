@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "kernels"
 BINDINGS = ROOT / "csrc" / "bindings"
 PACKAGE = ROOT / "megasoftmax"
-PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("integrations/*.py")])
+PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
 
 # A family of kernels -> the families that it may include beside itself.
 FAMILIES = {

@@ -29,18 +29,18 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megasoftmax
-from megasoftmax.integrations import megatron as integration
 from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
+    core_attention,
 )
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
-from megasoftmax.integrations.replacing import Replaced
+from megasoftmax.integrations.replacing import Change, Replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, BATCH, LENGTH, HEADS, HEAD_DIM = 62, 2, 12, 4, 8
-RUNS_FUSED = integration.runs_fused
+RUNS_FUSED = core_attention.runs_fused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +65,7 @@ def path(request, monkeypatch):
     def runs_fused(query, *rest):
         return request.param == "attention" and (not query.is_cuda or RUNS_FUSED(query, *rest))
 
-    monkeypatch.setattr(integration, "runs_fused", runs_fused)
+    monkeypatch.setattr(core_attention, "runs_fused", runs_fused)
     yield request.param
     assert calls
 
@@ -302,7 +302,7 @@ def test_planted_fault_is_caught(fault, monkeypatch):
         "window": "window",
         "sink": "off by one",
     }
-    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: False)
+    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: False)
     with pytest.raises(AssertionError, match="not close"):
         test_core_attention(cases[fault], "softmax", "cpu")
 
@@ -320,7 +320,7 @@ def test_layer_scaling_keeps_float16_scores_finite():
 
 
 def test_dropout(monkeypatch):
-    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: True)
+    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: True)
     case = Case({"attention_dropout": 0.3}, mask=MASK, key_heads=2)
     core = build(case)
     tensors, mask, _ = make_inputs(case, "cpu", torch.float64)
@@ -854,7 +854,8 @@ def test_apply_and_undo():
 
 def test_undo_leaves_what_others_have_bound():
     namespace = {"one": 1, "two": 2}
-    replaced = Replaced([(namespace, "one", 10), (namespace, "two", 20), (namespace, "new", 30)])
+    ours = {"one": 10, "two": 20, "new": 30}
+    replaced = Replaced(Change(namespace, name, value) for name, value in ours.items())
     assert namespace == {"one": 10, "two": 20, "new": 30}
     namespace["two"] = 200
     replaced.undo()
