@@ -73,7 +73,7 @@ def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
         "id": f"_megasoftmax_{backend}_{digest.hexdigest()[:16]}",  # the name of the module
         "version": 0,
         "license": "NOASSERTION",
-        "python-depends": [],
+        "python-depends": ["einops"],
         "backend": {"type": backend},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")

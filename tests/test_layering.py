@@ -125,11 +125,11 @@ def test_package_does_not_import_what_surrounds_it(module):
 
 
 @pytest.mark.parametrize("module", _in_layers({"reference"}))
-def test_reference_imports_torch_only(module):
+def test_reference_imports_torch_and_einops_only(module):
     strangers = {
         name.split(".")[0] for name in _imports(MODULES[module]) - _own(module)
     } - sys.stdlib_module_names
-    assert strangers <= {"torch"}
+    assert strangers <= {"einops", "torch"}
 
 
 @pytest.mark.parametrize(

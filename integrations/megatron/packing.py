@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_pg_size
 from torch import Tensor
@@ -44,7 +45,7 @@ def attend_packed(
             _taken(value, key_tokens),
             is_no_key[:, None, None].to(query.device) if is_no_key.any() else None,
         )
-        results.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+        results.append(rearrange(output, "sequences heads m x -> (sequences m) (heads x)"))
         places = torch.arange(found, found + query_tokens.numel()).view_as(query_tokens)
         source[query_tokens[~is_no_query]] = places[~is_no_query]
         found += query_tokens.numel()
@@ -106,4 +107,5 @@ def _aligned(spans: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
 def _taken(tensor: Tensor, tokens: Tensor) -> Tensor:
     """[sequences, heads, longest, head_dim] of a tensor [tokens, heads, head_dim]."""
     rows = tensor.index_select(0, tokens.flatten().to(tensor.device))
-    return rows.unflatten(0, tokens.shape).transpose(1, 2)
+    pattern = "(sequences longest) heads x -> sequences heads longest x"
+    return rearrange(rows, pattern, sequences=len(tokens))

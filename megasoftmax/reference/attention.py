@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from megasoftmax.reference.softmax import (
@@ -338,8 +339,11 @@ def _weights(
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
-        biased = _grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]
-        z = biased.reshape(z.shape).to(compute)
+        bias = rearrange(_bias_of_pairs(block), "bb bh m n -> bb 1 bh 1 m n")
+        z = rearrange(
+            _grouped(z, block.bias) + bias,
+            "bb batches bh heads m n -> (bb batches) (bh heads) m n",
+        ).to(compute)
     excluded = excluded_by_window(
         queries,
         keys,
@@ -386,16 +390,19 @@ def _summed_times(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
 
 
 def _by_key_head(rows: Tensor, heads: int) -> Tensor:
-    """[b, h, m, x] as [b, hk, h // hk * m, x]."""
-    batches, all_heads, queries, last = rows.shape
-    return rows.reshape(batches, heads, all_heads // max(heads, 1) * queries, last)
+    """The query heads that share a key head become further queries of it."""
+    # einops infers no size beside one of 0, such as that of no key heads.
+    groups = rows.shape[1] // max(heads, 1)
+    pattern = "b (heads groups) m x -> b heads (groups m) x"
+    return rearrange(rows, pattern, heads=heads, groups=groups)
 
 
 def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
-    """[b, h, m, n] as [bb, b // bb, bh, h // bh, m, n]: a bias has the first and the third."""
-    batches, heads, queries, keys = logits.shape
-    some, few = bias.shape[:2]
-    return logits.reshape(some, batches // max(some, 1), few, heads // max(few, 1), queries, keys)
+    """Batches and heads by the entry [bb, bh] of the bias that they share."""
+    (batches, heads), (bb, bh) = logits.shape[:2], bias.shape[:2]
+    pattern = "(bb batches) (bh heads) m n -> bb batches bh heads m n"
+    sizes = {"bb": bb, "batches": batches // max(bb, 1), "bh": bh, "heads": heads // max(bh, 1)}
+    return rearrange(logits, pattern, **sizes)
 
 
 def _bias_of_pairs(block: _Block) -> Tensor:
@@ -407,8 +414,9 @@ def _bias_of_pairs(block: _Block) -> Tensor:
     length = queries + keys - 1
     entries = block.bias.narrow(-1, _first_entry(queries, keys, block.diagonal), length)
     # Repeated, and cut into rows one longer: each begins one entry later than the last.
-    repeated = entries.unsqueeze(-2).expand(*entries.shape[:-1], queries + 1, length).flatten(-2)
-    rows = repeated[..., : queries * (length + 1)].unflatten(-1, (queries, length + 1))
+    repeated = repeat(entries, "bb bh length -> bb bh (times length)", times=queries + 1)
+    cut = repeated[..., : queries * (length + 1)]
+    rows = rearrange(cut, "bb bh (rows length) -> bb bh rows length", rows=queries)
     return rows[..., :keys].flip(-2)
 
 
@@ -419,7 +427,7 @@ def _first_entry(queries: int, keys: int, diagonal: int) -> int:
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     """From those of z, [b, h, m, n], in the shape of the bias."""
-    summed = _grouped(dz, bias).sum((1, 3))
+    summed = reduce(_grouped(dz, bias), "bb batches bh heads m n -> bb bh m n", "sum")
     if bias.dim() == 4:
         return summed.sum_to_size(bias.shape)
     queries, keys = dz.shape[2:]
@@ -427,10 +435,11 @@ def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
         return dz.new_zeros(bias.shape)
     # The way of `_bias_of_pairs` back: with zeros after the keys, cut into rows one shorter.
     length = queries + keys - 1
-    padded = torch.nn.functional.pad(summed.flip(-2), (0, queries)).flatten(-2)
-    rows = padded[..., : queries * length].unflatten(-1, (queries, length))
+    padded = torch.nn.functional.pad(summed.flip(-2), (0, queries))
+    cut = rearrange(padded, "bb bh m n -> bb bh (m n)")[..., : queries * length]
+    diagonals = reduce(cut, "bb bh (rows length) -> bb bh length", "sum", rows=queries)
     first = _first_entry(queries, keys, diagonal)
-    return torch.nn.functional.pad(rows.sum(-2), (first, bias.shape[-1] - first - length))
+    return torch.nn.functional.pad(diagonals, (first, bias.shape[-1] - first - length))
 
 
 class ForwardArguments(NamedTuple):
