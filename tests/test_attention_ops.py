@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import repeat
 from inputs import bits_equal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -271,7 +272,8 @@ def test_gradients_in_float64():
 
 
 def plain_attention(query, key, value, bias):
-    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (key, value))
+    shared = HEADS // KEY_HEADS
+    key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=shared) for t in (key, value))
     return (query @ key.mT * DIM**-0.5 + bias).softmax(-1) @ value
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from einops import einsum, rearrange, repeat
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 with warnings.catch_warnings():
@@ -95,7 +96,7 @@ def expected_attention(
     """Of [tokens, batch, heads, head_dim], in float64, without a trick: [tokens, batch, ...]."""
     query, key, value = query.double(), key.double(), value.double()
     repeats = query.shape[2] // key.shape[2]
-    key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+    key, value = (repeat(each, "n b h x -> n b (h r) x", r=repeats) for each in (key, value))
     scores = scale * torch.einsum("mbhd,nbhd->bhmn", query, key)
     if bias is not None:
         scores = scores + bias.double()
@@ -115,7 +116,8 @@ def expected_attention(
     if offset is not None:
         denominator = denominator + offset.to(weights).exp().reshape(-1, 1, 1)
     weights = weights / torch.where(denominator > 0, denominator, 1)
-    return torch.einsum("bhmn,nbhd->mbhd", weights, value).flatten(2)
+    output = einsum(weights, value, "b h m n, n b h x -> m b h x")
+    return rearrange(output, "m b h x -> m b (h x)")
 
 
 class PlainAttention(MegatronModule):
@@ -333,9 +335,10 @@ def test_dropout(monkeypatch):
     query, key, value = tensors
     one_hot = torch.eye(9, dtype=torch.float64)[:, None, None].expand(9, BATCH, 2, 9)
     weights = expected_attention(query, key, one_hot, scale=HEAD_DIM**-0.5, causal=True, mask=mask)
-    weights = weights.unflatten(2, (HEADS, 9)).permute(1, 2, 0, 3) * factors
-    values = value.repeat_interleave(2, dim=2)
-    expected = torch.einsum("bhmn,nbhd->mbhd", weights, values).flatten(2)
+    weights = rearrange(weights, "m b (h n) -> b h m n", h=HEADS) * factors
+    values = repeat(value, "n b h x -> n b (h 2) x")
+    expected = einsum(weights, values, "b h m n, n b h x -> m b h x")
+    expected = rearrange(expected, "m b h x -> m b (h x)")
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad(output.square().sum(), tensors)
     wanted = torch.autograd.grad(expected.square().sum(), tensors)
