@@ -325,8 +325,8 @@ def _check_has_queries(name: str, scores: Tensor) -> None:
         )
 
 
-def _check_window(window: Window) -> None:
-    expected = "window: expected (left, right), two integers from -1 on"
+def _check_window(window: Window, name: str = "window") -> None:
+    expected = f"{name}: expected None or (left, right), two integers from -1 on"
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"{expected}, got {_kind(window)}")
     if len(window) != 2:
@@ -377,15 +377,10 @@ def _kind(value: object) -> str:
 
 
 def checked_window(name: str, window: Window | None) -> Window | None:
+    """The window as a tuple."""
     if window is None:
         return None
-    expected = f"{name}: expected None or (left, right), two integers from -1 on"
-    if not isinstance(window, (tuple, list)):
-        raise TypeError(f"{expected}, got {type(window).__name__}")
-    if not all(isinstance(limit, int) for limit in window):
-        raise TypeError(f"{expected}, got {window}")
-    if len(window) != 2 or min(window) < -1:
-        raise ValueError(f"{expected}, got {window}")
+    _check_window(window, name)
     return window[0], window[1]
 
 

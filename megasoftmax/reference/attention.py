@@ -70,18 +70,8 @@ def attention_forward(
         -inf. A visible NaN or +inf makes NaN of its row.
     """
     given = ForwardArguments(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        sink,
-        sink_value,
-        relative,
+        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(sink, sink_value, relative),
     )
     compute = accumulation_dtype(query.dtype)
 
@@ -142,18 +132,8 @@ def attention_backward(
         asked for.
     """
     given = ForwardArguments(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        sink,
-        sink_value,
-        relative,
+        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(sink, sink_value, relative),
     )
     compute = accumulation_dtype(query.dtype)
 
