@@ -8,15 +8,13 @@ and exactly 0 for excluded entries, in float32, or float64 for float64 scores. `
 makes one differentiable function of any such pair.
 
 On a CPU, memory that is touched for the first time costs ten times what a pass over it costs
-(measured at 32 MiB), so each half makes as few buffers as it can and changes them in place.
+(measured at 32 MiB), so each function makes as few buffers as it can and changes them in place.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-Window = tuple[int, int]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
