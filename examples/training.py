@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from megasoftmax.regression_models import read_text
+from megasoftmax.regression.models import read_text
 
 WARM_UP_STEPS = 20  # in which the learning rate rises to its value
 TABLE_ROWS = 10

@@ -38,7 +38,7 @@ from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES, GPTJA
 from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
-from megasoftmax.integrations.replacing import Replaced
+from megasoftmax.integrations.replacing import Change, Replaced
 from megasoftmax.integrations.transformers import (
     NAME,
     SOFTMAX_NAME,
@@ -251,16 +251,19 @@ FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 """A class of transformers -> the subclass that takes its place."""
 
-# Where models that are being built find their classes: in a dictionary, under a key.
-_PLACES: tuple[tuple[dict[str, Any], str, type[torch.nn.Module]], ...] = (
-    (vars(modeling_bloom), "BloomAttention", MegasoftmaxBloomAttention),
-    (vars(modeling_mpt), "MptAttention", MegasoftmaxMptAttention),
-    (vars(modeling_mpt), "MptBlock", MegasoftmaxMptBlock),
+# Where models that are being built find their classes.
+_PLACES = (
+    Change(modeling_bloom, "BloomAttention", MegasoftmaxBloomAttention),
+    Change(modeling_mpt, "MptAttention", MegasoftmaxMptAttention),
+    Change(modeling_mpt, "MptBlock", MegasoftmaxMptBlock),
     *(
-        (FALCON_ATTENTION_CLASSES, name, MegasoftmaxFalconAttention)
+        Change(classes, name, ours)
+        for classes, ours in (
+            (FALCON_ATTENTION_CLASSES, MegasoftmaxFalconAttention),
+            (GPTJ_ATTENTION_CLASSES, MegasoftmaxGPTJAttention),
+        )
         for name in (NAME, SOFTMAX_NAME)
     ),
-    *((GPTJ_ATTENTION_CLASSES, name, MegasoftmaxGPTJAttention) for name in (NAME, SOFTMAX_NAME)),
 )
 
 
@@ -283,7 +286,7 @@ def patch_classes() -> PatchedClasses:
     Returns:
         What undoes it.
     """
-    return PatchedClasses(list(_PLACES))
+    return PatchedClasses(_PLACES)
 
 
 def why_not_served(layer: torch.nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megasoftmax.functional import softmax_backward
-from megasoftmax.integrations.replacing import Replaced
+from megasoftmax.integrations.replacing import Change, Replaced
 from megasoftmax.modules import (
     FusedScaleMaskSoftmax,
     ScaledMaskedSoftmax,
@@ -35,7 +35,7 @@ def install_extension_modules() -> Replaced:
     Returns:
         What takes those out again that this call has put in.
     """
-    return Replaced([(sys.modules, name, module) for name, module in MODULES.items()])
+    return Replaced([Change(sys.modules, name, module) for name, module in MODULES.items()])
 
 
 # Megatron hands the scale over as a tensor of one element, on the CPU.

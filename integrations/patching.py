@@ -26,13 +26,14 @@ The configuration is shared: another model that was built from the same object i
 import inspect
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megasoftmax.integrations.families import FAMILIES, why_not_served
-from megasoftmax.integrations.routers import PatchedRouters, find_routers, is_patched, patch_routers
+from megasoftmax.integrations.replacing import Change, Patched
+from megasoftmax.integrations.routers import changes_of_routers, find_routers, is_patched
 from megasoftmax.integrations.transformers import (
     NAME,
     SOFTMAX_NAME,
@@ -73,29 +74,14 @@ class _Layer(NamedTuple):
     """Why it cannot be served by itself."""
 
 
-class _Change(NamedTuple):
-    owner: Any
-    attribute: str
-    before: Any
-    after: Any
-
-
-_ABSENT = object()
-
-
-class PatchedModel:
+class PatchedModel(Patched):
     """What one call of `patch_model` has changed; a context manager."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        changes: list[_Change],
-        routers: PatchedRouters | None,
-        why_not: dict[str, str],
+        self, model: torch.nn.Module, changes: list[Change], why_not: dict[str, str]
     ) -> None:
+        super().__init__(changes)
         self._model = model
-        self._changes = changes
-        self._routers = routers
         self._why_not = why_not
 
     @property
@@ -121,27 +107,8 @@ class PatchedModel:
             RuntimeError: something was changed since, by another `patch_model` for example, which
                 has to be unpatched first; nothing was restored.
         """
-        for owner, attribute, _, after in self._changes:
-            actual = _get(owner, attribute)
-            if actual != after:
-                raise RuntimeError(
-                    f"unpatch: expected {attribute} of {type(owner).__name__} to be {after!r} "
-                    f"still, got {actual!r}; undo first what was done after patch_model"
-                )
-        if self._routers is not None:
-            self._routers.unpatch()
-        for owner, attribute, before, _ in reversed(self._changes):
-            if before is _ABSENT:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, before)
-        self._changes, self._routers, self._why_not = [], None, {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.unpatch()
+        super().unpatch()
+        self._why_not = {}
 
     def __str__(self) -> str:
         """The report, a line for neighbours that are served alike."""
@@ -201,7 +168,7 @@ def patch_model(
         )
     flags = _flags_of(model)
     if is_disabled():
-        return PatchedModel(model, [], None, {})
+        return PatchedModel(model, [], {})
     layers = list(_layers(model)) if flags["softmax"] else []
     why_not = _why_not_served(layers)
     if strict and why_not:
@@ -210,15 +177,13 @@ def patch_model(
             f"model: expected attention that megasoftmax can serve, got {len(why_not)} layers "
             f"that it cannot; strict=False leaves them as they are:\n{refused}"
         )
-    routers = None
-    if flags["router"]:
-        routers, refused_routers = _patch_routers(model, strict)
-        why_not |= refused_routers
-    register()
     changes = _changes(layers, why_not, implementation if flags["attention"] else SOFTMAX_NAME)
-    for owner, attribute, _, after in changes:
-        setattr(owner, attribute, after)
-    return PatchedModel(model, changes, routers, _why_flagged(model, flags) | why_not)
+    if flags["router"]:
+        changes_of_those, why_no_router = _changes_of_routers(model, strict)
+        changes += changes_of_those
+        why_not |= why_no_router
+    register()
+    return PatchedModel(model, changes, _why_flagged(model, flags) | why_not)
 
 
 def configure(
@@ -345,10 +310,10 @@ def _blocked(layers: list[_Layer]) -> dict[int, str]:
     }
 
 
-def _changes(layers: list[_Layer], why_not: dict[str, str], implementation: str) -> list[_Change]:
-    """What there is to set, where it is not set already."""
+def _changes(layers: list[_Layer], why_not: dict[str, str], implementation: str) -> list[Change]:
+    """What there is to set for attention."""
     blocked = _blocked(layers)
-    changes: list[_Change] = []
+    changes: list[Change] = []
     configs: dict[int, PreTrainedConfig] = {}
     for layer in layers:
         if layer.name in why_not:
@@ -356,35 +321,31 @@ def _changes(layers: list[_Layer], why_not: dict[str, str], implementation: str)
         configs |= {id(config): config for config in (layer.config, *layer.enclosing)}
         ours = FAMILIES.get(type(layer.module))
         if ours is not None:
-            changes.append(_Change(layer.module, "__class__", type(layer.module), ours))
+            changes.append(Change(layer.module, "__class__", ours, layer.name))
             if not hasattr(layer.module, "config"):
-                changes.append(_Change(layer.module, "config", _ABSENT, layer.config))
-    for key, config in configs.items():
-        # Not _attn_implementation, which sets that of all configurations within this one too.
-        before = config._attn_implementation_internal
-        if key not in blocked and before != implementation:
-            change = _Change(config, "_attn_implementation_internal", before, implementation)
-            changes.append(change)
+                changes.append(Change(layer.module, "config", layer.config, layer.name))
+    # Not _attn_implementation, which sets that of all configurations within this one too.
+    changes += (
+        Change(config, "_attn_implementation_internal", implementation)
+        for key, config in configs.items()
+        if key not in blocked
+    )
     return changes
 
 
-def _patch_routers(
+def _changes_of_routers(
     model: torch.nn.Module, strict: bool
-) -> tuple[PatchedRouters | None, dict[str, str]]:
-    """The routers that are patched, and why those that are not, are not."""
+) -> tuple[list[Change], dict[str, str]]:
+    """What there is to set for routers, and the reason for each that is left as it is."""
     routers = find_routers(model)
     if not routers:
-        return None, {}
+        return [], {}
     try:
-        return patch_routers(model), {}
+        return changes_of_routers(model), {}
     except ValueError as error:
         if strict:
             raise
-        return None, dict.fromkeys(routers, str(error))
-
-
-def _get(owner: Any, attribute: str) -> Any:
-    return getattr(owner, attribute, _ABSENT)
+        return [], dict.fromkeys(routers, str(error))
 
 
 def _why_not_attention(layer: torch.nn.Module) -> tuple[Any, ...]:

@@ -1,37 +1,61 @@
-"""Names of other libraries that are bound to something of megasoftmax, until that is undone."""
+"""What one call has bound to something of megasoftmax, in other libraries or a model, and back."""
 
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+_ABSENT = object()
+
+
+class Change(NamedTuple):
+    """What a name is bound to."""
+
+    owner: Any
+    """A dictionary, such as `sys.modules`, or any other object, whose attribute the name is."""
+    name: str
+    ours: Any
+    where: str = ""
+    """What errors call the owner; by default its class."""
+
+    @property
+    def bound(self) -> Any:
+        """What the owner itself has under the name at present."""
+        if self.name == "__class__":
+            return type(self.owner)
+        names = self.owner if isinstance(self.owner, dict) else vars(self.owner)
+        return names.get(self.name, _ABSENT)
+
+    def bind(self, value: Any) -> None:
+        is_dict = isinstance(self.owner, dict)
+        if value is _ABSENT:
+            self.owner.pop(self.name) if is_dict else delattr(self.owner, self.name)
+        elif is_dict:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
 class Replaced:
     """Names that one call has bound to something else, until `undo`; a context manager."""
 
-    def __init__(self, bindings: list[tuple[dict[str, Any], str, Any]]) -> None:
-        """Bind (namespace, name, object); those that are bound so already are left to whoever did.
-
-        A namespace is a dictionary: `vars(module)`, `sys.modules`.
-        """
-        self._replaced = []
-        for namespace, name, ours in bindings:
-            original = namespace.get(name)
-            if original is not ours:
-                namespace[name] = ours
-                self._replaced.append((namespace, name, ours, original))
+    def __init__(self, changes: Iterable[Change]) -> None:
+        """Make the changes; names that are bound so already are left to whoever did it."""
+        self._replaced: list[tuple[Change, Any]] = []
+        for change in changes:
+            original = change.bound
+            if original != change.ours:
+                change.bind(change.ours)
+                self._replaced.append((change, original))
 
     @property
     def names(self) -> tuple[str, ...]:
         """What was replaced."""
-        return tuple(name for _, name, _, _ in self._replaced)
+        return tuple(change.name for change, _ in self._replaced)
 
     def undo(self) -> None:
         """Bind what was there before, but where something else is bound since; harmless twice."""
-        for namespace, name, ours, original in self._replaced:
-            if namespace.get(name) is not ours:
-                continue
-            if original is None:
-                del namespace[name]
-            else:
-                namespace[name] = original
+        for change, original in reversed(self._replaced):
+            if change.bound == change.ours:
+                change.bind(original)
         self._replaced = []
 
     def __enter__(self) -> Self:
@@ -39,3 +63,26 @@ class Replaced:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+class Patched(Replaced):
+    """The same for parts of a model, where nothing may have been changed since."""
+
+    def unpatch(self) -> None:
+        """Restore what was; calling it twice is harmless.
+
+        Raises:
+            RuntimeError: something was changed since, by another patch or by offloading for
+                example, which has to be undone first; nothing was restored.
+        """
+        for change, _ in self._replaced:
+            if change.bound != change.ours:
+                where = change.where or type(change.owner).__name__
+                raise RuntimeError(
+                    f"unpatch: expected {where} with the {change.name} that was set, "
+                    f"{change.ours!r}, got {change.bound!r}; undo first what was done after"
+                )
+        self.undo()
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpatch()

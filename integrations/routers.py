@@ -15,11 +15,12 @@ records router logits see no difference.
 """
 
 from types import MethodType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 import megasoftmax
+from megasoftmax.integrations.replacing import Change, Patched
 
 
 class _Rule(NamedTuple):
@@ -50,39 +51,13 @@ _RULES = {
 }
 
 
-class PatchedRouters:
+class PatchedRouters(Patched):
     """The routers that one call of `patch_routers` has changed; a context manager."""
-
-    def __init__(self, routers: dict[str, torch.nn.Module]) -> None:
-        self._routers = routers
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the routers, in the model."""
-        return tuple(self._routers)
-
-    def unpatch(self) -> None:
-        """Give the routers their own forward back; calling it twice is harmless.
-
-        Raises:
-            RuntimeError: a forward was replaced since, by offloading for example; nothing was
-                restored.
-        """
-        for name, router in self._routers.items():
-            if not is_patched(router):
-                raise RuntimeError(
-                    f"unpatch: expected {name} with the forward of patch_routers still, got one "
-                    "that was replaced; undo first what was done after"
-                )
-        for own_router in self._routers.values():
-            del own_router.forward, own_router.megasoftmax_rule
-        self._routers = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.unpatch()
+        return tuple(dict.fromkeys(change.where for change, _ in self._replaced))
 
 
 def patch_routers(model: torch.nn.Module) -> PatchedRouters:
@@ -103,24 +78,30 @@ def patch_routers(model: torch.nn.Module) -> PatchedRouters:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    return PatchedRouters(changes_of_routers(model))
+
+
+def changes_of_routers(model: torch.nn.Module) -> list[Change]:
+    """What `patch_routers` changes, or the ValueError that it raises."""
     routers = find_routers(model)
     if not routers:
         raise ValueError(
             f"model: expected a router among {', '.join(_RULES)}, got {type(model).__name__} "
             "without one"
         )
-    patched: dict[str, Any] = {}
+    changes = []
     for name, router in routers.items():
-        if "forward" not in vars(router):
-            patched[name] = router
-        elif not is_patched(router):
+        if is_patched(router):
+            continue
+        if "forward" in vars(router):
             raise ValueError(
                 f"model: expected {name} with the forward of its class, got one that was replaced"
             )
-    for own_router in patched.values():
-        own_router.megasoftmax_rule = _rule_of(own_router)
-        own_router.forward = MethodType(_forward, own_router)
-    return PatchedRouters(patched)
+        changes += [
+            Change(router, "megasoftmax_rule", _rule_of(router), name),
+            Change(router, "forward", MethodType(_forward, router), name),
+        ]
+    return changes
 
 
 def find_routers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -340,16 +340,16 @@ def _against_attention(
     module: torch.nn.Module, dropout: float, softcap: float | None, kwargs: dict[str, Any]
 ) -> list[tuple[str, str, str]]:
     """What fused attention does not do: constraint, actual and limit of Reasons."""
-    against = []
+    reasons = []
     if softcap is not None:
-        against.append(("softcap", str(softcap), "None"))
+        reasons.append(("softcap", str(softcap), "None"))
     if module.training and dropout > 0:
-        against.append(("dropout", f"{dropout} in training", "0"))
+        reasons.append(("dropout", f"{dropout} in training", "0"))
     if _reorders_and_upcasts(module):
-        against.append(("reorder_and_upcast_attn", "True", "False"))
+        reasons.append(("reorder_and_upcast_attn", "True", "False"))
     if _is_asked_for_probabilities(kwargs):
-        against.append(("output_attentions", "True", "False"))
-    return against
+        reasons.append(("output_attentions", "True", "False"))
+    return reasons
 
 
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:

@@ -13,8 +13,8 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
 
 from megasoftmax import layers as layers
 from megasoftmax.biases import RelativeBias
-from megasoftmax.context_parallel import merge_attention
 from megasoftmax.dispatch import Reason
+from megasoftmax.distributed.context_parallel import merge_attention
 from megasoftmax.functional import (
     attention,
     ring_attention,

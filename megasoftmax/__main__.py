@@ -189,8 +189,10 @@ def regress(
     try:
         from transformers.utils import logging
 
-        from megasoftmax import regression, regression_report
-        from megasoftmax.regression_models import TINY, RegressionError
+        from megasoftmax import regression
+        from megasoftmax.regression import RegressionError
+        from megasoftmax.regression.models import TINY
+        from megasoftmax.regression.report import print_report, print_summary, to_html, to_json
     except ModuleNotFoundError as error:
         typer.echo(f"Error: {missing_extra(error) or error}", err=True)
         raise typer.Exit(2) from error
@@ -223,7 +225,7 @@ def regress(
                     checks=checks,
                     progress=lambda step: progress.advance(task),
                 )
-                regression_report.print_report(console, report)
+                print_report(console, report)
             except RegressionError as error:
                 outcomes[name] = error
                 typer.echo(f"Error: {error}", err=True)
@@ -231,11 +233,11 @@ def regress(
                 outcomes[name] = RegressionError(f"{type(error).__name__}: {error}")
                 console.print_exception()
     if len(names) > 1:
-        regression_report.print_summary(console, outcomes)
+        print_summary(console, outcomes)
     if json_file is not None:
-        json_file.write_text(regression_report.to_json(outcomes))
+        json_file.write_text(to_json(outcomes))
     if html_file is not None:
-        html_file.write_text(regression_report.to_html(outcomes))
+        html_file.write_text(to_html(outcomes))
     reports = [outcome for outcome in outcomes.values() if isinstance(outcome, regression.Report)]
     if not all(report.passed for report in reports):
         raise typer.Exit(1)

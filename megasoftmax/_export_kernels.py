@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megasoftmax.build.extension import CSRC, LIBRARY_NAME, MIN_TORCH, PACKAGE
 
-_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(\.[\w.]+)? import ", re.MULTILINE)
-_LEFT_OUT = ("__main__.py", "_export_kernels.py", "regression*.py")
+_OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.([\w.]+))? import ", re.MULTILINE)
+_LEFT_OUT = ("__main__.py", "_export_kernels.py", "_extras.py", "integrations", "regression")
 
 
 def export_kernels(
@@ -55,17 +55,17 @@ def export_kernels(
 def _with_relative_imports(module: Path) -> str:
     root = "." * len(module.relative_to(PACKAGE).parts)
     return _OWN_IMPORT.sub(
-        lambda found: f"{found[1]}from {root}{(found[2] or '.')[1:]} import ", module.read_text()
+        lambda found: f"{found[1]}from {root}{found[2] or ''} import ", module.read_text()
     )
 
 
 def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
     variant.mkdir(parents=True)
-    for module in (*PACKAGE.glob("*.py"), *PACKAGE.glob("build/*.py")):
-        if not any(module.match(pattern) for pattern in _LEFT_OUT):
-            target = variant / module.relative_to(PACKAGE)
-            target.parent.mkdir(exist_ok=True)
-            target.write_text(_with_relative_imports(module))
+    for source in PACKAGE.rglob("*.py"):
+        module = source.relative_to(PACKAGE)
+        if module.parts[0] not in _LEFT_OUT:
+            (variant / module).parent.mkdir(exist_ok=True)
+            (variant / module).write_text(_with_relative_imports(source))
     shutil.copytree(CSRC, variant / "csrc")
     if library is not None:
         shutil.copy(library, variant / LIBRARY_NAME)
@@ -77,8 +77,8 @@ def _write(variant: Path, backend: str, library: Path | None = None) -> Path:
         "name": "megasoftmax",
         "id": f"_megasoftmax_{backend}_{digest.hexdigest()[:16]}",  # the name of the module
         "version": 0,
-        "license": "NOASSERTION",
-        "python-depends": [],
+        "license": "Apache-2.0",
+        "python-depends": ["einops"],
         "backend": {"type": backend},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")

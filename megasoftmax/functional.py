@@ -8,28 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import (
-    context_parallel,
-    dispatch,
-    ops,
-    ops_attention,
-    ops_topk,
-    reference,
-    reference_attention,
-    reference_topk,
-    sharding,
-    vocabulary,
-)
+from megasoftmax import arguments, autograd, dispatch, ops
+from megasoftmax.arguments import Window
+from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reason as Reason
+from megasoftmax.dispatch import Reason
+from megasoftmax.distributed import context_parallel, sharding, vocabulary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
-
-Window = tuple[int, int]
 
 
 @overload
@@ -100,7 +87,8 @@ def softmax(
     modified. The same call gives the same bits on the same device, gradients included. Forward mode
     (torch.func.jvp) is supported, but not over reverse mode (torch.func.hessian).
 
-    DTensors stay split along the dimensions before queries and keys, see `megasoftmax.sharding`.
+    DTensors stay split along the dimensions before queries and keys, see
+    `megasoftmax.distributed.sharding`.
 
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
@@ -140,7 +128,7 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
-    _check(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
+    arguments.check_softmax(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
             scores, scale, mask, bias, causal, window, sink, dtype, return_lse, fused
@@ -172,23 +160,14 @@ def softmax_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
     """
-    _check(probabilities, scale, None, None, causal, None, None, None, -1, None)
-    _check_floating("gradient", gradient)
-    if gradient.dtype != probabilities.dtype:
-        raise TypeError(
-            f"gradient: expected a tensor of {probabilities.dtype}, as probabilities, "
-            f"got {_kind(gradient)}"
-        )
-    _check_device("gradient", gradient, "probabilities", probabilities)
-    if gradient.shape != probabilities.shape:
-        raise ValueError(
-            f"gradient: expected shape {tuple(probabilities.shape)}, as probabilities, "
-            f"got {tuple(gradient.shape)}"
-        )
-    against = dispatch.reasons_against_fused_softmax
-    is_fused = _is_fused(None, against, probabilities, scale, None, None, causal, None, None)
-    halves = ops.HALVES if is_fused else reference.HALVES
-    d_scores, _, _ = halves.backward(
+    arguments.check_softmax(probabilities, scale, None, None, causal, None, None, None, -1, None)
+    arguments.check_gradient(gradient, probabilities)
+    reasons_against = dispatch.reasons_against_fused_softmax
+    is_fused = _is_fused(
+        None, reasons_against, probabilities, scale, None, None, causal, None, None
+    )
+    implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
+    d_scores, _, _ = implementation.backward(
         gradient.detach() if gradient.dim() <= 4 else gradient.detach().contiguous(),
         probabilities.detach(),
         None,
@@ -276,7 +255,7 @@ def softmax_topk(
     elsewhere. The same call gives the same bits on the same device, gradients included. In forward
     mode (torch.func.jvp) calls run in plain torch.
 
-    DTensors stay split along all dimensions but the last, see `megasoftmax.sharding`.
+    DTensors stay split along all dimensions but the last, see `megasoftmax.distributed.sharding`.
 
     Vocabulary-parallel, with `group`: every rank gives its shard of the logits, of mask and of bias
     along the last dimension, in the order of the ranks; shards may have any lengths, also none.
@@ -318,27 +297,27 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
-    _check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
-    halves = reference_topk.HALVES
-    against = dispatch.reasons_against_fused_topk
-    if _is_fused(fused, against, logits, k, scale, mask, bias, dtype):
-        halves = ops_topk.HALVES
+    arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
+    implementation = autograd.topk.REFERENCE
+    reasons_against = dispatch.reasons_against_fused_topk
+    if _is_fused(fused, reasons_against, logits, k, scale, mask, bias, dtype):
+        implementation = ops.topk.IMPLEMENTATION
         bias, _ = _as_kernels_take_it(logits, bias, None)
     elif sharding.prepare(logits):
-        _check_shards("logits", logits)
-        halves = ops_topk.HALVES
+        arguments.check_shards("logits", logits)
+        implementation = ops.topk.IMPLEMENTATION
     out = _dtype_of_probabilities(logits, dtype)
     if group is not None:
         probabilities, indices, statistics = vocabulary.softmax_topk(
-            halves, group, logits, k, scale, mask, bias, renormalize, out
+            implementation, group, logits, k, scale, mask, bias, renormalize, out
         )
     else:
         needs_gradient = torch.is_grad_enabled() and (
             logits.requires_grad or (bias is not None and bias.requires_grad)
         )
         probabilities, indices, statistics = _call(
-            reference_topk.call,
-            halves,
+            autograd.topk.call,
+            implementation,
             needs_gradient,
             logits,
             k,
@@ -426,7 +405,8 @@ def attention(
     Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
     everywhere under torch.use_deterministic_algorithms.
 
-    DTensors stay split along batches and heads, see `megasoftmax.sharding`; differentiable once.
+    DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
+    differentiable once.
 
     Under torch.autocast query, key and value are cast to its type, as for torch's
     scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
@@ -477,24 +457,24 @@ def attention(
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
     query, key, value = as_autocast(query, key, value)
-    _check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
-    halves = _attention_halves(query, key, value, scale, fused)
-    table, sink = _operands(halves, query, bias, sink)
+    implementation = _attention_implementation(query, key, value, scale, fused)
+    bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad
-        for tensor in (query, key, value, table, sink_tensor)
+        for tensor in (query, key, value, bias_tensor, sink_tensor)
     )
     output, statistics = _call(
-        reference_attention.call,
-        halves,
+        autograd.attention.call,
+        implementation,
         needs_gradient,
         query,
         key,
         value,
-        table,
+        bias_tensor,
         _with_rank(mask, 4),
         scale,
         causal,
@@ -604,40 +584,28 @@ def ring_attention(
     Source:
         Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889.
     """
-    _check_group(group)
+    arguments.check_group(group)
     query, key, value = as_autocast(query, key, value)
-    _check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
-    if sharding.prepare(query):
-        raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
-    every = _check_lengths(lengths, key, group)
-    batch, heads, queries, _ = query.shape
-    relative = isinstance(bias, RelativeBias)
-    if (causal or window is not None or relative) and queries != key.shape[2]:
-        raise ValueError(
-            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window or a "
-            f"RelativeBias, got {queries}"
-        )
-    total = sum(every)
-    if mask is not None:
-        _check_mask(mask)
-        _check_companion("mask", mask, "query", query, (batch, heads, queries, total))
-    if bias is not None:
-        _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+    every = arguments.check_ring(
+        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused
+    )
     scale = _attention_scale(query, scale)
-    halves = _attention_halves(query, key, value, scale, fused)
-    table, sink = _operands(halves, query, bias, sink)
+    implementation = _attention_implementation(query, key, value, scale, fused)
+    bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     return context_parallel.attention(
-        halves,
+        implementation,
         context_parallel.Ring(group, every),
         query,
         key,
         value,
-        table,
+        bias_tensor,
         _with_rank(mask, 4),
         sink_tensor,
-        context_parallel.Options(scale, left, 0 if causal else right, sink_value, relative),
+        context_parallel.Options(
+            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)
+        ),
     )
 
 
@@ -653,14 +621,14 @@ def _softmax_over_last(
     return_lse: bool,
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    halves = reference.HALVES
-    against = dispatch.reasons_against_fused_softmax
-    if _is_fused(fused, against, scores, scale, mask, bias, causal, window, dtype):
-        halves = ops.HALVES
+    implementation = autograd.softmax.REFERENCE
+    reasons_against = dispatch.reasons_against_fused_softmax
+    if _is_fused(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype):
+        implementation = ops.softmax.IMPLEMENTATION
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
-        _check_shards("scores", scores)
-        halves = ops.HALVES
+        arguments.check_shards("scores", scores)
+        implementation = ops.softmax.IMPLEMENTATION
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -670,8 +638,8 @@ def _softmax_over_last(
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
     return _call(
-        reference.call,
-        halves,
+        autograd.softmax.call,
+        implementation,
         needs_gradient,
         scores,
         scale,
@@ -699,16 +667,16 @@ def _softmax_over_earlier(
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """Over a dimension, counted from 0, before the last."""
-    against = dispatch.reasons_against_fused_columns
+    reasons_against = dispatch.reasons_against_fused_columns
     if _has_columns_alone(scores, mask, bias, sink, dim) and _is_fused(
-        fused, against, scores, scale, dtype
+        fused, reasons_against, scores, scale, dtype
     ):
         return _softmax_of_columns(scores, scale, dtype, return_lse, dim)
     probabilities, lse = _softmax_over_last(
         scores.movedim(dim, -1),
         scale,
-        reference.moved_to_last(mask, dim, scores.dim()),
-        reference.moved_to_last(bias, dim, scores.dim()),
+        _moved_to_last(mask, dim, scores.dim()),
+        _moved_to_last(bias, dim, scores.dim()),
         False,
         None,
         sink,
@@ -717,6 +685,13 @@ def _softmax_over_earlier(
         fused,
     )
     return probabilities.movedim(-1, dim).contiguous(), lse
+
+
+def _moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
+    """A view of what broadcasts to `rank` dimensions, with `dim` of them last."""
+    if tensor is None:
+        return None
+    return tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
 
 
 def _has_columns_alone(
@@ -738,8 +713,8 @@ def _softmax_of_columns(
     """Fused, where `_has_columns_alone`."""
     before, after = scores.shape[:dim], scores.shape[dim + 1 :]
     probabilities, lse = _call(
-        reference.call,
-        ops.COLUMN_HALVES,
+        autograd.softmax.call,
+        ops.columns.IMPLEMENTATION,
         torch.is_grad_enabled() and scores.requires_grad,
         scores.reshape(math.prod(before), scores.shape[dim], math.prod(after)),
         scale,
@@ -805,15 +780,15 @@ def _dtype_of_probabilities(scores: Tensor, dtype: torch.dtype | None) -> torch.
     return scores.dtype
 
 
-def _call(through_autograd: Callable[..., Any], halves: Any, *args: Any) -> Any:
-    """`through_autograd(halves, needs_gradient, *arguments of forward)`.
+def _call(through_autograd: Callable[..., Any], implementation: Any, *args: Any) -> Any:
+    """`through_autograd(implementation, needs_gradient, *arguments of forward)`.
 
     Compiled, an autograd function gets gradients without placements: DTensors go to ops, which have
     autograd of their own.
     """
     if sharding.prepare(args[1]) and torch.compiler.is_compiling():
-        return halves.forward(*args[1:])
-    return through_autograd(halves, *args)
+        return implementation.forward(*args[1:])
+    return through_autograd(implementation, *args)
 
 
 _SIGNATURE = inspect.signature(softmax)
@@ -824,15 +799,15 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     bound.apply_defaults()
     given = bound.arguments
     del given["return_lse"]  # anything that is true or false, with kernels for both
-    _check(**given)
+    arguments.check_softmax(**given)
     sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
         return dispatch.reasons_against_fused_columns(scores, given["scale"], given["dtype"])
     given["scores"] = scores.movedim(dim, -1)
-    given["mask"] = reference.moved_to_last(mask, dim, rank)
-    given["bias"] = reference.moved_to_last(bias, dim, rank)
+    given["mask"] = _moved_to_last(mask, dim, rank)
+    given["bias"] = _moved_to_last(bias, dim, rank)
     return dispatch.reasons_against_fused_softmax(**given)
 
 
@@ -844,7 +819,7 @@ def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     bound.apply_defaults()
     given = bound.arguments
     del given["return_lse"]
-    _check_topk(**given)
+    arguments.check_topk(**given)
     del given["renormalize"], given["group"], given["fused"]
     return dispatch.reasons_against_fused_topk(**given)
 
@@ -854,21 +829,21 @@ def _attention_reasons(
 ) -> tuple[Reason, ...]:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     query, key, value = as_autocast(query, key, value)
-    _check_attention(query, key, value, **options)
+    arguments.check_attention(query, key, value, **options)
     scale = _attention_scale(query, options.get("scale"))
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
 
 
-def _attention_halves(
+def _attention_implementation(
     query: Tensor, key: Tensor, value: Tensor, scale: float, fused: bool | None
-) -> reference_attention.Halves:
+) -> Implementation:
     """Who computes; raises where it must be kernels and cannot be."""
     if _is_fused(fused, dispatch.reasons_against_fused_attention, query, key, value, scale):
-        return ops_attention.HALVES
+        return ops.attention.IMPLEMENTATION
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     if compiled or sharding.prepare(query):
-        return ops_attention.HALVES_IN_BLOCKS
-    return reference_attention.HALVES
+        return ops.attention.IN_BLOCKS
+    return autograd.attention.REFERENCE
 
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:
@@ -876,17 +851,18 @@ def _attention_scale(query: Tensor, scale: float | None) -> float:
 
 
 def _operands(
-    halves: reference_attention.Halves,
+    implementation: Implementation,
     query: Tensor,
     bias: Tensor | RelativeBias | None,
     sink: Tensor | float | None,
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """The bias, or a relative one's table, and the sink as who computes takes them."""
-    relative = isinstance(bias, RelativeBias)
-    table = bias.table if isinstance(bias, RelativeBias) else bias
-    if halves is ops_attention.HALVES:
-        table, sink = _as_kernels_take_it(query, table, sink)
-    return _with_rank(table, 3 if relative else 4), sink
+    """Bias and sink as the implementation takes them; of a RelativeBias its table."""
+    rank = 4
+    if isinstance(bias, RelativeBias):
+        bias, rank = bias.table, 3
+    if implementation is ops.attention.IMPLEMENTATION:
+        bias, sink = _as_kernels_take_it(query, bias, sink)
+    return _with_rank(bias, rank), sink
 
 
 def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
@@ -908,311 +884,3 @@ def _as_kernels_take_it(
     if isinstance(sink, Tensor) and sink.dtype == torch.float64:
         sink = sink.float()
     return bias, sink
-
-
-# Checks of arguments, cheap: nothing is read, nothing is launched
-
-
-def _check(
-    scores: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    sink: Tensor | float | None,
-    dtype: torch.dtype | None,
-    dim: int,
-    fused: bool | None,
-) -> None:
-    _check_scores("scores", scores, scale, mask, bias)
-    if causal is not False:
-        if causal is not True:
-            raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
-        _check_has_queries("causal", scores)
-    if window is not None:
-        _check_window(window)
-        _check_has_queries("window", scores)
-    if sink is not None:
-        _check_sink(sink, "scores", scores)
-    if not isinstance(dim, int) or dim != -1:
-        _check_dim(dim, scores, causal, window, sink)
-    _check_choices(dtype, fused)
-
-
-def _check_topk(
-    logits: Tensor,
-    k: int,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    renormalize: bool,
-    dtype: torch.dtype | None,
-    group: "ProcessGroup | None",
-    fused: bool | None,
-) -> None:
-    _check_scores("logits", logits, scale, mask, bias)
-    columns = logits.shape[-1]
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected an integer from 0 to {columns}, got {_kind(k)}")
-    if k < 0 or (k > columns and group is None):
-        raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
-    if group is not None:
-        _check_group(group)
-        if sharding.prepare(logits):
-            raise ValueError("group: expected None for a DTensor, got a group")
-    if not isinstance(renormalize, bool):
-        raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
-    _check_choices(dtype, fused)
-
-
-def _check_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    sink: Tensor | float | None = None,
-    fused: bool | None = None,
-) -> None:
-    _check_floating("query", query)
-    if query.dim() != 4:
-        raise ValueError(
-            f"query: expected [batch, heads, queries, head_dim], got shape {tuple(query.shape)}"
-        )
-    batch, heads, queries, head_dim = query.shape
-    _check_of_keys("key", key, query, (batch, None, None, head_dim))
-    key_heads, keys = key.shape[1:3]
-    _check_of_keys("value", value, query, (batch, key_heads, keys, None))
-    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-        raise ValueError(
-            f"key: expected heads that divide {heads}, those of query, got {key_heads}"
-        )
-    if scale is not None:
-        _check_scale(scale)
-    shape = (batch, heads, queries, keys)
-    if mask is not None:
-        _check_mask(mask)
-        _check_companion("mask", mask, "query", query, shape)
-    if bias is not None:
-        _check_attention_bias(bias, query, shape)
-    if causal is not False and causal is not True:
-        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
-    if window is not None:
-        _check_window(window)
-    if sink is not None:
-        _check_sink(sink, "query", query)
-    _check_fused(fused)
-
-
-def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
-    """A tensor like the query, with the sizes that are not None."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != query.dtype:
-        raise TypeError(
-            f"{name}: expected a tensor of {query.dtype}, as query, got {_kind(tensor)}"
-        )
-    _check_device(name, tensor, "query", query)
-    fits = tensor.dim() == 4 and all(
-        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
-        names = ("batch", "key_heads", "keys", "value_dim")
-        expected = ", ".join(
-            name if wanted is None else str(wanted)
-            for name, wanted in zip(names, shape, strict=True)
-        )
-        raise ValueError(f"{name}: expected shape [{expected}], got {tuple(tensor.shape)}")
-
-
-def _check_attention_bias(
-    bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
-) -> None:
-    relative = isinstance(bias, RelativeBias)
-    name, table = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
-    _check_floating(name, table)
-    _check_device(name, table, "query", query)
-    batch, heads, queries, keys = shape
-    target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
-    if table.dim() >= 2 * relative and _broadcasts_in_groups(table.shape, target):
-        return
-    expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
-    raise ValueError(
-        f"{name}: expected {expected} that broadcasts to {target}, where the first two sizes may "
-        f"be divided, got {tuple(table.shape)}"
-    )
-
-
-def _broadcasts_in_groups(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Batches and heads, which come first, may be multiples; a table's entries are all there."""
-    if len(shape) > len(target):
-        return False
-    for dim in range(-1, -len(shape) - 1, -1):
-        size, wanted = shape[dim], target[dim]
-        if size == wanted or (size == 1 and (len(target) == 4 or dim != -1)):
-            continue
-        if len(target) + dim > 1 or size == 0 or wanted % size != 0:
-            return False
-    return True
-
-
-def _check_scores(
-    name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
-) -> None:
-    _check_floating(name, scores)
-    if scores.dim() == 0:
-        raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
-    _check_scale(scale)
-    if mask is not None:
-        _check_mask(mask)
-        _check_companion("mask", mask, name, scores, scores.shape)
-    if bias is not None:
-        _check_floating("bias", bias)
-        _check_companion("bias", bias, name, scores, scores.shape)
-
-
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {_kind(tensor)}")
-
-
-def _check_scale(scale: float) -> None:
-    if not isinstance(scale, (float, int)):
-        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-
-
-def _check_mask(mask: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
-
-
-def _check_group(group: "ProcessGroup") -> None:
-    is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
-    if not is_one:
-        raise TypeError(f"group: expected a process group, got {_kind(group)}")
-
-
-def _check_lengths(
-    lengths: Sequence[int] | None, key: Tensor, group: "ProcessGroup"
-) -> tuple[int, ...]:
-    keys, ranks = key.shape[2], group.size()
-    if lengths is None:
-        return (keys,) * ranks
-    expected = f"lengths: expected {ranks} integers from 0 on, {keys} at {group.rank()}"
-    if not isinstance(lengths, (tuple, list)) or not all(type(each) is int for each in lengths):
-        raise TypeError(f"{expected}, got {lengths!r}")
-    if len(lengths) != ranks or min(lengths) < 0 or lengths[group.rank()] != keys:
-        raise ValueError(f"{expected}, got {lengths!r}")
-    return tuple(lengths)
-
-
-def _check_shards(name: str, scores: Tensor) -> None:
-    """DTensors that do not run fused: they run as ops all the same, which CPUs have in any case."""
-    if scores.is_cuda:
-        raise ValueError(
-            f"{name}: expected a DTensor that runs fused (see why_not_fused), or to_local() of it, "
-            "got one that cannot or must not"
-        )
-
-
-def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
-    _check_fused(fused)
-
-
-def _check_fused(fused: bool | None) -> None:
-    if fused is not None and not isinstance(fused, bool):
-        raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
-
-
-def _check_companion(
-    name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
-) -> None:
-    """Same device, and broadcastable to the target."""
-    _check_device(name, tensor, name_of_scores, scores)
-    shape = tensor.shape
-    if shape != target and not _broadcasts(shape, target):
-        raise ValueError(
-            f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
-        )
-
-
-def _check_device(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
-    if tensor.device != scores.device:
-        raise ValueError(
-            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
-        )
-
-
-def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    if len(shape) > len(target):
-        return False
-    for size, wanted in zip(
-        reversed(shape), reversed(target), strict=False
-    ):  # all() takes twice as long
-        if size != 1 and size != wanted:  # not `in`: sizes may be symbolic
-            return False
-    return True
-
-
-def _check_has_queries(name: str, scores: Tensor) -> None:
-    if scores.dim() < 2:
-        raise ValueError(
-            f"{name}: expected scores [..., queries, keys], got shape {tuple(scores.shape)}"
-        )
-
-
-def _check_window(window: Window) -> None:
-    expected = "window: expected (left, right), two integers from -1 on"
-    if not isinstance(window, (tuple, list)):
-        raise TypeError(f"{expected}, got {_kind(window)}")
-    if len(window) != 2:
-        raise ValueError(f"{expected}, got {window}")
-    for limit in window:
-        if not isinstance(limit, int):
-            raise TypeError(f"{expected}, got {window}")
-        if limit < -1:
-            raise ValueError(f"{expected}, got {window}")
-
-
-def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
-    if not isinstance(sink, Tensor):
-        if not isinstance(sink, (float, int)):
-            raise TypeError(f"sink: expected a tensor or a number, got {_kind(sink)}")
-        return
-    _check_floating("sink", sink)
-    _check_device("sink", sink, name_of_scores, scores)
-    if sink.numel() == 1:
-        return
-    if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:
-        heads = f" or [{scores.shape[-3]}], one per head," if scores.dim() > 2 else ""
-        raise ValueError(f"sink: expected one element{heads} got shape {tuple(sink.shape)}")
-
-
-def _check_dim(
-    dim: int, scores: Tensor, causal: bool, window: Window | None, sink: Tensor | float | None
-) -> None:
-    rank = scores.dim()
-    expected = f"dim: expected an integer from {-rank} to {rank - 1}"
-    if not isinstance(dim, int):
-        raise TypeError(f"{expected}, got {_kind(dim)}")
-    if not -rank <= dim < rank:
-        raise ValueError(f"{expected}, got {dim}")
-    if dim % rank == rank - 1:
-        return
-    for name, is_given in (("causal", causal), ("window", window is not None)):
-        if is_given:
-            raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")
-    if isinstance(sink, Tensor) and sink.numel() != 1:
-        raise ValueError(
-            f"sink: expected one element, or dim -1, got shape {tuple(sink.shape)} and dim {dim}"
-        )
-
-
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

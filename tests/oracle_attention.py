@@ -10,6 +10,7 @@ from typing import Any
 
 import oracle
 import torch
+from einops import reduce, repeat
 from torch import Tensor
 
 from megasoftmax import RelativeBias
@@ -79,7 +80,8 @@ def attention(
 ) -> Forward:
     heads = query.shape[1]
     q, k, v = (each.detach().double() for each in (query, key, value))
-    k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+    shared = heads // key.shape[1]
+    k, v = (repeat(each, "b hk n x -> b (hk shared) n x", shared=shared) for each in (k, v))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ k.mT
     bias = bias_of_pairs(bias, scores.shape)
@@ -183,7 +185,7 @@ def gradients(
     noise = torch.where(p == 0, 0.0, noise)
 
     def by_key_head(of_head: Tensor) -> Tensor:
-        return of_head.unflatten(1, (key.shape[1], -1)).sum(2)
+        return reduce(of_head, "b (hk shared) ... -> b hk ...", "sum", hk=key.shape[1])
 
     def product(value: Tensor, squares: Tensor, unseen: Tensor) -> Result:
         return Result(value, (squares + value.square()).sqrt(), unseen.expand(value.shape))

@@ -12,7 +12,7 @@ from inputs import HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias, reference_attention
+from megasoftmax import RelativeBias, reference
 
 INF, NAN = torch.inf, torch.nan
 
@@ -354,7 +354,7 @@ def test_blocks_of_the_reference(
     heads: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many logits exist at a time, and along whatever they are cut."""
-    monkeypatch.setattr(reference_attention, "BLOCK", block)
+    monkeypatch.setattr(reference.attention, "BLOCK", block)
     q, k, v = tensors("cpu", batch=4, heads=heads, lengths=(5, 7))
     shapes = [(4, 6, 5, 7), (2, 3, 5, 7), (1, 6, 5, 1), (2, 1, 1, 7), (1, 1, 5, 7), (2, 2, 1, 1)]
     tables = [(1, 11), (6, 11), (4, 6, 11), (2, 3, 11), (2, 2, 11)]
@@ -374,7 +374,7 @@ def test_blocks_of_the_reference(
 
 
 def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_attention, "BLOCK", 1000)
+    monkeypatch.setattr(reference.attention, "BLOCK", 1000)
     sizes = []
     exp = torch.exp
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from einops import rearrange, repeat
 from inputs import coin, normal
 
 import megasoftmax
@@ -57,7 +58,8 @@ def plain(attention, query, key, value, bias=None, mask=None):
     """softmax(scale q k + biases) v in float64, with everything [batch, heads, queries, keys]."""
     query, key, value = (tensor.double() for tensor in (query, key, value))
     queries, keys = query.shape[2], key.shape[2]
-    key, value = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (key, value))
+    shared = HEADS // KEY_HEADS
+    key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=shared) for t in (key, value))
     scale = HEAD_DIM**-0.5 if attention.scale is None else attention.scale
     scores = scale * query @ key.transpose(-1, -2)
 
@@ -66,7 +68,7 @@ def plain(attention, query, key, value, bias=None, mask=None):
     if attention.relative_bias is not None:
         weight, max_distance = attention.relative_bias.double(), attention.max_distance
         buckets = t5_buckets(relative, len(weight), max_distance, attention.causal)
-        scores = scores + weight[buckets].permute(2, 0, 1)
+        scores = scores + rearrange(weight[buckets], "m n heads -> heads m n")
     if attention.alibi_slopes is not None:
         scores = scores - attention.alibi_slopes.double()[:, None, None] * relative.abs()
     if bias is not None:
@@ -309,9 +311,11 @@ class Block(torch.nn.Module):
         self.join = torch.nn.Linear(width, width)
 
     def forward(self, states):
-        projected = self.project(self.normal(states)).unflatten(-1, (3, HEADS, -1))
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        return states + self.join(self.attention(query, key, value).transpose(1, 2).flatten(2))
+        projected = self.project(self.normal(states))
+        pattern = "b m (three heads x) -> three b heads m x"
+        query, key, value = rearrange(projected, pattern, three=3, heads=HEADS)
+        output = self.attention(query, key, value)
+        return states + self.join(rearrange(output, "b heads m x -> b m (heads x)"))
 
 
 def build_gpt(attention_class, device, tokens=17, width=32):

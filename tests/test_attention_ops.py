@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import repeat
 from inputs import bits_equal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -13,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import RelativeBias, dispatch, ops_attention, reference_attention
+from megasoftmax import RelativeBias, autograd, dispatch, ops, reference
 from megasoftmax.build import library
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 4, 2, 5, 7, 8, 6
@@ -26,11 +27,11 @@ attention_backward = torch.ops.megasoftmax.attention_backward.default
 def attention(through_ops, monkeypatch):
     """The public function, in plain torch and through the ops, float32 on a CPU included."""
     if through_ops:
-        against = dispatch.reasons_against_fused_attention
+        reasons_against = dispatch.reasons_against_fused_attention
         monkeypatch.setattr(
             dispatch,
             "reasons_against_fused_attention",
-            lambda query, *rest: against(query, *rest) if query.is_cuda else (),
+            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
         )
     return functools.partial(megasoftmax.attention, fused=through_ops)
 
@@ -272,13 +273,14 @@ def test_gradients_in_float64():
 
 
 def plain_attention(query, key, value, bias):
-    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (key, value))
+    shared = HEADS // KEY_HEADS
+    key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=shared) for t in (key, value))
     return (query @ key.mT * DIM**-0.5 + bias).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("block", [2**22, 30])
 def test_derivatives_of_any_order(block, monkeypatch, device):
-    monkeypatch.setattr(reference_attention, "BLOCK", block)
+    monkeypatch.setattr(reference.attention, "BLOCK", block)
     query, key, value, bias, *_ = make_inputs(device, torch.float64)
     inputs = (query, key, value, bias)
     found = []
@@ -374,7 +376,7 @@ def test_compile(attention, device, dynamic, monkeypatch):
 
 def test_compiled_in_blocks(monkeypatch):
     """On a CPU: what is compiled knows no device, and torch 2.11 takes minutes for it."""
-    monkeypatch.setattr(reference_attention, "BLOCK", 40)
+    monkeypatch.setattr(reference.attention, "BLOCK", 40)
     torch.manual_seed(0)
     torch.compiler.reset()
     *inputs, mask = make_inputs()
@@ -659,12 +661,12 @@ def test_fused_makes_no_tensor_of_queries_and_keys():
     assert torch.cuda.max_memory_allocated() - before < length * length
 
 
-def test_halves_of_the_fused_path_are_the_ops():
+def test_fused_path_calls_the_ops():
     arguments = forward_arguments("cpu", **CASES["shared bias"])
     with torch.no_grad():
         for found, wanted in zip(
-            ops_attention.HALVES.forward(*arguments),
-            reference_attention.HALVES.forward(*arguments),
+            ops.attention.IMPLEMENTATION.forward(*arguments),
+            autograd.attention.REFERENCE.forward(*arguments),
             strict=True,
         ):
             assert found.equal(wanted)

@@ -10,7 +10,8 @@ from inputs import DTYPES
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import Reason, dispatch, ops, reference, why_not_fused
+from megasoftmax import Reason, dispatch, ops, why_not_fused
+from megasoftmax.reference.softmax import ForwardArguments
 
 INF, NAN = torch.inf, torch.nan
 
@@ -173,9 +174,8 @@ def test_of_the_specification(dim: int) -> None:
     scores = torch.randn(3, 5, 7, requires_grad=True)
     mask, bias = torch.rand(5, 7) < 0.3, torch.randn(5, 1)
     expected = (scores * 0.5 + bias).masked_fill(mask, -INF)
-    p, lse = reference.softmax(
-        scores, scale=0.5, mask=mask, bias=bias, sink=0.25, return_lse=True, dim=dim
-    )
+    options = {"scale": 0.5, "mask": mask, "bias": bias, "sink": 0.25, "dim": dim}
+    p, lse = megasoftmax.softmax(scores, **options, return_lse=True, fused=False)
     sink = torch.full_like(expected, 0.25).narrow(dim, 0, 1)
     together = torch.cat([expected, sink], dim)
     torch.testing.assert_close(p, together.softmax(dim).narrow(dim, 0, scores.shape[dim]))
@@ -563,11 +563,11 @@ def test_ops_agree_between_cpu_and_gpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(cuda, cpu)
 
 
-def test_halves_take_what_is_not_contiguous() -> None:
+def test_ops_take_what_is_not_contiguous() -> None:
     scores = torch.randn(3, 2, 5).transpose(0, 1)
-    slots = reference.ForwardSlots(scores, 0.5, dtype=torch.float32, return_lse=True)
+    arguments = ForwardArguments(scores, 0.5, dtype=torch.float32, return_lse=True)
     with torch.no_grad():
-        p, lse = ops.COLUMN_HALVES.forward(*slots)
+        p, lse = ops.columns.IMPLEMENTATION.forward(*arguments)
     torch.testing.assert_close(p, (scores * 0.5).softmax(1))
     torch.testing.assert_close(lse, (scores * 0.5).logsumexp(1))
 

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
-from megasoftmax import RelativeBias, context_parallel
+from megasoftmax import RelativeBias
+from megasoftmax.distributed import context_parallel
 
 WORLDS = (2, 3)
 INF = torch.inf

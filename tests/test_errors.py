@@ -314,7 +314,7 @@ def test_bad_input_of_topk_launches_nothing(monkeypatch):
     def forbidden(*arguments):
         raise AssertionError("something ran")
 
-    monkeypatch.setattr(megasoftmax.functional.reference_topk, "call", forbidden)
+    monkeypatch.setattr(megasoftmax.autograd.topk, "call", forbidden)
     for arguments, error, *_ in TOPK_CASES.values():
         with pytest.raises(error):
             megasoftmax.softmax_topk(**({"logits": floats(*SHAPE), "k": 2} | arguments))
@@ -585,7 +585,7 @@ def test_bad_input_of_attention_launches_nothing(monkeypatch):
     def forbidden(*arguments):
         raise AssertionError("something ran")
 
-    monkeypatch.setattr(megasoftmax.functional.reference_attention, "call", forbidden)
+    monkeypatch.setattr(megasoftmax.autograd.attention, "call", forbidden)
     for arguments, error, *_ in ATTENTION_CASES.values():
         with pytest.raises(error):
             megasoftmax.attention(**attention_arguments(**arguments))
@@ -631,7 +631,7 @@ def test_bad_input_launches_nothing(monkeypatch):
     def forbidden(*arguments):
         raise AssertionError("something ran")
 
-    monkeypatch.setattr(megasoftmax.functional.reference, "call", forbidden)
+    monkeypatch.setattr(megasoftmax.autograd.softmax, "call", forbidden)
     for arguments, error, *_ in CASES.values():
         with pytest.raises(error):
             megasoftmax.softmax(**({"scores": floats(*SHAPE)} | arguments))

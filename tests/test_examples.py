@@ -16,7 +16,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import megasoftmax
-from megasoftmax import reference_topk
+from megasoftmax import autograd
 from megasoftmax.integrations import transformers as integration
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -129,12 +129,12 @@ def test_generate_compares(device, run):
 
 def test_generate_notices_a_difference(run, monkeypatch):
     """A softmax_topk that ignores its scale."""
-    call = reference_topk.call
+    call = autograd.topk.call
 
-    def faulty_call(halves, needs_gradient, logits, k, scale, *others):
-        return call(halves, needs_gradient, logits, k, 1.0, *others)
+    def faulty_call(implementation, needs_gradient, logits, k, scale, *others):
+        return call(implementation, needs_gradient, logits, k, 1.0, *others)
 
-    monkeypatch.setattr(reference_topk, "call", faulty_call)
+    monkeypatch.setattr(autograd.topk, "call", faulty_call)
     code, output = run("generate.py", "--temperature=0.3", "--device=cpu", *SAMPLE)
     assert code == 1, output
     assert "THE SAMPLES DIFFER" in output

@@ -90,7 +90,7 @@ def test_copy_of_links_computes(exported, tmp_path):
 @pytest.mark.parametrize("first", ["copy", "package"])
 def test_copy_and_package_live_together(exported, first):
     script = """
-    from megasoftmax.reference import softmax_forward
+    from megasoftmax.reference.softmax import softmax_forward
 
     name = kernel.__name__
     assert name != "megasoftmax"

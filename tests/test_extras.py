@@ -82,4 +82,6 @@ def test_import_needs_torch_and_einops_alone():
     command = "import sys, megasoftmax; print(*{name.partition('.')[0] for name in sys.modules})"
     line = [sys.executable, "-c", command]
     found = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert not set(found.split()) & (EXTRAS.keys() | {"hypothesis", "kernels", "ninja", "pytest", "setuptools"})
+    assert not set(found.split()) & (
+        EXTRAS.keys() | {"hypothesis", "kernels", "ninja", "pytest", "setuptools"}
+    )

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "kernels"
 BINDINGS = ROOT / "csrc" / "bindings"
-PYTHON_FILES = sorted(
-    [
-        *ROOT.glob("megasoftmax/*.py"),
-        *ROOT.glob("megasoftmax/build/*.py"),
-        *ROOT.glob("integrations/*.py"),
-    ]
-)
-FOLDERS = ("build", "integrations")
+PACKAGE = ROOT / "megasoftmax"
+PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
 
 # A family of kernels -> the families that it may include beside itself.
 FAMILIES = {
@@ -27,130 +22,124 @@ FAMILIES = {
     "attention": {"common"},
 }
 
-# A module -> the modules of the package that it may import; "megasoftmax" is the public face.
-MODULES = {
-    "__init__": {"biases", "context_parallel", "functional", "layers", "modules", "dispatch"},
-    "__main__": {
-        "_export_kernels",
-        "_extras",
-        "build",
-        "explain",
-        "limits",
-        "regression",
-        "regression_models",
-        "regression_report",
-    },
-    "_export_kernels": {"build"},
-    "_extras": set(),
-    "biases": set(),
+# A layer, a file or a folder of the package -> the layers that it may import. "megasoftmax" is the
+# public face, megasoftmax/__init__.py.
+LAYERS = {
     "build": set(),
-    "explain": {"build", "limits"},
     "limits": set(),
-    "reference": set(),
-    "reference_attention": {"reference"},
-    "reference_topk": {"reference"},
-    "ops": {"build", "reference"},  # the reference is every operator's CPU implementation
-    "ops_attention": {"ops", "reference", "reference_attention"},
-    "ops_topk": {"ops", "reference", "reference_topk"},
-    "vocabulary": {"reference", "reference_topk"},
-    "context_parallel": {"reference", "reference_attention"},
-    "sharding": {"reference", "reference_attention", "reference_topk"},
+    "_extras": set(),
+    "_export_kernels": {"build"},
+    "explain": {"build", "limits"},
     "dispatch": {"build", "limits"},
+    "biases": set(),
+    "arguments": {"biases"},
+    "reference": set(),
+    "autograd": {"reference"},
+    # The reference is every op's CPU implementation.
+    "ops": {"build", "autograd", "reference"},
+    "distributed": {"autograd", "ops", "reference"},
     "functional": {
+        "arguments",
+        "autograd",
         "biases",
-        "context_parallel",
+        "distributed",
         "dispatch",
         "ops",
-        "ops_attention",
-        "ops_topk",
-        "reference",
-        "reference_attention",
-        "reference_topk",
-        "sharding",
-        "vocabulary",
     },
     "layers": {"functional"},
-    "modules": {"biases", "functional"},
+    "modules": {"arguments", "biases", "dispatch", "functional"},
+    "megasoftmax": {"biases", "dispatch", "distributed", "functional", "layers", "modules"},
     "integrations": {"functional", "megasoftmax", "modules"},
-    "regression": {"megasoftmax", "regression_models", "regression_training"},
-    "regression_models": {"integrations"},
-    "regression_report": {"regression", "regression_models", "regression_training"},
-    "regression_training": {"regression_models"},
+    "regression": {"integrations", "megasoftmax"},
+    "__main__": {"_export_kernels", "_extras", "build", "explain", "limits", "regression"},
 }
 
-# Modules that run once per call, where an import would cost time and hide an arrow.
-HOT = (
+# Layers that run once per call, where an import would cost time and hide an arrow.
+HOT = {
+    "arguments",
+    "autograd",
     "biases",
-    "context_parallel",
+    "distributed",
     "dispatch",
     "functional",
     "layers",
     "modules",
     "ops",
-    "ops_attention",
-    "ops_topk",
     "reference",
-    "reference_attention",
-    "reference_topk",
-    "vocabulary",
-)
+}
 
 
 def _module(path: Path) -> str:
-    return path.parent.name if path.parent.name in FOLDERS else path.stem
+    """The dotted name of a file, as it is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "megasoftmax" else ("megasoftmax", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in PYTHON_FILES}
+
+
+def _layer(module: str) -> str:
+    return module.removeprefix("megasoftmax.").split(".")[0]
 
 
 def _imports(path: Path) -> set[str]:
-    """Absolute dotted names of what a file imports, at any depth of nesting."""
-    package = ["megasoftmax", *[path.parent.name] * (path.parent.name in FOLDERS)]
+    """Absolute dotted names of the modules that a file imports, at any depth of nesting."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            origin = ".".join([*base, *filter(None, [node.module])])
-            # `from megasoftmax import functional` imports a module, not a name.
-            whole = origin in ("megasoftmax", "megasoftmax.integrations")
-            found |= {f"{origin}.{alias.name}" for alias in node.names} if whole else {origin}
+            assert node.level == 0, "imports are absolute: _export_kernels makes them relative"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
     return found
 
 
-def _own(name: str) -> str | None:
-    """The module of the package that an imported name belongs to; None for a stranger's."""
-    first, *rest = name.split(".")
-    if first != "megasoftmax":
-        return None
-    return rest[0] if rest and rest[0] in MODULES else "megasoftmax"
+def _own(module: str) -> set[str]:
+    """The other modules of the package that a module imports."""
+    return {name for name in _imports(MODULES[module]) if name in MODULES} - {module}
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_imports_follow_the_arrows(path):
-    module = _module(path)
-    assert module in MODULES, f"{path.name} has no place among the layers"
-    own = {_own(name) for name in _imports(path)} - {None, module}
-    assert own <= MODULES[module]
+def _in_layers(layers: set[str]) -> list[str]:
+    return [module for module in MODULES if _layer(module) in layers]
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_package_does_not_import_what_surrounds_it(path):
-    first_names = {name.split(".")[0] for name in _imports(path)}
+@pytest.mark.parametrize("module", MODULES)
+def test_python_imports_follow_the_arrows(module):
+    assert _layer(module) in LAYERS, f"{module} has no place among the layers"
+    assert {_layer(name) for name in _own(module)} - {_layer(module)} <= LAYERS[_layer(module)]
+
+
+def test_no_module_imports_one_that_imports_it():
+    list(TopologicalSorter({module: _own(module) for module in MODULES}).static_order())
+
+
+def test_arrows_have_no_circle():
+    list(TopologicalSorter(LAYERS).static_order())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_package_does_not_import_what_surrounds_it(module):
+    first_names = {name.split(".")[0] for name in _imports(MODULES[module])}
     assert not first_names & {"benchmarks", "conftest", "examples", "tests"}
 
 
-@pytest.mark.parametrize("module", ["reference", "reference_attention", "reference_topk"])
-def test_reference_imports_torch_only(module):
-    names = {
-        name
-        for name in _imports(ROOT / "megasoftmax" / f"{module}.py")
-        if name != "megasoftmax.reference"
-    }
-    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch"}
+@pytest.mark.parametrize("module", _in_layers({"reference"}))
+def test_reference_imports_torch_and_einops_only(module):
+    strangers = {
+        name.split(".")[0] for name in _imports(MODULES[module]) - _own(module)
+    } - sys.stdlib_module_names
+    assert strangers <= {"einops", "torch"}
 
 
-@pytest.mark.parametrize("module", HOT)
+@pytest.mark.parametrize(
+    # sharding imports when the first DTensor arrives.
+    "module",
+    [name for name in _in_layers(HOT) if name != "megasoftmax.distributed.sharding"],
+)
 def test_hot_functions_do_not_import(module):
-    tree = ast.parse((ROOT / "megasoftmax" / f"{module}.py").read_text())
+    tree = ast.parse(MODULES[module].read_text())
     functions = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]

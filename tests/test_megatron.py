@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from einops import einsum, rearrange, repeat
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 with warnings.catch_warnings():
@@ -29,18 +30,18 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megasoftmax
-from megasoftmax.integrations import megatron as integration
 from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
+    core_attention,
 )
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
-from megasoftmax.integrations.replacing import Replaced
+from megasoftmax.integrations.replacing import Change, Replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, BATCH, LENGTH, HEADS, HEAD_DIM = 62, 2, 12, 4, 8
-RUNS_FUSED = integration.runs_fused
+RUNS_FUSED = core_attention.runs_fused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +66,7 @@ def path(request, monkeypatch):
     def runs_fused(query, *rest):
         return request.param == "attention" and (not query.is_cuda or RUNS_FUSED(query, *rest))
 
-    monkeypatch.setattr(integration, "runs_fused", runs_fused)
+    monkeypatch.setattr(core_attention, "runs_fused", runs_fused)
     yield request.param
     assert calls
 
@@ -95,7 +96,7 @@ def expected_attention(
     """Of [tokens, batch, heads, head_dim], in float64, without a trick: [tokens, batch, ...]."""
     query, key, value = query.double(), key.double(), value.double()
     repeats = query.shape[2] // key.shape[2]
-    key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+    key, value = (repeat(each, "n b h x -> n b (h r) x", r=repeats) for each in (key, value))
     scores = scale * torch.einsum("mbhd,nbhd->bhmn", query, key)
     if bias is not None:
         scores = scores + bias.double()
@@ -115,7 +116,8 @@ def expected_attention(
     if offset is not None:
         denominator = denominator + offset.to(weights).exp().reshape(-1, 1, 1)
     weights = weights / torch.where(denominator > 0, denominator, 1)
-    return torch.einsum("bhmn,nbhd->mbhd", weights, value).flatten(2)
+    output = einsum(weights, value, "b h m n, n b h x -> m b h x")
+    return rearrange(output, "m b h x -> m b (h x)")
 
 
 class PlainAttention(MegatronModule):
@@ -302,7 +304,7 @@ def test_planted_fault_is_caught(fault, monkeypatch):
         "window": "window",
         "sink": "off by one",
     }
-    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: False)
+    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: False)
     with pytest.raises(AssertionError, match="not close"):
         test_core_attention(cases[fault], "softmax", "cpu")
 
@@ -320,7 +322,7 @@ def test_layer_scaling_keeps_float16_scores_finite():
 
 
 def test_dropout(monkeypatch):
-    monkeypatch.setattr(integration, "runs_fused", lambda *tensors: True)
+    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: True)
     case = Case({"attention_dropout": 0.3}, mask=MASK, key_heads=2)
     core = build(case)
     tensors, mask, _ = make_inputs(case, "cpu", torch.float64)
@@ -333,9 +335,10 @@ def test_dropout(monkeypatch):
     query, key, value = tensors
     one_hot = torch.eye(9, dtype=torch.float64)[:, None, None].expand(9, BATCH, 2, 9)
     weights = expected_attention(query, key, one_hot, scale=HEAD_DIM**-0.5, causal=True, mask=mask)
-    weights = weights.unflatten(2, (HEADS, 9)).permute(1, 2, 0, 3) * factors
-    values = value.repeat_interleave(2, dim=2)
-    expected = torch.einsum("bhmn,nbhd->mbhd", weights, values).flatten(2)
+    weights = rearrange(weights, "m b (h n) -> b h m n", h=HEADS) * factors
+    values = repeat(value, "n b h x -> n b (h 2) x")
+    expected = einsum(weights, values, "b h m n, n b h x -> m b h x")
+    expected = rearrange(expected, "m b h x -> m b (h x)")
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad(output.square().sum(), tensors)
     wanted = torch.autograd.grad(expected.square().sum(), tensors)
@@ -854,7 +857,8 @@ def test_apply_and_undo():
 
 def test_undo_leaves_what_others_have_bound():
     namespace = {"one": 1, "two": 2}
-    replaced = Replaced([(namespace, "one", 10), (namespace, "two", 20), (namespace, "new", 30)])
+    ours = {"one": 10, "two": 20, "new": 30}
+    replaced = Replaced(Change(namespace, name, value) for name, value in ours.items())
     assert namespace == {"one": 10, "two": 20, "new": 30}
     namespace["two"] = 200
     replaced.undo()

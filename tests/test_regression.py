@@ -25,8 +25,11 @@ from transformers import (
 )
 
 import megasoftmax
-from megasoftmax import __main__, regression, regression_models, regression_training
+from megasoftmax import __main__, regression
 from megasoftmax.integrations import transformers as integration
+from megasoftmax.regression import comparison
+from megasoftmax.regression import models as regression_models
+from megasoftmax.regression import training as regression_training
 
 FAMILIES = list(regression_models.TINY)
 QUICK = {"steps": 3, "checks": 3, "batch": 3, "length": 32}
@@ -355,7 +358,7 @@ def test_gradients_are_measured_against_what_is_around():
     ],
 )
 def test_chosen_steps(steps, checks, chosen):
-    assert regression._chosen_steps(steps, checks) == chosen
+    assert comparison._chosen_steps(steps, checks) == chosen
 
 
 # Data

@@ -1,5 +1,5 @@
 // megasoftmax::attention_forward and attention_backward for CUDA tensors. Schemas are defined in
-// megasoftmax/ops_attention.py.
+// megasoftmax/ops/attention.py.
 
 #include "../kernels/attention/attention.h"
 

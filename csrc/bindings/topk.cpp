@@ -1,5 +1,5 @@
 // megasoftmax::softmax_topk_forward and softmax_topk_backward for CUDA tensors. Schemas are defined
-// in megasoftmax/ops_topk.py.
+// in megasoftmax/ops/topk.py.
 
 #include "../kernels/topk/topk.h"
 

@@ -2,7 +2,7 @@
 // From raw scores to logits: which columns a row sees, then mask and bias, element by element.
 //
 // To add a mask: a struct with the members of BoolMask, an alternative in dispatch.cuh, a branch in
-// reference.py, a test row.
+// reference/softmax.py, a test row.
 
 #include "../common/math.cuh"
 #include "../common/vector.cuh"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax import reference, reference_topk
+from megasoftmax import autograd, reference
+from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +30,7 @@ def _all_gather(into: Tensor, mine: Tensor, group: "ProcessGroup") -> None:
 
 
 def softmax_topk(
-    halves: reference_topk.Halves,
+    implementation: Implementation,
     group: "ProcessGroup",
     logits: Tensor,
     k: int,
@@ -44,15 +45,17 @@ def softmax_topk(
     Differentiable once. All ranks must call it, with the same rows, options and kinds of arguments.
 
     Args:
-        halves: who computes what is local.
+        implementation: who computes what is local.
         group: its ranks hold the shards in the order of their numbers.
         logits, mask, bias: of this rank's shard.
         k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
-        scale, renormalize, dtype: as in `reference_topk.softmax_topk_forward`.
+        scale, renormalize, dtype: as in `reference.topk.softmax_topk_forward`.
     """
-    if reference.in_forward_mode():
+    if is_in_forward_mode():
         raise NotImplementedError("group: expected None for a forward-mode derivative, got a group")
-    return _ShardedTopk.apply(logits, k, scale, mask, bias, renormalize, dtype, halves, group)
+    return _ShardedTopk.apply(
+        logits, k, scale, mask, bias, renormalize, dtype, implementation, group
+    )
 
 
 class _Candidates(NamedTuple):
@@ -74,21 +77,21 @@ class _ShardedTopk(torch.autograd.Function):
         bias: Tensor | None,
         renormalize: bool,
         dtype: torch.dtype,
-        halves: reference_topk.Halves,
+        implementation: Implementation,
         group: "ProcessGroup",
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = logits.shape[:-1]
-        mine, factor, statistics = _select(halves, logits, k, scale, mask, bias)
+        mine, factor, statistics = _select(implementation, logits, k, scale, mask, bias)
         gathered = _gather(mine, statistics, logits.shape[-1], k, group)
         candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
-        best = reference_topk.select(candidates.y, k)
+        best = reference.topk.select(candidates.y, k)
         indices, y, excluded = (
             part.gather(-1, best)
             for part in (candidates.indices, candidates.y, candidates.excluded)
         )
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
-        weights = (y.double() - maximum) * reference_topk.rounded(factor, y.dtype, y.device)
+        weights = (y.double() - maximum) * reference.topk.rounded(factor, y.dtype, y.device)
         if renormalize:
             weights = weights.exp()
             p = weights / weights.sum(-1, keepdim=True)
@@ -101,10 +104,10 @@ class _ShardedTopk(torch.autograd.Function):
 
         local = indices - offsets[torch.distributed.get_rank(group)]
         ctx.save_for_backward(p, local, statistics, logits, mask, bias)
-        ctx.given = reference_topk.ForwardSlots(
+        ctx.given = reference.topk.ForwardArguments(
             k=k, scale=scale, renormalize=renormalize, dtype=dtype, candidates=False
         )
-        ctx.halves = halves
+        ctx.implementation = implementation
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
         return p, indices, statistics
@@ -114,8 +117,8 @@ class _ShardedTopk(torch.autograd.Function):
         ctx: Any, gradient: Tensor | None, _: None, statistics_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = reference_topk.gradients(
-                ctx, ctx.halves.backward, gradient, statistics_gradient
+            found = autograd.topk.gradients(
+                ctx.implementation, ctx, gradient, None, statistics_gradient
             )
         d_logits, d_bias = found.logits, found.bias
         if torch.is_grad_enabled():
@@ -141,7 +144,7 @@ class _Final(torch.autograd.Function):
 
 
 def _select(
-    halves: reference_topk.Halves,
+    implementation: Implementation,
     logits: Tensor,
     k: int,
     scale: float,
@@ -149,15 +152,17 @@ def _select(
     bias: Tensor | None,
 ) -> tuple[_Candidates, float, Tensor]:
     """At most K candidates of this shard with local indices, the factor of y, statistics."""
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = reference.softmax.accumulation_dtype(logits.dtype)
     k = min(k, logits.shape[-1])
-    y, indices, statistics = halves.forward(logits, k, scale, mask, bias, False, compute, True)
+    y, indices, statistics = implementation.forward(
+        logits, k, scale, mask, bias, False, compute, True
+    )
     excluded = torch.zeros_like(indices, dtype=torch.bool)
     if mask is not None:
         excluded = mask.expand(logits.shape).gather(-1, indices)
     factor = 1.0
     if bias is None:  # compared before the scale can round two of them to one
-        y, factor = reference_topk.comparable(logits.gather(-1, indices), scale, excluded, None)
+        y, factor = reference.topk.comparable(logits.gather(-1, indices), scale, excluded, None)
     rows = statistics[0].numel()
     candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
     return _Candidates(*candidates), factor, statistics
@@ -197,7 +202,7 @@ def _unpack(
 
     maxima, log_sums = numbers.contiguous().view(compute).double().view(shards, 2, rows).unbind(1)
     maximum = maxima.amax(0)
-    to_z = reference_topk.rounded(factor, compute, maxima.device)
+    to_z = reference.topk.rounded(factor, compute, maxima.device)
     log_sum = ((maxima - maximum) * to_z + log_sums).exp().sum(0).log()
     statistics = torch.stack([maximum, log_sum, maximum * to_z + log_sum])
     statistics = statistics.masked_fill(maximum == -torch.inf, -torch.inf).to(compute)

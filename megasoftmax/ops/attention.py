@@ -1,6 +1,6 @@
-"""The ops of attention, torch.ops.megasoftmax.attention_*, as `ops` has the others.
+"""The ops of attention, torch.ops.megasoftmax.attention_*.
 
-Arguments and results are explained in `reference_attention`, whose functions compute without
+Arguments and results are explained in `reference.attention`, whose functions compute without
 kernels. Of the results of an op the strides are known too: those of a contiguous output
 [b, m, h, dv], and those that torch.empty_like gives the gradients of query, key and value.
 
@@ -15,20 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import ops, reference, reference_attention
-
-_library = torch.library.Library(__package__, "FRAGMENT")
-_ops = getattr(torch.ops, __package__)
+from megasoftmax.autograd import attention
+from megasoftmax.autograd.function import Implementation, Rules, is_differentiated
+from megasoftmax.ops.registration import (
+    below_autograd,
+    define,
+    implement,
+    implement_everywhere,
+    trace,
+)
+from megasoftmax.reference.attention import (
+    BackwardArguments,
+    ForwardArguments,
+    attention_backward,
+    attention_forward,
+)
+from megasoftmax.reference.softmax import accumulation_dtype
 
 
 def _call_backward(op: Callable[..., Any], *args: Any) -> Any:
     """The op; where it is to be differentiated, one that refuses."""
-    if reference.is_differentiated() and not torch.compiler.is_compiling():
+    if is_differentiated() and not torch.compiler.is_compiling():
         return _BackwardFunction.apply(op, *args)
-    return ops.below_autograd(op, *args)
+    return below_autograd(op, *args)
 
 
-def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
+def _refuse(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
         "fused attention: expected to be differentiated once, got a second derivative; "
         "fused=False can be differentiated as often as wanted"
@@ -36,7 +48,7 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> Any:
 
 
 def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    raise NotImplementedError(reference_attention.IN_FORWARD_MODE)
+    raise NotImplementedError(attention.IN_FORWARD_MODE)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -50,7 +62,7 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Callable[..., Any], *args: Any) -> Any:
-        return ops.below_autograd(op, *args)
+        return below_autograd(op, *args)
 
     setup_context = staticmethod(_save_nothing)
     backward = staticmethod(_refuse)
@@ -58,8 +70,8 @@ class _BackwardFunction(torch.autograd.Function):
 
 
 def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = reference_attention.BackwardSlots(*args)
-    d_query, d_key, d_value, d_bias, d_sink = reference_attention.attention_backward(*args)
+    given = BackwardArguments(*args)
+    d_query, d_key, d_value, d_bias, d_sink = attention_backward(*args)
     return (
         torch.empty_like(given.query).copy_(d_query),
         torch.empty_like(given.key).copy_(d_key),
@@ -70,11 +82,11 @@ def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    given = reference_attention.ForwardSlots(*args)
+    given = ForwardArguments(*args)
     query = given.query
     batches, heads, queries, _ = query.shape
     output = query.new_empty((batches, queries, heads, given.value.shape[-1]))
-    statistics_dtype = reference.accumulation_dtype(query.dtype)
+    statistics_dtype = accumulation_dtype(query.dtype)
     return (
         output.transpose(1, 2),
         query.new_empty((3, batches, heads, queries), dtype=statistics_dtype),
@@ -82,9 +94,9 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = reference_attention.BackwardSlots(*args)
+    given = BackwardArguments(*args)
     query, bias = given.query, given.bias
-    nothing = query.new_empty(0, dtype=reference.accumulation_dtype(query.dtype))
+    nothing = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
     return (
         torch.empty_like(query),
         torch.empty_like(given.key),
@@ -94,54 +106,31 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _defined(name: str, *, has_kernels: bool) -> reference_attention.Halves:
+_BACKWARD = Rules(BackwardArguments._fields, _save_nothing, _refuse, attention.batch_backward)
+
+
+def _defined(name: str, *, has_kernels: bool) -> Implementation:
     """Defines a pair of ops, which the reference computes where there are no kernels."""
-    _library.define(
+    forward = define(
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
-        "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)",
-        tags=torch.Tag.pt2_compliant_tag,
+        "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)"
     )
-    _library.define(
+    backward = define(
         f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
         "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
         "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
         "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
-        "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)",
-        tags=torch.Tag.pt2_compliant_tag,
+        "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
     )
-    forward = getattr(_ops, f"{name}_forward").default
-    backward = getattr(_ops, f"{name}_backward").default
-
-    def gradients(ctx: Any, *grads: Tensor | None) -> Any:
-        return reference_attention.gradients(ctx, backward, *grads)
-
-    functions: dict[Any, Callable[..., Any]] = {
-        forward: reference_attention.attention_forward,
-        backward: _backward_in_its_layout,
-    }
-    for op, function in functions.items():
-        if has_kernels:
-            ops.implement(_library, op, function)
-        else:
-            _library.impl(op, function, "CompositeExplicitAutograd")
-
-    save = reference_attention.save_for_gradients
-    torch.library.register_fake(forward, _fake_forward, lib=_library)
-    torch.library.register_vmap(
-        forward, partial(reference_attention.batch_forward, forward), lib=_library
-    )
-    torch.library.register_autograd(forward, gradients, setup_context=save, lib=_library)
-
-    torch.library.register_fake(backward, _fake_backward, lib=_library)
-    torch.library.register_vmap(
-        backward, partial(reference_attention.batch_backward, backward), lib=_library
-    )
-    torch.library.register_autograd(backward, _refuse, setup_context=_save_nothing, lib=_library)
-    return reference_attention.Halves(
-        partial(ops.below_autograd, forward), partial(_call_backward, backward)
-    )
+    traced = Implementation(forward, backward)
+    compute = implement if has_kernels else implement_everywhere
+    compute(forward, attention_forward)
+    trace(forward, _fake_forward, attention.FORWARD, traced)
+    compute(backward, _backward_in_its_layout)
+    trace(backward, _fake_backward, _BACKWARD, traced)
+    return Implementation(partial(below_autograd, forward), partial(_call_backward, backward))
 
 
-HALVES = _defined("attention", has_kernels=True)
-HALVES_IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)
+IMPLEMENTATION = _defined("attention", has_kernels=True)
+IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)

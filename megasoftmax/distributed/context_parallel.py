@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax import reference, reference_attention
+from megasoftmax import reference
+from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over all keys, from that over parts of them.
 
-        halves = [
+        parts = [
             megasoftmax.attention(query, *part, return_lse=True)
             for part in zip(key.chunk(2, 2), value.chunk(2, 2))
         ]
-        output, lse = megasoftmax.merge_attention(*zip(*halves))
+        output, lse = megasoftmax.merge_attention(*zip(*parts))
 
     A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing, whatever its
     output holds; a query for which no part has anything has output 0 and -inf again. If there is a
@@ -120,7 +121,7 @@ class Options(NamedTuple):
 
 
 def attention(
-    halves: reference_attention.Halves,
+    implementation: Implementation,
     ring: Ring,
     query: Tensor,
     key: Tensor,
@@ -135,17 +136,17 @@ def attention(
     Differentiable once. All ranks must call it alike.
 
     Args:
-        halves: who computes a block.
-        query, key, value: of this rank, as in `reference_attention.attention_forward`.
+        implementation: who computes a block.
+        query, key, value: of this rank, as in `reference.attention.attention_forward`.
         bias, mask, sink: the same; of this rank's queries and the keys of all ranks. A table is one
             of all queries and all keys.
     """
-    if reference.in_forward_mode():
+    if is_in_forward_mode():
         raise NotImplementedError(
             "ring_attention: expected to be differentiated in reverse mode, got torch.func.jvp or "
             "a dual level; megasoftmax.attention has forward-mode derivatives"
         )
-    return _RingFunction.apply(query, key, value, bias, mask, sink, options, halves, ring)
+    return _RingFunction.apply(query, key, value, bias, mask, sink, options, implementation, ring)
 
 
 class _Block(NamedTuple):
@@ -173,10 +174,10 @@ class _Block(NamedTuple):
         return tensor
 
     def arguments(self, bias: Tensor | None, mask: Tensor | None, options: Options) -> Any:
-        """Those of both halves from the bias on.
+        """Those of forward and backward from the bias on.
 
         The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
-        whose logits are all -inf: other blocks may have the rest of it.
+        whose logits are all -inf: other blocks may have others of it.
         """
         return (
             self.of_pairs(bias, options.relative),
@@ -222,11 +223,11 @@ class _RingFunction(torch.autograd.Function):
         mask: Tensor | None,
         sink: Tensor | None,
         options: Options,
-        halves: reference_attention.Halves,
+        implementation: Implementation,
         ring: Ring,
     ) -> tuple[Tensor, Tensor]:
         batches, heads, queries, _ = query.shape
-        compute = reference.accumulation_dtype(query.dtype)
+        compute = reference.softmax.accumulation_dtype(query.dtype)
         output = query.new_zeros((batches, queries, heads, value.shape[-1]), dtype=compute)
         output = output.transpose(1, 2)
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
@@ -235,7 +236,7 @@ class _RingFunction(torch.autograd.Function):
             block = _block(ring, owner, queries, options)
             if block is None:
                 continue
-            of_block, found = halves.forward(
+            of_block, found = implementation.forward(
                 query[:, :, : block.queries],
                 *(each[:, :, : block.keys] for each in held),
                 *block.arguments(bias, mask, options),
@@ -245,14 +246,14 @@ class _RingFunction(torch.autograd.Function):
             output[:, :, rows], lse[:, :, rows] = merge_attention(
                 (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
             )
-        logit = reference.sink_logit(sink, options.sink_value, compute, query.device)
+        logit = reference.softmax.sink_logit(sink, options.sink_value, compute, query.device)
         if logit is not None:
             nothing = output.new_zeros(()).expand(output.shape)
             output, lse = merge_attention((output, nothing), (lse, logit.expand(lse.shape)))
         output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, bias, mask, sink, output, lse, *statistics)
-        ctx.given = options, halves, ring
+        ctx.given = options, implementation, ring
         return output, lse
 
     @staticmethod
@@ -264,7 +265,7 @@ class _RingFunction(torch.autograd.Function):
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
         query, key, value, bias, mask, sink, output, lse, *statistics = ctx.saved_tensors
-        options, halves, ring = ctx.given
+        options, implementation, ring = ctx.given
         compute = lse.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
@@ -281,7 +282,7 @@ class _RingFunction(torch.autograd.Function):
                 rows = slice(block.queries)
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
-                shares = halves.backward(
+                shares = implementation.backward(
                     (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
                     None if d_lse is None else weights * d_lse[:, :, rows],
                     query[:, :, rows],
@@ -308,8 +309,8 @@ class _RingFunction(torch.autograd.Function):
         if sink is not None and ctx.needs_input_grad[5]:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            share_of_sink = reference.sink_share(sink, options.sink_value, lse)
-            d_sink = reference.sum_over_rows(-share_of_sink * d, sink)
+            share_of_sink = reference.softmax.sink_share(sink, options.sink_value, lse)
+            d_sink = reference.softmax.sum_over_rows(-share_of_sink * d, sink)
         return (
             d_query.to(query.dtype),
             d_key.to(key.dtype),

@@ -3,20 +3,19 @@
     z = scale * logits + bias,  p = exp(z - max z) / sum exp(z - max z),  the K largest of p
 
 `softmax_topk_forward` and `softmax_topk_backward` have the signatures of the ops and are pure,
-without autograd. `SoftmaxTopkFunction` makes one differentiable function of any such pair.
+without autograd. `autograd.topk` makes one differentiable function of any such pair.
 
 What is selected follows from comparisons alone. Without a bias raw logits are compared (negated
 for a negative scale), for products with the scale could round to the same number; with one, z as a
 fused multiply-add rounds it. That takes no arithmetic in which GPU and CPU could differ.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax.reference.softmax import accumulation_dtype
 
 
 def softmax_topk_forward(
@@ -55,7 +54,7 @@ def softmax_topk_forward(
         selected. A row of -inf throughout has -inf for all three, and probabilities 0 where mask or
         bias is given, else NaN.
     """
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = accumulation_dtype(logits.dtype)
     y, factor = comparable(logits, scale, mask, bias)
     indices = select(y, k)
     selected = y.gather(-1, indices)
@@ -124,7 +123,7 @@ def softmax_topk_backward(
     Returns:
         [..., V], contiguous.
     """
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = accumulation_dtype(logits.dtype)
     g, q = _weighted(gradient, probabilities, compute)
     d = (g * q).sum(-1, keepdim=True)
     h = None if lse_gradient is None else lse_gradient.unsqueeze(-1)
@@ -181,7 +180,7 @@ def softmax_topk_double_backward(
     Returns:
         Gradients in the accumulation type, in which z is that of scale * logits + bias.
     """
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = accumulation_dtype(logits.dtype)
     g, q = _weighted(gradient, probabilities, compute)
     d = (g * q).sum(-1, keepdim=True)
     h = 0 if lse_gradient is None else lse_gradient.unsqueeze(-1)
@@ -231,7 +230,7 @@ def comparable(
     logits: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, float]:
     """y [..., V], ordered as z is, and a factor from 0 on: z = factor * y."""
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = accumulation_dtype(logits.dtype)
     factor = 1.0
     if bias is not None:
         # One rounding, as in a fused multiply-add: float64 holds the product.
@@ -248,7 +247,7 @@ def _probabilities(
     logits: Tensor, statistics: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """exp(z - max z - log sum), [..., V], in the accumulation type; differentiable."""
-    compute = reference.accumulation_dtype(logits.dtype)
+    compute = accumulation_dtype(logits.dtype)
     y, factor = comparable(logits, scale, mask, bias)
     if mask is not None or bias is not None:  # else the row is NaN
         statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
@@ -283,17 +282,7 @@ def _gather(values: Tensor, indices: Tensor) -> Tensor:
     return padded.gather(-1, torch.where(inside, indices, columns))
 
 
-# Autograd and vmap, for this pair of functions and for any other of the same signatures
-
-
-class Halves(NamedTuple):
-    """Functions with the signatures of `softmax_topk_forward` and `softmax_topk_backward`."""
-
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[..., Tensor]
-
-
-class ForwardSlots(NamedTuple):
+class ForwardArguments(NamedTuple):
     """Something for each argument of `softmax_topk_forward`: value, dimension or gradient."""
 
     logits: Any = None
@@ -306,7 +295,7 @@ class ForwardSlots(NamedTuple):
     candidates: Any = None
 
 
-class BackwardSlots(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The same for `softmax_topk_backward`."""
 
     gradient: Any = None
@@ -321,266 +310,3 @@ class BackwardSlots(NamedTuple):
     renormalize: Any = None
     factor: Any = None
     dtype: Any = None
-
-
-def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
-    given = ForwardSlots(*inputs[:8])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
-    ctx.given = given._replace(logits=None, mask=None, bias=None)
-
-
-def gradients(
-    ctx: Any,
-    backward: Callable[..., Tensor],
-    gradient: Tensor | None,
-    statistics_gradient: Tensor | None,
-) -> ForwardSlots:
-    """The gradients of the arguments of `softmax_topk_forward`.
-
-    Of the statistics the log-sum-exp has one; the two that it consists of are constants.
-    """
-    given = ctx.given
-    if given.candidates:
-        raise NotImplementedError("candidates: expected False where a gradient is needed, got True")
-    values, indices, statistics, logits, mask, bias = ctx.saved_tensors
-    if gradient is None:
-        gradient = values.new_zeros(()).expand(values.shape)
-    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
-        gradient = gradient.contiguous()
-    lse_gradient = None if statistics_gradient is None else statistics_gradient[2]
-
-    def dz(factor: float, dtype: torch.dtype) -> Tensor:
-        return backward(
-            gradient,
-            values,
-            indices,
-            lse_gradient,
-            logits,
-            statistics,
-            given.scale,
-            mask,
-            bias,
-            given.renormalize,
-            factor,
-            dtype,
-        )
-
-    needs = ForwardSlots(*ctx.needs_input_grad[:8])
-    if not needs.bias:
-        return ForwardSlots(logits=dz(given.scale, logits.dtype) if needs.logits else None)
-    of_z = dz(1.0, statistics.dtype)
-    d_logits = (of_z * given.scale).to(logits.dtype) if needs.logits else None
-    return ForwardSlots(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
-
-
-def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    """Keeps for `double_gradients` what it needs. `inputs` begin as `softmax_topk_backward`'s."""
-    given = BackwardSlots(*inputs[:12])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*given[:6], given.mask, given.bias)
-    ctx.given = given._replace(**dict.fromkeys([*given._fields[:6], "mask", "bias"]))
-
-
-def double_gradients(ctx: Any, cotangent: Tensor | None) -> BackwardSlots:
-    """The gradients of the arguments of `softmax_topk_backward`."""
-    if cotangent is None:
-        return BackwardSlots()
-    saved = ctx.saved_tensors
-    gradient, probabilities, indices, lse_gradient, logits, statistics, mask, bias = saved
-    given = ctx.given
-    found = softmax_topk_double_backward(
-        cotangent,
-        gradient,
-        probabilities,
-        indices,
-        lse_gradient,
-        logits,
-        statistics,
-        given.scale,
-        mask,
-        bias,
-        given.renormalize,
-        given.factor,
-    )
-    constant = torch.zeros_like(found.lse)
-    return BackwardSlots(
-        gradient=found.gradient.to(gradient.dtype),
-        probabilities=found.probabilities.to(probabilities.dtype),
-        lse_gradient=found.lse_gradient,
-        logits=(found.z * given.scale).to(logits.dtype),
-        statistics=torch.stack([constant, constant, found.lse]).to(statistics.dtype),
-        bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
-    )
-
-
-def batch_forward(
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    info: Any,
-    in_dims: tuple[Any, ...],
-    *args: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-    """`forward` under vmap: batches become the first dimension of the logits."""
-    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
-    if reference.has_no_room(given.logits, dims.logits):
-        return reference.one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
-    logits = reference.batch_first(given.logits, dims.logits, info.batch_size)
-    batched = given._replace(
-        logits=logits,
-        mask=reference.batch_aligned(given.mask, dims.mask, logits.dim()),
-        bias=reference.batch_aligned(given.bias, dims.bias, logits.dim()),
-    )
-    return forward(*batched), (0, 0, 1)
-
-
-def batch_backward(
-    backward: Callable[..., Tensor], info: Any, in_dims: tuple[Any, ...], *args: Any
-) -> tuple[Tensor, int]:
-    """`backward` under vmap."""
-    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
-    if reference.has_no_room(given.logits, dims.logits):
-
-        def example(*inputs: Any) -> tuple[Tensor]:
-            return (backward(*inputs),)
-
-        return reference.one_by_one(example, info.batch_size, in_dims, args)[0], 0
-    first = {
-        name: reference.batch_first(getattr(given, name), getattr(dims, name), info.batch_size)
-        for name in given._fields[:6]
-    }
-    rank = first["logits"].dim()
-    batched = given._replace(
-        **first | {"statistics": first["statistics"].movedim(0, 1)},
-        mask=reference.batch_aligned(given.mask, dims.mask, rank),
-        bias=reference.batch_aligned(given.bias, dims.bias, rank),
-    )
-    return backward(*batched), 0
-
-
-class SoftmaxTopkFunction(torch.autograd.Function):
-    """`apply(*arguments of softmax_topk_forward, halves)`."""
-
-    @staticmethod
-    def forward(  # torch.compile counts the parameters
-        logits: Tensor,
-        k: int,
-        scale: float,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        renormalize: bool,
-        dtype: torch.dtype,
-        candidates: bool,
-        halves: Halves,
-    ) -> Any:
-        return halves.forward(logits, k, scale, mask, bias, renormalize, dtype, candidates)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.halves = inputs[-1]
-        save_for_gradients(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        def differentiable(*args: Any) -> Any:
-            return _call_backward(*args, ctx.halves)
-
-        gradient, _, statistics_gradient = grads
-        backward = differentiable if reference.is_differentiated() else ctx.halves.backward
-        return *gradients(ctx, backward, gradient, statistics_gradient), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def forward(*inputs: Any) -> Any:
-            return call(args[-1], True, *inputs)
-
-        return batch_forward(forward, info, in_dims[:-1], *args[:-1])
-
-
-class SoftmaxTopkBackwardFunction(torch.autograd.Function):
-    """`apply(*arguments of softmax_topk_backward, halves)`."""
-
-    @staticmethod
-    def forward(
-        gradient: Tensor,
-        probabilities: Tensor,
-        indices: Tensor,
-        lse_gradient: Tensor | None,
-        logits: Tensor,
-        statistics: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        renormalize: bool,
-        factor: float,
-        dtype: torch.dtype,
-        halves: Halves,
-    ) -> Any:
-        return halves.backward(
-            gradient,
-            probabilities,
-            indices,
-            lse_gradient,
-            logits,
-            statistics,
-            scale,
-            mask,
-            bias,
-            renormalize,
-            factor,
-            dtype,
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save_for_double_gradients(ctx, inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *double_gradients(ctx, *grads), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def backward(*inputs: Any) -> Any:
-            return _call_backward(*inputs, args[-1])
-
-        return batch_backward(backward, info, in_dims[:-1], *args[:-1])
-
-
-_IN_FORWARD_MODE = reference.only_without_kernels("softmax_topk")
-_TopkInForwardMode = reference.without_forward_mode(SoftmaxTopkFunction, _IN_FORWARD_MODE)
-_BackwardInForwardMode = reference.without_forward_mode(
-    SoftmaxTopkBackwardFunction, _IN_FORWARD_MODE
-)
-
-
-def _call_backward(*args: Any) -> Tensor:
-    in_forward_mode = reference.in_forward_mode()
-    function = _BackwardInForwardMode if in_forward_mode else SoftmaxTopkBackwardFunction
-    return function.apply(*args)
-
-
-# Function.apply without the binding of the signature, which takes longer than all the rest.
-_apply_eagerly = super(torch.autograd.Function, SoftmaxTopkFunction).apply
-
-
-def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
-
-    Args:
-        halves: who computes.
-        needs_gradient: whether autograd records and one of the arguments requires a gradient.
-        args: those of `softmax_topk_forward`.
-    """
-    if reference.in_forward_mode():  # which plain torch has by itself
-        return (
-            halves.forward(*args) if halves is HALVES else _TopkInForwardMode.apply(*args, halves)
-        )
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return SoftmaxTopkFunction.apply(*args, halves)
-    if needs_gradient:
-        return _apply_eagerly(*args, halves)
-    return halves.forward(*args)
-
-
-HALVES = Halves(softmax_topk_forward, softmax_topk_backward)

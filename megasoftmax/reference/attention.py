@@ -4,7 +4,7 @@
 
 over the keys, in float32, or float64 for float64 queries, and P exactly 0 for excluded keys.
 `attention_forward` and `attention_backward` have the signatures of the ops and are pure, without
-autograd. `AttentionFunction` makes one differentiable function of any such pair.
+autograd. `autograd.attention` makes one differentiable function of any such pair.
 
 P exists for a block of batches, heads and queries at a time; the backward pass makes it again.
 What is done to a block is plain torch that autograd and vmap see through, without changes in place:
@@ -16,9 +16,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax.reference.softmax import (
+    accumulation_dtype,
+    excluded_by_window,
+    largest_of_rows,
+    sink_logit,
+    sink_share,
+)
 
 # The most logits at a time, if it holds those of one query and the heads that share a key head:
 # 16 MiB. On a CPU 64 MiB took 1.7 times as long, for memory that is touched for the first time.
@@ -49,7 +56,7 @@ def attention_forward(
             divide b and h: example i takes entry i // (b / bb), and so do heads.
         mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
         scale: factor of the products of queries and keys.
-        causal, window_left, window_right, sink, sink_value: as in `reference.softmax_forward`.
+        causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
         relative: bias is [bb, bh, m + n - 1], of which pair (i, j) takes entry j - i + m - 1.
 
     Returns:
@@ -62,21 +69,11 @@ def attention_forward(
         given, and where there are no keys, else NaN; its statistics are 0 and twice the sink or
         -inf. A visible NaN or +inf makes NaN of its row.
     """
-    given = ForwardSlots(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        sink,
-        sink_value,
-        relative,
+    given = ForwardArguments(
+        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(sink, sink_value, relative),
     )
-    compute = reference.accumulation_dtype(query.dtype)
+    compute = accumulation_dtype(query.dtype)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
@@ -134,21 +131,11 @@ def attention_backward(
         sink for each row, [b, h, m], float32 (float64 for float64 queries). (0,) for what is not
         asked for.
     """
-    given = ForwardSlots(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        sink,
-        sink_value,
-        relative,
+    given = ForwardArguments(
+        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(sink, sink_value, relative),
     )
-    compute = reference.accumulation_dtype(query.dtype)
+    compute = accumulation_dtype(query.dtype)
 
     def backward(block: _Block) -> tuple[Tensor, ...]:
         p, _, _, lse = _weights(block, given, compute)
@@ -167,10 +154,10 @@ def attention_backward(
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
         if sink_gradient:
-            d_sink = -reference.sink_share(block.sink, sink_value, lse) * d
+            d_sink = -sink_share(block.sink, sink_value, lse) * d
         return d_query, d_key, d_value, d_bias, d_sink
 
-    def ways(block: _Block) -> tuple[tuple[int, ...], ...]:
+    def cuts(block: _Block) -> tuple[tuple[int, ...], ...]:
         return (
             _EVERYWHERE,
             _BATCHES_AND_HEADS,
@@ -181,7 +168,7 @@ def attention_backward(
 
     whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
     with _full_precision(query.device.type):
-        d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, ways)
+        d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, cuts)
     if bias_gradient:
         assert bias is not None
         d_bias = d_bias.to(bias.dtype)
@@ -235,7 +222,7 @@ def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
     return tuple(dim for dim in range(bias.dim() - 1) if bias.shape[dim] != 1)
 
 
-def _block(given: "ForwardSlots") -> _Block:
+def _block(given: "ForwardArguments") -> _Block:
     """All of it."""
     return _Block(*given[:5], given.sink, diagonal=given.key.shape[-2] - given.query.shape[-2])
 
@@ -243,18 +230,18 @@ def _block(given: "ForwardSlots") -> _Block:
 def _in_blocks(
     function: Callable[[_Block], Sequence[Tensor]],
     block: _Block,
-    ways: Callable[[_Block], Sequence[tuple[int, ...]]],
+    cuts: Callable[[_Block], Sequence[tuple[int, ...]]],
 ) -> Sequence[Tensor]:
     """function(block), from blocks of at most BLOCK logits.
 
     Args:
-        ways: for each result the dimensions of a block along which it consists of those of parts.
+        cuts: for each result, the dimensions along which those of parts follow each other.
     """
     cut = _cut(block)
     if cut is None:
         return function(block)
     dim, blocks = cut
-    return _joined((_in_blocks(function, part, ways) for part in blocks), dim, ways(block))
+    return _joined((_in_blocks(function, part, cuts) for part in blocks), dim, cuts(block))
 
 
 def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
@@ -305,7 +292,7 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
 
 
 def _joined(
-    parts: Iterable[Sequence[Tensor]], dim: int, ways: Sequence[Sequence[int]]
+    parts: Iterable[Sequence[Tensor]], dim: int, cuts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
     """Each result of all blocks, from those of blocks that follow each other along a dimension."""
     found: list[list[Tensor]] = []
@@ -313,8 +300,8 @@ def _joined(
         if not found:
             found = [[result] for result in part]
             continue
-        for results, result, cuts in zip(found, part, ways, strict=True):
-            if dim in cuts:
+        for results, result, dims in zip(found, part, cuts, strict=True):
+            if dim in dims:
                 results.append(result)
             else:
                 results[0] = results[0] + result
@@ -325,16 +312,19 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: "ForwardSlots", compute: torch.dtype
+    block: _Block, given: "ForwardArguments", compute: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where nothing is left; the logarithm
     of the denominator relative to it; and the log-sum-exp."""
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
-        biased = _grouped(z, block.bias) + _bias_of_pairs(block)[:, None, :, None]
-        z = biased.reshape(z.shape).to(compute)
-    excluded = reference.excluded_by_window(
+        bias = rearrange(_bias_of_pairs(block), "bb bh m n -> bb 1 bh 1 m n")
+        z = rearrange(
+            _grouped(z, block.bias) + bias,
+            "bb batches bh heads m n -> (bb batches) (bh heads) m n",
+        ).to(compute)
+    excluded = excluded_by_window(
         queries,
         keys,
         given.causal,
@@ -348,8 +338,8 @@ def _weights(
     if excluded is not None:
         z = z.masked_fill(excluded, -torch.inf)
 
-    logit = reference.sink_logit(block.sink, given.sink_value, compute, z.device)
-    largest = reference.largest_of_rows(z.detach(), -torch.inf)
+    logit = sink_logit(block.sink, given.sink_value, compute, z.device)
+    largest = largest_of_rows(z.detach(), -torch.inf)
     highest = largest if logit is None else torch.maximum(largest, logit.detach())
     largest, highest = (each.masked_fill(each == -torch.inf, 0) for each in (largest, highest))
     p = torch.exp(z - highest.unsqueeze(-1))
@@ -380,16 +370,19 @@ def _summed_times(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
 
 
 def _by_key_head(rows: Tensor, heads: int) -> Tensor:
-    """[b, h, m, x] as [b, hk, h // hk * m, x]."""
-    batches, all_heads, queries, last = rows.shape
-    return rows.reshape(batches, heads, all_heads // max(heads, 1) * queries, last)
+    """The query heads that share a key head become further queries of it."""
+    # einops infers no size beside one of 0, such as that of no key heads.
+    groups = rows.shape[1] // max(heads, 1)
+    pattern = "b (heads groups) m x -> b heads (groups m) x"
+    return rearrange(rows, pattern, heads=heads, groups=groups)
 
 
 def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
-    """[b, h, m, n] as [bb, b // bb, bh, h // bh, m, n]: a bias has the first and the third."""
-    batches, heads, queries, keys = logits.shape
-    some, few = bias.shape[:2]
-    return logits.reshape(some, batches // max(some, 1), few, heads // max(few, 1), queries, keys)
+    """Batches and heads by the entry [bb, bh] of the bias that they share."""
+    (batches, heads), (bb, bh) = logits.shape[:2], bias.shape[:2]
+    pattern = "(bb batches) (bh heads) m n -> bb batches bh heads m n"
+    sizes = {"bb": bb, "batches": batches // max(bb, 1), "bh": bh, "heads": heads // max(bh, 1)}
+    return rearrange(logits, pattern, **sizes)
 
 
 def _bias_of_pairs(block: _Block) -> Tensor:
@@ -401,8 +394,9 @@ def _bias_of_pairs(block: _Block) -> Tensor:
     length = queries + keys - 1
     entries = block.bias.narrow(-1, _first_entry(queries, keys, block.diagonal), length)
     # Repeated, and cut into rows one longer: each begins one entry later than the last.
-    repeated = entries.unsqueeze(-2).expand(*entries.shape[:-1], queries + 1, length).flatten(-2)
-    rows = repeated[..., : queries * (length + 1)].unflatten(-1, (queries, length + 1))
+    repeated = repeat(entries, "bb bh length -> bb bh (times length)", times=queries + 1)
+    cut = repeated[..., : queries * (length + 1)]
+    rows = rearrange(cut, "bb bh (rows length) -> bb bh rows length", rows=queries)
     return rows[..., :keys].flip(-2)
 
 
@@ -413,7 +407,7 @@ def _first_entry(queries: int, keys: int, diagonal: int) -> int:
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     """From those of z, [b, h, m, n], in the shape of the bias."""
-    summed = _grouped(dz, bias).sum((1, 3))
+    summed = reduce(_grouped(dz, bias), "bb batches bh heads m n -> bb bh m n", "sum")
     if bias.dim() == 4:
         return summed.sum_to_size(bias.shape)
     queries, keys = dz.shape[2:]
@@ -421,23 +415,14 @@ def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
         return dz.new_zeros(bias.shape)
     # The way of `_bias_of_pairs` back: with zeros after the keys, cut into rows one shorter.
     length = queries + keys - 1
-    padded = torch.nn.functional.pad(summed.flip(-2), (0, queries)).flatten(-2)
-    rows = padded[..., : queries * length].unflatten(-1, (queries, length))
+    padded = torch.nn.functional.pad(summed.flip(-2), (0, queries))
+    cut = rearrange(padded, "bb bh m n -> bb bh (m n)")[..., : queries * length]
+    diagonals = reduce(cut, "bb bh (rows length) -> bb bh length", "sum", rows=queries)
     first = _first_entry(queries, keys, diagonal)
-    return torch.nn.functional.pad(rows.sum(-2), (first, bias.shape[-1] - first - length))
+    return torch.nn.functional.pad(diagonals, (first, bias.shape[-1] - first - length))
 
 
-# Autograd and vmap, for this pair of functions and for any other of the same signatures
-
-
-class Halves(NamedTuple):
-    """Functions with the signatures of `attention_forward` and `attention_backward`."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-
-
-class ForwardSlots(NamedTuple):
+class ForwardArguments(NamedTuple):
     """Something for each argument of `attention_forward`: value, dimension or gradient."""
 
     query: Any = None
@@ -454,7 +439,7 @@ class ForwardSlots(NamedTuple):
     relative: Any = None
 
 
-class BackwardSlots(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The same for `attention_backward`."""
 
     d_output: Any = None
@@ -476,181 +461,3 @@ class BackwardSlots(NamedTuple):
     bias_gradient: Any = None
     sink_gradient: Any = None
     deterministic: Any = None
-
-
-def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keeps for `gradients` what it needs. `inputs` begin with those of `attention_forward`."""
-    given = ForwardSlots(*inputs[:12])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *given[:5], given.sink)
-    ctx.given = given._replace(query=None, key=None, value=None, bias=None, mask=None, sink=None)
-
-
-def gradients(
-    ctx: Any,
-    backward: Callable[..., tuple[Tensor, ...]],
-    d_output: Tensor | None,
-    d_statistics: Tensor | None,
-) -> ForwardSlots:
-    """The gradients of the arguments of `attention_forward`.
-
-    Of the statistics the log-sum-exp has one; the others are constants.
-    """
-    given = ctx.given
-    output, statistics, query, key, value, bias, mask, sink = ctx.saved_tensors
-    needs = ForwardSlots(*ctx.needs_input_grad[:12])
-    wants_bias = bias is not None and needs.bias
-    wants_sink = sink is not None and needs.sink
-    d_query, d_key, d_value, d_bias, d_rows = backward(
-        output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
-        None if d_statistics is None else d_statistics[2],
-        query,
-        key,
-        value,
-        output,
-        statistics,
-        bias,
-        mask,
-        given.scale,
-        given.causal,
-        given.window_left,
-        given.window_right,
-        sink,
-        given.sink_value,
-        given.relative,
-        wants_bias,
-        wants_sink,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return ForwardSlots(
-        query=d_query if needs.query else None,
-        key=d_key if needs.key else None,
-        value=d_value if needs.value else None,
-        bias=d_bias if wants_bias else None,
-        sink=reference.sum_over_rows(d_rows, sink) if wants_sink else None,
-    )
-
-
-def batch_forward(
-    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """`forward` under vmap: examples join the batches."""
-    given, dims = ForwardSlots(*args), ForwardSlots(*in_dims)
-    count = info.batch_size
-    if dims.sink is not None:
-        return reference.one_by_one(forward, count, in_dims, args), (0, 0)
-    output, statistics = forward(*_examples_as_batches(given, dims, count))
-    return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
-
-
-def batch_backward(
-    backward: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """`backward` under vmap."""
-    given, dims = BackwardSlots(*args), BackwardSlots(*in_dims)
-    count = info.batch_size
-    if dims.sink is not None:
-        return reference.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
-    outputs = backward(*_examples_as_batches(given, dims, count))
-    asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
-    return (
-        tuple(
-            each.unflatten(0, (count, -1)) if asked else each
-            for each, asked in zip(outputs, asked_for, strict=True)
-        ),
-        tuple(0 if asked else None for asked in asked_for),
-    )
-
-
-def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
-    """Arguments with `count` times the batches; a mask of one batch for all may stay so."""
-
-    def joined(name: str) -> Any:
-        tensor, dim = getattr(given, name), getattr(dims, name)
-        if tensor is None or (name == "mask" and dim is None and tensor.shape[0] == 1):
-            return tensor
-        tensor = reference.batch_first(tensor, dim, count)
-        if name == "statistics":
-            return tensor.movedim(1, 0).flatten(1, 2)
-        if name == "mask":
-            batches = given.query.shape[1 if dims.query == 0 else 0]
-            tensor = tensor.expand(count, batches, *tensor.shape[2:])
-        return tensor.flatten(0, 1)
-
-    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias", "mask")
-    return given._replace(**{name: joined(name) for name in names if name in given._fields})
-
-
-class AttentionFunction(torch.autograd.Function):
-    """`apply(*arguments of attention_forward, halves)`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(  # torch.compile counts the parameters
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        scale: float,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        sink: Tensor | None,
-        sink_value: float | None,
-        relative: bool,
-        halves: Halves,
-    ) -> Any:
-        return halves.forward(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            scale,
-            causal,
-            window_left,
-            window_right,
-            sink,
-            sink_value,
-            relative,
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.halves = inputs[-1]
-        save_for_gradients(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *gradients(ctx, ctx.halves.backward, *grads), None
-
-
-IN_FORWARD_MODE = reference.only_without_kernels("attention")
-_AttentionInForwardMode = reference.without_forward_mode(AttentionFunction, IN_FORWARD_MODE)
-
-# Function.apply without the binding of the signature, which takes longer than all the rest.
-_apply_eagerly = super(torch.autograd.Function, AttentionFunction).apply
-
-
-def call(halves: Halves, needs_gradient: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    """`halves.forward(*args)`, differentiable, by the shortest way that serves.
-
-    Args:
-        halves: who computes.
-        needs_gradient: whether autograd records and one of the arguments requires a gradient.
-        args: those of `attention_forward`.
-    """
-    if reference.in_forward_mode():  # which plain torch has by itself
-        if halves is HALVES:
-            return halves.forward(*args)
-        return _AttentionInForwardMode.apply(*args, halves)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return AttentionFunction.apply(*args, halves)
-    if needs_gradient:
-        return _apply_eagerly(*args, halves)
-    return halves.forward(*args)
-
-
-HALVES = Halves(attention_forward, attention_backward)

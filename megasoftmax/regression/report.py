@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megasoftmax.regression import Check, Report
-from megasoftmax.regression_models import RegressionError
-from megasoftmax.regression_training import PRECISIONS
+from megasoftmax.regression.comparison import Check, Report
+from megasoftmax.regression.models import RegressionError
+from megasoftmax.regression.training import PRECISIONS
 
 Outcomes = Mapping[str, Report | RegressionError]
 """Of each model: its report, or why there is none."""

@@ -51,7 +51,7 @@ import torch
 import transformers
 
 import megasoftmax
-from megasoftmax.regression_models import (
+from megasoftmax.regression.models import (
     Batch,
     RegressionError,
     import_object,
@@ -59,7 +59,7 @@ from megasoftmax.regression_models import (
     model_builder,
     take,
 )
-from megasoftmax.regression_training import (
+from megasoftmax.regression.training import (
     PRECISIONS,
     Distance,
     Trainee,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from megasoftmax.regression_models import Batch, RegressionError
+from megasoftmax.regression.models import Batch, RegressionError
 
 
 class Precision(NamedTuple):

@@ -1,64 +1,17 @@
-"""megasoftmax in Megatron-core: as the core attention of a layer, or in place of its softmax.
-
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megasoftmax.integrations.megatron import MegasoftmaxCoreAttention
-
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = MegasoftmaxCoreAttention
-
-`MegasoftmaxCoreAttention` has the constructor and the forward of `DotProductAttention`. What that
-class, of Megatron-core 0.16, refuses:
-* `attention_bias`. Here it is added to the scaled scores and gets its gradient; a
-  `megasoftmax.RelativeBias` is taken too.
-* `packed_seq_params`. Here each sequence attends to itself.
-* Values of another dimension than keys (multi-latent attention), and a CPU.
-
-What it does otherwise:
-* It writes scores and probabilities, [batch, heads, queries, keys]. Here nothing of that size
-  exists where attention runs fused.
-* `config.window_size` replaces the mask and causality, a side of -1 hides a query's own key, and
-  fused there is no window. Here all hold together, and -1 lifts the limit of a side.
-* A mask replaces causality, and fused it is the other way round. Here both hold; so pass None for a
-  mask that says nothing but causality, which would be read. A call's `attn_mask_type` is honoured.
-* A masked score becomes -10000, which others may fall short of, and a query that sees no key gets
-  uniform weights. Here what is masked has weight 0, and such a query gets zeros and no gradient.
-* The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
-  gradient norms count that of the first. Here it is sharded over heads, as weights are.
-
-Attention runs fused where `megasoftmax.why_not_fused(megasoftmax.attention, ...)` is empty and no
-probability is dropped. Elsewhere it is matmul, `megasoftmax.softmax`, dropout and matmul; dropout
-draws from Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
-FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.
-
-    from megasoftmax.integrations.megatron import apply_megasoftmax_to_megatron
-
-    applied = apply_megasoftmax_to_megatron()  # until applied.undo(), or as a context manager
-
-keeps the layers of Megatron and replaces what they call: `FusedScaleMaskSoftmax`, and the softmax
-and top-k of routers. Call it before the model is built. A Megatron that is to stay as it is takes
-our kernels from `megasoftmax.integrations.megatron_extensions`.
-"""
+"""The core attention of Megatron-core's layers."""
 
 import functools
-import inspect
-from collections import defaultdict
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.fusions import fused_softmax
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe import router as moe_router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -70,8 +23,8 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax.functional import as_autocast
+from megasoftmax.integrations.megatron.packing import attend_packed
 from megasoftmax.integrations.products import between_products, runs_fused
-from megasoftmax.integrations.replacing import Replaced
 
 # Of a config, what would change results and is not computed here, and the value it must have.
 _UNSUPPORTED = {
@@ -194,7 +147,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
             ):
                 if given is not None:
                     raise ValueError(f"{name}: expected None beside packed_seq_params, got one")
-            return self._attend_packed(query, key, value, packed_seq_params, is_causal)
+            attend = functools.partial(self._attend, bias=None, is_causal=is_causal)
+            return attend_packed(attend, query, key, value, packed_seq_params)
         is_mask = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
         if attention_mask is not None and not is_mask:
             kind = getattr(attention_mask, "dtype", type(attention_mask).__name__)
@@ -297,164 +251,3 @@ class MegasoftmaxCoreAttention(MegatronModule):
 
     def _is_dropping(self) -> bool:
         return self.training and self.attention_dropout.p > 0
-
-    def _attend_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, is_causal: bool
-    ) -> Tensor:
-        """[tokens, heads * head_dim], from a padded batch for each power of two of lengths."""
-        buckets = defaultdict(list)
-        for spans in _packed_spans(packed, len(query), len(key)):
-            buckets[tuple((end - begin).bit_length() for begin, end in spans)].append(spans)
-
-        results: list[Tensor] = []
-        source = torch.zeros(len(query), dtype=torch.long)  # of each token, among all results
-        found = 1
-        for members in buckets.values():
-            of_query, of_key = zip(*members, strict=True)
-            query_tokens, is_no_query = _aligned(of_query)
-            key_tokens, is_no_key = _aligned(of_key)
-            output = self._attend(
-                _taken(query, query_tokens),
-                _taken(key, key_tokens),
-                _taken(value, key_tokens),
-                is_no_key[:, None, None].to(query.device) if is_no_key.any() else None,
-                None,
-                is_causal,
-            )
-            results.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
-            places = torch.arange(found, found + query_tokens.numel()).view_as(query_tokens)
-            source[query_tokens[~is_no_query]] = places[~is_no_query]
-            found += query_tokens.numel()
-        like = results[0] if results else query  # autocast may give another type
-        zeros = like.new_zeros(1, query.shape[1] * value.shape[2])
-        return torch.cat([zeros, *results]).index_select(0, source.to(query.device))
-
-
-def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) -> Replaced:
-    """Let the layers of Megatron-core call megasoftmax, until that is undone.
-
-    Models that are built already keep the softmax that they have; routers change at once. What was
-    applied before stays as it is and belongs to whoever applied it.
-
-    Args:
-        softmax: `megasoftmax.FusedScaleMaskSoftmax` for Megatron's class in `DotProductAttention`
-            and in `megatron.core.fusions.fused_softmax`. Where `config.masked_softmax_fusion` is
-            False, which is its default, it computes what Megatron's computes, in plain torch.
-        router: `topk_routing_with_score_function` through `megasoftmax.softmax_topk`, where the
-            score function is a softmax, before top-k or after, and experts are not chosen by
-            groups, an own bias, a replay or TransformerEngine: those, and float64, remain
-            Megatron's. Of equal logits the first is chosen, where Megatron's leaves it open; and
-            where half-precision probabilities are equal after rounding, the logits decide.
-
-    Returns:
-        What undoes what this call has done.
-    """
-    bindings: list[tuple[dict[str, Any], str, Any]] = []
-    if softmax:
-        name, ours = "FusedScaleMaskSoftmax", megasoftmax.FusedScaleMaskSoftmax
-        bindings += [
-            (vars(module), name, ours) for module in (dot_product_attention, fused_softmax)
-        ]
-    if router:
-        name = "topk_routing_with_score_function"
-        for module in (moe_utils, moe_router):
-            bindings.append((vars(module), name, _through_softmax_topk(getattr(module, name))))
-    return Replaced(bindings)
-
-
-# The arguments of the routing function that softmax_topk computes.
-_ROUTED = ("logits", "topk", "use_pre_softmax", "scaling_factor", "score_function")
-
-
-def _through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The routing function, which calls the original where another option than those is given."""
-    if hasattr(original, "is_megasoftmax"):
-        return original
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def routing(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        is_plain = all(
-            value is signature.parameters[name].default
-            for name, value in given.items()
-            if name not in _ROUTED
-        )
-        logits = given["logits"]
-        if not is_plain or given["score_function"] != "softmax" or logits.dtype == torch.float64:
-            return original(*args, **kwargs)
-        scores, experts = megasoftmax.softmax_topk(
-            logits,
-            given["topk"],
-            renormalize=not given["use_pre_softmax"],
-            dtype=logits.dtype,
-        )
-        if given["scaling_factor"]:
-            scores = scores * given["scaling_factor"]
-        probabilities = torch.zeros_like(logits).scatter(1, experts, scores)
-        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-        return probabilities, routing_map
-
-    routing.is_megasoftmax = True  # type: ignore[attr-defined]
-    return routing
-
-
-# Packed sequences, as spans of tokens: (begin, end)
-
-
-def _packed_spans(
-    packed: PackedSeqParams, queries: int, keys: int
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Those of queries and of keys, sequence by sequence."""
-    if packed.qkv_format != "thd":
-        raise ValueError(f"packed_seq_params: expected qkv_format 'thd', got {packed.qkv_format!r}")
-    if packed.local_cp_size not in (None, 1) or get_pg_size(packed.cp_group) > 1:
-        raise ValueError("packed_seq_params: expected no context parallelism, got a group of ranks")
-    of_queries = _spans("q", packed.cu_seqlens_q, packed.cu_seqlens_q_padded, queries)
-    of_keys = _spans("kv", packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded, keys)
-    if len(of_queries) != len(of_keys):
-        raise ValueError(
-            f"packed_seq_params: expected as many sequences of keys as of queries, "
-            f"{len(of_queries)}, got {len(of_keys)}"
-        )
-    return list(zip(of_queries, of_keys, strict=True))
-
-
-def _spans(
-    name: str, cumulative: Tensor | None, padded: Tensor | None, tokens: int
-) -> list[tuple[int, int]]:
-    """Of each sequence; where they are padded, they begin at what the padded lengths add up to."""
-    if cumulative is None:
-        raise ValueError(f"packed_seq_params: expected cu_seqlens_{name}, got None")
-    sums = cumulative.tolist()
-    begins = sums if padded is None else padded.tolist()
-    spans = [
-        (begin, begin + end - start)
-        for begin, (start, end) in zip(begins, pairwise(sums), strict=False)
-    ]
-    if any(not 0 <= begin <= end <= tokens for begin, end in spans):
-        raise ValueError(
-            f"packed_seq_params: expected cu_seqlens_{name} that ascend from 0 to at most "
-            f"{tokens}, got sequences {spans}"
-        )
-    return spans
-
-
-def _aligned(spans: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-    """Tokens of a padded batch whose rows end with their sequences, so that positions do too.
-
-    Returns:
-        int64 [sequences, longest], the token of each place, and bool, True = there is none and the
-        sequence's first one stands in.
-    """
-    begins, ends = torch.tensor(spans).unsqueeze(-1).unbind(1)
-    tokens = ends - torch.arange(int((ends - begins).max()), 0, -1)
-    return torch.maximum(tokens, begins), tokens < begins
-
-
-def _taken(tensor: Tensor, tokens: Tensor) -> Tensor:
-    """[sequences, heads, longest, head_dim] of a tensor [tokens, heads, head_dim]."""
-    rows = tensor.index_select(0, tokens.flatten().to(tensor.device))
-    return rows.unflatten(0, tokens.shape).transpose(1, 2)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import reference, reference_attention, reference_topk
+from megasoftmax import reference
+from megasoftmax.ops.registration import NAMESPACE
 
 # A placement: the dimension of which each device has a part, or one of these. Not torch's classes:
 # importing torch.distributed.tensor takes a second, and most programs never do.
@@ -49,7 +50,7 @@ def register() -> None:
     def placements(described: Iterable[_Placement]) -> list[Any]:
         return [Shard(each) if isinstance(each, int) else others[each] for each in described]
 
-    def ways(op: Any, splits: Callable[..., Iterator[_Split]], *args: Any) -> list[Any]:
+    def placements_of(op: Any, splits: Callable[..., Iterator[_Split]], *args: Any) -> list[Any]:
         replicated = [_REPLICATED] * len(op._schema.returns), [_REPLICATED] * len(args)
         return [
             (
@@ -59,13 +60,13 @@ def register() -> None:
                     for each, arg in zip(arguments, args, strict=True)
                 ),
             )
-            # Where several ways send nothing, DTensor takes the first.
+            # Where several of them send nothing, DTensor takes the first.
             for results, arguments in (replicated, *splits(*args))
         ]
 
     for name, splits in _SPLITS.items():
-        op = getattr(getattr(torch.ops, __package__), name).default
-        register_sharding(op)(partial(ways, op, splits))
+        op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        register_sharding(op)(partial(placements_of, op, splits))
         _registered.append(name)
 
 
@@ -74,12 +75,12 @@ register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as libr
 
 
 def _softmax_forward(*args: Any) -> Iterator[_Split]:
-    given = reference.ForwardSlots(*args)
+    given = reference.softmax.ForwardArguments(*args)
     scores = given.scores
     for dim in range(scores.ndim - 2):
         yield (
             (dim, dim if given.return_lse else _REPLICATED),
-            reference.ForwardSlots(
+            reference.softmax.ForwardArguments(
                 scores=dim,
                 mask=_of_broadcast(given.mask, scores, dim),
                 bias=_of_broadcast(given.bias, scores, dim),
@@ -89,7 +90,7 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
 
 
 def _softmax_backward(*args: Any) -> Iterator[_Split]:
-    given = reference.BackwardSlots(*args)
+    given = reference.softmax.BackwardArguments(*args)
     probabilities = given.probabilities
     for dim in range(probabilities.ndim - 2):
         bias = _of_broadcast(given.bias, probabilities, dim)
@@ -99,7 +100,7 @@ def _softmax_backward(*args: Any) -> Iterator[_Split]:
                 _of_gradient(bias) if given.bias_gradient else _REPLICATED,
                 dim if given.sink_gradient else _REPLICATED,
             ),
-            reference.BackwardSlots(
+            reference.softmax.BackwardArguments(
                 gradient=dim,
                 probabilities=dim,
                 lse_gradient=dim,
@@ -121,12 +122,12 @@ def _columns_backward(*args: Any) -> Iterator[_Split]:
 
 
 def _topk_forward(*args: Any) -> Iterator[_Split]:
-    given = reference_topk.ForwardSlots(*args)
+    given = reference.topk.ForwardArguments(*args)
     logits = given.logits
     for dim in range(logits.ndim - 1):
         yield (
             (dim, dim, dim + 1),
-            reference_topk.ForwardSlots(
+            reference.topk.ForwardArguments(
                 logits=dim,
                 mask=_of_broadcast(given.mask, logits, dim),
                 bias=_of_broadcast(given.bias, logits, dim),
@@ -135,12 +136,12 @@ def _topk_forward(*args: Any) -> Iterator[_Split]:
 
 
 def _topk_backward(*args: Any) -> Iterator[_Split]:
-    given = reference_topk.BackwardSlots(*args)
+    given = reference.topk.BackwardArguments(*args)
     logits = given.logits
     for dim in range(logits.ndim - 1):
         yield (
             (dim,),
-            reference_topk.BackwardSlots(
+            reference.topk.BackwardArguments(
                 gradient=dim,
                 probabilities=dim,
                 indices=dim,
@@ -154,11 +155,11 @@ def _topk_backward(*args: Any) -> Iterator[_Split]:
 
 
 def _attention_forward(*args: Any) -> Iterator[_Split]:
-    given = reference_attention.ForwardSlots(*args)
+    given = reference.attention.ForwardArguments(*args)
     for dim in _splittable(given):
         yield (
             (dim, dim + 1),
-            reference_attention.ForwardSlots(
+            reference.attention.ForwardArguments(
                 query=dim,
                 key=_of_shared(given.key, dim),
                 value=_of_shared(given.value, dim),
@@ -170,7 +171,7 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
 
 
 def _attention_backward(*args: Any) -> Iterator[_Split]:
-    given = reference_attention.BackwardSlots(*args)
+    given = reference.attention.BackwardArguments(*args)
     for dim in _splittable(given):
         key, bias = _of_shared(given.key, dim), _of_shared(given.bias, dim)
         yield (
@@ -181,7 +182,7 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
                 _of_gradient(bias) if given.bias_gradient else _REPLICATED,
                 dim if given.sink_gradient else _REPLICATED,
             ),
-            reference_attention.BackwardSlots(
+            reference.attention.BackwardArguments(
                 d_output=dim,
                 d_lse=dim,
                 query=dim,

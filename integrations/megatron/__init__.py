@@ -1,0 +1,45 @@
+"""megasoftmax in Megatron-core: as the core attention of a layer, or in place of its softmax.
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megasoftmax.integrations.megatron import MegasoftmaxCoreAttention
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = MegasoftmaxCoreAttention
+
+`MegasoftmaxCoreAttention` has the constructor and the forward of `DotProductAttention`. What that
+class, of Megatron-core 0.16, refuses:
+* `attention_bias`. Here it is added to the scaled scores and gets its gradient; a
+  `megasoftmax.RelativeBias` is taken too.
+* `packed_seq_params`. Here each sequence attends to itself.
+* Values of another dimension than keys (multi-latent attention), and a CPU.
+
+What it does otherwise:
+* It writes scores and probabilities, [batch, heads, queries, keys]. Here nothing of that size
+  exists where attention runs fused.
+* `config.window_size` replaces the mask and causality, a side of -1 hides a query's own key, and
+  fused there is no window. Here all hold together, and -1 lifts the limit of a side.
+* A mask replaces causality, and fused it is the other way round. Here both hold; so pass None for a
+  mask that says nothing but causality, which would be read. A call's `attn_mask_type` is honoured.
+* A masked score becomes -10000, which others may fall short of, and a query that sees no key gets
+  uniform weights. Here what is masked has weight 0, and such a query gets zeros and no gradient.
+* The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
+  gradient norms count that of the first. Here it is sharded over heads, as weights are.
+
+Attention runs fused where `megasoftmax.why_not_fused(megasoftmax.attention, ...)` is empty and no
+probability is dropped. Elsewhere it is matmul, `megasoftmax.softmax`, dropout and matmul; dropout
+draws from Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
+FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.
+
+    from megasoftmax.integrations.megatron import apply_megasoftmax_to_megatron
+
+    applied = apply_megasoftmax_to_megatron()  # until applied.undo(), or as a context manager
+
+keeps the layers of Megatron and replaces what they call: `FusedScaleMaskSoftmax`, and the softmax
+and top-k of routers. Call it before the model is built. A Megatron that is to stay as it is takes
+our kernels from `megasoftmax.integrations.megatron_extensions`.
+"""
+
+from megasoftmax.integrations.megatron.core_attention import MegasoftmaxCoreAttention
+from megasoftmax.integrations.megatron.patches import apply_megasoftmax_to_megatron
+
+__all__ = ["MegasoftmaxCoreAttention", "apply_megasoftmax_to_megatron"]

@@ -1,0 +1,391 @@
+"""Checks of the arguments of the public functions.
+
+They are cheap: nothing is read and nothing is launched. An error names the argument, what was
+expected and what came.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megasoftmax.biases import RelativeBias
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
+
+Window = tuple[int, int]
+
+
+def check_softmax(
+    scores: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    dtype: torch.dtype | None,
+    dim: int,
+    fused: bool | None,
+) -> None:
+    _check_scores("scores", scores, scale, mask, bias)
+    if causal is not False:
+        if causal is not True:
+            raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+        _check_has_queries("causal", scores)
+    if window is not None:
+        _check_window(window)
+        _check_has_queries("window", scores)
+    if sink is not None:
+        _check_sink(sink, "scores", scores)
+    if not isinstance(dim, int) or dim != -1:
+        _check_dim(dim, scores, causal, window, sink)
+    _check_choices(dtype, fused)
+
+
+def check_gradient(gradient: Tensor, probabilities: Tensor) -> None:
+    _check_floating("gradient", gradient)
+    if gradient.dtype != probabilities.dtype:
+        raise TypeError(
+            f"gradient: expected a tensor of {probabilities.dtype}, as probabilities, "
+            f"got {_kind(gradient)}"
+        )
+    _check_device("gradient", gradient, "probabilities", probabilities)
+    if gradient.shape != probabilities.shape:
+        raise ValueError(
+            f"gradient: expected shape {tuple(probabilities.shape)}, as probabilities, "
+            f"got {tuple(gradient.shape)}"
+        )
+
+
+def check_topk(
+    logits: Tensor,
+    k: int,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    renormalize: bool,
+    dtype: torch.dtype | None,
+    group: "ProcessGroup | None",
+    fused: bool | None,
+) -> None:
+    _check_scores("logits", logits, scale, mask, bias)
+    columns = logits.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k: expected an integer from 0 to {columns}, got {_kind(k)}")
+    if k < 0 or (k > columns and group is None):
+        raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
+    if group is not None:
+        check_group(group)
+        if hasattr(logits, "device_mesh"):
+            raise ValueError("group: expected None for a DTensor, got a group")
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
+    _check_choices(dtype, fused)
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    fused: bool | None = None,
+) -> None:
+    _check_floating("query", query)
+    if query.dim() != 4:
+        raise ValueError(
+            f"query: expected [batch, heads, queries, head_dim], got shape {tuple(query.shape)}"
+        )
+    batch, heads, queries, head_dim = query.shape
+    _check_of_keys("key", key, query, (batch, None, None, head_dim))
+    key_heads, keys = key.shape[1:3]
+    _check_of_keys("value", value, query, (batch, key_heads, keys, None))
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise ValueError(
+            f"key: expected heads that divide {heads}, those of query, got {key_heads}"
+        )
+    if scale is not None:
+        _check_scale(scale)
+    shape = (batch, heads, queries, keys)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, "query", query, shape)
+    if bias is not None:
+        _check_attention_bias(bias, query, shape)
+    if causal is not False and causal is not True:
+        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+    if window is not None:
+        _check_window(window)
+    if sink is not None:
+        _check_sink(sink, "query", query)
+    _check_fused(fused)
+
+
+def check_ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: "ProcessGroup",
+    lengths: Sequence[int] | None,
+    bias: Tensor | RelativeBias | None,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    fused: bool | None,
+) -> tuple[int, ...]:
+    """Returns the number of keys of each rank."""
+    check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
+    if hasattr(query, "device_mesh"):
+        raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
+    every = _check_lengths(lengths, key, group)
+    batch, heads, queries, _ = query.shape
+    relative = isinstance(bias, RelativeBias)
+    if (causal or window is not None or relative) and queries != key.shape[2]:
+        raise ValueError(
+            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window or a "
+            f"RelativeBias, got {queries}"
+        )
+    total = sum(every)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, "query", query, (batch, heads, queries, total))
+    if bias is not None:
+        _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+    return every
+
+
+def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
+    """A tensor like the query, with the sizes that are not None."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != query.dtype:
+        raise TypeError(
+            f"{name}: expected a tensor of {query.dtype}, as query, got {_kind(tensor)}"
+        )
+    _check_device(name, tensor, "query", query)
+    fits = tensor.dim() == 4 and all(
+        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        names = ("batch", "key_heads", "keys", "value_dim")
+        expected = ", ".join(
+            name if wanted is None else str(wanted)
+            for name, wanted in zip(names, shape, strict=True)
+        )
+        raise ValueError(f"{name}: expected shape [{expected}], got {tuple(tensor.shape)}")
+
+
+def _check_attention_bias(
+    bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
+) -> None:
+    relative = isinstance(bias, RelativeBias)
+    name, tensor = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
+    _check_floating(name, tensor)
+    _check_device(name, tensor, "query", query)
+    batch, heads, queries, keys = shape
+    target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
+    if tensor.dim() >= 2 * relative and _broadcasts_in_groups(tensor.shape, target):
+        return
+    expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
+    raise ValueError(
+        f"{name}: expected {expected} that broadcasts to {target}, where the first two sizes may "
+        f"be divided, got {tuple(tensor.shape)}"
+    )
+
+
+def _broadcasts_in_groups(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Batches and heads, which come first, may be multiples; a table's entries are all there."""
+    if len(shape) > len(target):
+        return False
+    for dim in range(-1, -len(shape) - 1, -1):
+        size, wanted = shape[dim], target[dim]
+        if size == wanted or (size == 1 and (len(target) == 4 or dim != -1)):
+            continue
+        if len(target) + dim > 1 or size == 0 or wanted % size != 0:
+            return False
+    return True
+
+
+def _check_scores(
+    name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+) -> None:
+    _check_floating(name, scores)
+    if scores.dim() == 0:
+        raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
+    _check_scale(scale)
+    if mask is not None:
+        _check_mask(mask)
+        _check_companion("mask", mask, name, scores, scores.shape)
+    if bias is not None:
+        _check_floating("bias", bias)
+        _check_companion("bias", bias, name, scores, scores.shape)
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {_kind(tensor)}")
+
+
+def _check_scale(scale: float) -> None:
+    if not isinstance(scale, (float, int)):
+        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+
+
+def _check_mask(mask: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
+
+
+def check_group(group: "ProcessGroup") -> None:
+    is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+    if not is_one:
+        raise TypeError(f"group: expected a process group, got {_kind(group)}")
+
+
+def _check_lengths(
+    lengths: Sequence[int] | None, key: Tensor, group: "ProcessGroup"
+) -> tuple[int, ...]:
+    keys, ranks = key.shape[2], group.size()
+    if lengths is None:
+        return (keys,) * ranks
+    expected = f"lengths: expected {ranks} integers from 0 on, {keys} at {group.rank()}"
+    if not isinstance(lengths, (tuple, list)) or not all(type(each) is int for each in lengths):
+        raise TypeError(f"{expected}, got {lengths!r}")
+    if len(lengths) != ranks or min(lengths) < 0 or lengths[group.rank()] != keys:
+        raise ValueError(f"{expected}, got {lengths!r}")
+    return tuple(lengths)
+
+
+def check_shards(name: str, scores: Tensor) -> None:
+    """DTensors that do not run fused: they run as ops all the same, which CPUs have in any case."""
+    if scores.is_cuda:
+        raise ValueError(
+            f"{name}: expected a DTensor that runs fused (see why_not_fused), or to_local() of it, "
+            "got one that cannot or must not"
+        )
+
+
+def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
+    _check_fused(fused)
+
+
+def _check_fused(fused: bool | None) -> None:
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
+
+
+def _check_companion(
+    name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
+) -> None:
+    """Same device, and broadcastable to the target."""
+    _check_device(name, tensor, name_of_scores, scores)
+    shape = tensor.shape
+    if shape != target and not _broadcasts(shape, target):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
+        )
+
+
+def _check_device(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
+    if tensor.device != scores.device:
+        raise ValueError(
+            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
+        )
+
+
+def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    if len(shape) > len(target):
+        return False
+    for size, wanted in zip(
+        reversed(shape), reversed(target), strict=False
+    ):  # all() takes twice as long
+        if size != 1 and size != wanted:  # not `in`: sizes may be symbolic
+            return False
+    return True
+
+
+def _check_has_queries(name: str, scores: Tensor) -> None:
+    if scores.dim() < 2:
+        raise ValueError(
+            f"{name}: expected scores [..., queries, keys], got shape {tuple(scores.shape)}"
+        )
+
+
+def _check_window(window: Window, name: str = "window") -> None:
+    expected = f"{name}: expected None or (left, right), two integers from -1 on"
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"{expected}, got {_kind(window)}")
+    if len(window) != 2:
+        raise ValueError(f"{expected}, got {window}")
+    for limit in window:
+        if not isinstance(limit, int):
+            raise TypeError(f"{expected}, got {window}")
+        if limit < -1:
+            raise ValueError(f"{expected}, got {window}")
+
+
+def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
+    if not isinstance(sink, Tensor):
+        if not isinstance(sink, (float, int)):
+            raise TypeError(f"sink: expected a tensor or a number, got {_kind(sink)}")
+        return
+    _check_floating("sink", sink)
+    _check_device("sink", sink, name_of_scores, scores)
+    if sink.numel() == 1:
+        return
+    if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:
+        heads = f" or [{scores.shape[-3]}], one per head," if scores.dim() > 2 else ""
+        raise ValueError(f"sink: expected one element{heads} got shape {tuple(sink.shape)}")
+
+
+def _check_dim(
+    dim: int, scores: Tensor, causal: bool, window: Window | None, sink: Tensor | float | None
+) -> None:
+    rank = scores.dim()
+    expected = f"dim: expected an integer from {-rank} to {rank - 1}"
+    if not isinstance(dim, int):
+        raise TypeError(f"{expected}, got {_kind(dim)}")
+    if not -rank <= dim < rank:
+        raise ValueError(f"{expected}, got {dim}")
+    if dim % rank == rank - 1:
+        return
+    for name, is_given in (("causal", causal), ("window", window is not None)):
+        if is_given:
+            raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")
+    if isinstance(sink, Tensor) and sink.numel() != 1:
+        raise ValueError(
+            f"sink: expected one element, or dim -1, got shape {tuple(sink.shape)} and dim {dim}"
+        )
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def checked_window(name: str, window: Window | None) -> Window | None:
+    """The window as a tuple."""
+    if window is None:
+        return None
+    _check_window(window, name)
+    return window[0], window[1]
+
+
+def check_rank(name: str, tensor: Tensor, rank: int, expected: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

@@ -1,0 +1,136 @@
+"""Autograd and vmap of attention, by any implementation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax.autograd.function import (
+    Implementation,
+    Rules,
+    batch_first,
+    differentiable,
+    one_by_one,
+    plain_torch_only,
+    why_only_without_kernels,
+)
+from megasoftmax.reference.attention import (
+    BackwardArguments,
+    ForwardArguments,
+    attention_backward,
+    attention_forward,
+)
+from megasoftmax.reference.softmax import sum_over_rows
+
+REFERENCE = Implementation(attention_forward, attention_backward)
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin with those of `attention_forward`."""
+    given = ForwardArguments(*inputs[:12])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *given[:5], given.sink)
+    ctx.given = given._replace(query=None, key=None, value=None, bias=None, mask=None, sink=None)
+
+
+def gradients(
+    implementation: Implementation,
+    ctx: Any,
+    d_output: Tensor | None,
+    d_statistics: Tensor | None,
+) -> ForwardArguments:
+    """The gradients of the arguments of `attention_forward`.
+
+    Of the statistics the log-sum-exp has one; the others are constants.
+    """
+    given = ctx.given
+    output, statistics, query, key, value, bias, mask, sink = ctx.saved_tensors
+    needs = ForwardArguments(*ctx.needs_input_grad[:12])
+    wants_bias = bias is not None and needs.bias
+    wants_sink = sink is not None and needs.sink
+    d_query, d_key, d_value, d_bias, d_rows = implementation.backward(
+        output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
+        None if d_statistics is None else d_statistics[2],
+        query,
+        key,
+        value,
+        output,
+        statistics,
+        bias,
+        mask,
+        given.scale,
+        given.causal,
+        given.window_left,
+        given.window_right,
+        sink,
+        given.sink_value,
+        given.relative,
+        wants_bias,
+        wants_sink,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return ForwardArguments(
+        query=d_query if needs.query else None,
+        key=d_key if needs.key else None,
+        value=d_value if needs.value else None,
+        bias=d_bias if wants_bias else None,
+        sink=sum_over_rows(d_rows, sink) if wants_sink else None,
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """`forward` under vmap: examples join the batches."""
+    given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
+    count = info.batch_size
+    if dims.sink is not None:
+        return one_by_one(forward, count, in_dims, args), (0, 0)
+    output, statistics = forward(*_examples_as_batches(given, dims, count))
+    return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
+
+
+def batch_backward(
+    backward: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """`backward` under vmap."""
+    given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
+    count = info.batch_size
+    if dims.sink is not None:
+        return one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
+    outputs = backward(*_examples_as_batches(given, dims, count))
+    asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
+    return (
+        tuple(
+            each.unflatten(0, (count, -1)) if asked else each
+            for each, asked in zip(outputs, asked_for, strict=True)
+        ),
+        tuple(0 if asked else None for asked in asked_for),
+    )
+
+
+def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
+    """Arguments with `count` times the batches; a mask of one batch for all may stay so."""
+
+    def joined(name: str) -> Any:
+        tensor, dim = getattr(given, name), getattr(dims, name)
+        if tensor is None or (name == "mask" and dim is None and tensor.shape[0] == 1):
+            return tensor
+        tensor = batch_first(tensor, dim, count)
+        if name == "statistics":
+            return tensor.movedim(1, 0).flatten(1, 2)
+        if name == "mask":
+            batches = given.query.shape[1 if dims.query == 0 else 0]
+            tensor = tensor.expand(count, batches, *tensor.shape[2:])
+        return tensor.flatten(0, 1)
+
+    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias", "mask")
+    return given._replace(**{name: joined(name) for name in names if name in given._fields})
+
+
+FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
+IN_FORWARD_MODE = why_only_without_kernels("attention")
+
+# The reference's backward is differentiable by itself; that of the ops refuses.
+call = differentiable("Attention", FORWARD, plain_torch_only(REFERENCE, IN_FORWARD_MODE))

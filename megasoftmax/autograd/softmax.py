@@ -1,0 +1,220 @@
+"""Autograd and vmap of softmax, by any implementation."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megasoftmax.autograd.function import (
+    Implementation,
+    Rules,
+    batch_aligned,
+    batch_first,
+    differentiable,
+    has_no_room,
+    one_by_one,
+)
+from megasoftmax.reference.softmax import (
+    BackwardArguments,
+    ForwardArguments,
+    softmax_backward,
+    softmax_double_backward,
+    softmax_forward,
+    softmax_tangents,
+    sum_over_rows,
+)
+
+REFERENCE = Implementation(softmax_forward, softmax_backward)
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
+    scores, scale, _, bias, causal, left, right, sink, _, _, return_lse = inputs[:11]
+    wants_bias = bias is not None and ctx.needs_input_grad[3]
+    wants_sink = sink is not None and ctx.needs_input_grad[7]
+    ctx.set_materialize_grads(False)
+    if wants_sink:
+        if not return_lse:
+            raise ValueError(
+                "return_lse: expected True where the sink requires a gradient, got False"
+            )
+        ctx.save_for_backward(*output, sink)
+    else:
+        ctx.save_for_backward(output[0])
+    # Of the bias only shape and dtype matter: it is not kept, and may change before the backward.
+    ctx.bias = (bias.shape, bias.dtype) if wants_bias else None
+    ctx.parameters = (scale, causal, left, right, scores.dtype, return_lse)
+
+
+def gradients(
+    implementation: Implementation,
+    ctx: Any,
+    gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the arguments of `softmax_forward`."""
+    scale, causal, left, right, dtype, has_lse = ctx.parameters
+    probabilities, *of_sink = ctx.saved_tensors
+    lse, sink = of_sink or (None, None)
+    if gradient is None:
+        gradient = probabilities.new_zeros(()).expand(probabilities.shape)
+    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
+        gradient = gradient.contiguous()
+    bias = None
+    if ctx.bias is not None:
+        shape, bias_dtype = ctx.bias
+        bias = probabilities.new_empty((), dtype=bias_dtype).expand(shape)
+    d_scores, d_bias, d_rows = implementation.backward(
+        gradient,
+        probabilities,
+        lse_gradient if has_lse else None,
+        lse,
+        scale,
+        bias,
+        causal,
+        left,
+        right,
+        sink,
+        None,
+        dtype,
+        bias is not None,
+        sink is not None,
+    )
+    d_bias_or_none = None if bias is None else d_bias
+    d_sink = None if sink is None else sum_over_rows(d_rows, sink)
+    return d_scores, None, None, d_bias_or_none, None, None, None, d_sink, None, None, None
+
+
+def save_for_double_gradients(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    """Keeps for `double_gradients` what it needs. `inputs` begin like `softmax_backward`'s."""
+    given = BackwardArguments(*inputs[:14])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        given.gradient, given.probabilities, given.lse_gradient, given.lse, given.sink
+    )
+    ctx.given = given._replace(
+        gradient=None, probabilities=None, lse_gradient=None, lse=None, bias=None, sink=None
+    )
+
+
+def double_gradients(
+    implementation: Implementation,
+    ctx: Any,
+    scores: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> BackwardArguments:
+    """The gradients of the arguments of `softmax_backward`, from those of its results."""
+    gradient, probabilities, lse_gradient, lse, sink_logits = ctx.saved_tensors
+    given = ctx.given
+    d_gradient, d_probabilities, d_lse_gradient, d_lse = softmax_double_backward(
+        scores,
+        bias if given.bias_gradient else None,
+        sink if given.sink_gradient else None,
+        gradient,
+        probabilities,
+        lse_gradient,
+        lse,
+        given.scale,
+        sink_logits,
+        given.sink_value,
+        given.dtype,
+        implementation.dim,
+    )
+    d_sink = None
+    if d_lse is not None and sink_logits is not None:
+        d_sink = -sum_over_rows(d_lse, sink_logits)
+    return BackwardArguments(
+        gradient=d_gradient.to(gradient.dtype),
+        probabilities=d_probabilities.to(probabilities.dtype),
+        lse_gradient=None if lse_gradient is None else d_lse_gradient,
+        lse=d_lse,
+        sink=d_sink,
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
+    """`forward` under vmap: batches become the first dimension of the scores."""
+    given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
+    if dims.sink is not None or has_no_room(given.scores, dims.scores):
+        return one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
+    scores = batch_first(given.scores, dims.scores, info.batch_size)
+    batched = given._replace(
+        scores=scores,
+        mask=batch_aligned(given.mask, dims.mask, scores.dim()),
+        bias=batch_aligned(given.bias, dims.bias, scores.dim()),
+    )
+    return forward(*batched), (0, 0 if given.return_lse else None)
+
+
+def batch_backward(
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    info: Any,
+    in_dims: tuple[Any, ...],
+    *args: Any,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int | None, ...]]:
+    """`backward` under vmap."""
+    given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
+    if dims.sink is not None or has_no_room(given.probabilities, dims.probabilities):
+        return one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
+    probabilities = batch_first(given.probabilities, dims.probabilities, info.batch_size)
+    bias = None
+    if given.bias_gradient:  # one for each example, whether or not they share the bias
+        bias = batch_first(given.bias, dims.bias, info.batch_size)
+    batched = given._replace(
+        gradient=batch_first(given.gradient, dims.gradient, info.batch_size),
+        probabilities=probabilities,
+        lse_gradient=batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
+        lse=batch_first(given.lse, dims.lse, info.batch_size),
+        bias=batch_aligned(bias, 0, probabilities.dim()),
+    )
+    d_scores, d_bias, d_rows = backward(*batched)
+    if bias is not None:
+        d_bias = d_bias.reshape(bias.shape)
+    asked_for = (True, given.bias_gradient, given.sink_gradient)
+    return (d_scores, d_bias, d_rows), tuple(0 if asked else None for asked in asked_for)
+
+
+def _in_forward_mode(function: Any) -> Callable[..., Any]:
+    class InForwardMode(function):
+        """Its return_lse must be True."""
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            function.setup_context(ctx, inputs, output)
+            ctx.save_for_forward(*output, ForwardArguments(*inputs[:-1]).sink)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            of = ForwardArguments(*tangents[:-1])
+            probabilities, lse, sink = ctx.saved_tensors
+            scale, *_ = ctx.parameters
+            dim = ctx.implementation.dim
+            return softmax_tangents(
+                of.scores, of.bias, of.sink, probabilities, lse, scale, sink, dim
+            )
+
+    def call(implementation: Implementation, *args: Any) -> Any:
+        return InForwardMode.apply(*args[:-1], True, implementation)
+
+    return call
+
+
+FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
+BACKWARD = Rules(
+    BackwardArguments._fields, save_for_double_gradients, double_gradients, batch_backward
+)
+
+# Where the sink requires a gradient, return_lse must be True.
+call = differentiable(
+    "Softmax",
+    FORWARD,
+    _in_forward_mode,
+    BACKWARD,
+    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
+    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported",
+)

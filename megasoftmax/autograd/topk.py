@@ -1,0 +1,181 @@
+"""Autograd and vmap of softmax + top-k, by any implementation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax.autograd.function import (
+    Implementation,
+    Rules,
+    batch_aligned,
+    batch_first,
+    differentiable,
+    has_no_room,
+    one_by_one,
+    plain_torch_only,
+    why_only_without_kernels,
+)
+from megasoftmax.reference.topk import (
+    BackwardArguments,
+    ForwardArguments,
+    softmax_topk_backward,
+    softmax_topk_double_backward,
+    softmax_topk_forward,
+)
+
+REFERENCE = Implementation(softmax_topk_forward, softmax_topk_backward)
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
+    given = ForwardArguments(*inputs[:8])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
+    ctx.given = given._replace(logits=None, mask=None, bias=None)
+
+
+def gradients(
+    implementation: Implementation,
+    ctx: Any,
+    gradient: Tensor | None,
+    _: None,
+    statistics_gradient: Tensor | None,
+) -> ForwardArguments:
+    """The gradients of the arguments of `softmax_topk_forward`.
+
+    Of the statistics the log-sum-exp has one; the two that it consists of are constants.
+    """
+    given = ctx.given
+    if given.candidates:
+        raise NotImplementedError("candidates: expected False where a gradient is needed, got True")
+    values, indices, statistics, logits, mask, bias = ctx.saved_tensors
+    if gradient is None:
+        gradient = values.new_zeros(()).expand(values.shape)
+    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
+        gradient = gradient.contiguous()
+    lse_gradient = None if statistics_gradient is None else statistics_gradient[2]
+
+    def dz(factor: float, dtype: torch.dtype) -> Tensor:
+        return implementation.backward(
+            gradient,
+            values,
+            indices,
+            lse_gradient,
+            logits,
+            statistics,
+            given.scale,
+            mask,
+            bias,
+            given.renormalize,
+            factor,
+            dtype,
+        )
+
+    needs = ForwardArguments(*ctx.needs_input_grad[:8])
+    if not needs.bias:
+        return ForwardArguments(logits=dz(given.scale, logits.dtype) if needs.logits else None)
+    of_z = dz(1.0, statistics.dtype)
+    d_logits = (of_z * given.scale).to(logits.dtype) if needs.logits else None
+    return ForwardArguments(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
+
+
+def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keeps for `double_gradients` what it needs. `inputs` begin as `softmax_topk_backward`'s."""
+    given = BackwardArguments(*inputs[:12])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*given[:6], given.mask, given.bias)
+    ctx.given = given._replace(**dict.fromkeys([*given._fields[:6], "mask", "bias"]))
+
+
+def double_gradients(
+    implementation: Implementation, ctx: Any, cotangent: Tensor | None
+) -> BackwardArguments:
+    """The gradients of the arguments of `softmax_topk_backward`."""
+    if cotangent is None:
+        return BackwardArguments()
+    saved = ctx.saved_tensors
+    gradient, probabilities, indices, lse_gradient, logits, statistics, mask, bias = saved
+    given = ctx.given
+    found = softmax_topk_double_backward(
+        cotangent,
+        gradient,
+        probabilities,
+        indices,
+        lse_gradient,
+        logits,
+        statistics,
+        given.scale,
+        mask,
+        bias,
+        given.renormalize,
+        given.factor,
+    )
+    constant = torch.zeros_like(found.lse)
+    return BackwardArguments(
+        gradient=found.gradient.to(gradient.dtype),
+        probabilities=found.probabilities.to(probabilities.dtype),
+        lse_gradient=found.lse_gradient,
+        logits=(found.z * given.scale).to(logits.dtype),
+        statistics=torch.stack([constant, constant, found.lse]).to(statistics.dtype),
+        bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
+    )
+
+
+def batch_forward(
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    info: Any,
+    in_dims: tuple[Any, ...],
+    *args: Any,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
+    """`forward` under vmap: batches become the first dimension of the logits."""
+    given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
+    if has_no_room(given.logits, dims.logits):
+        return one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
+    logits = batch_first(given.logits, dims.logits, info.batch_size)
+    batched = given._replace(
+        logits=logits,
+        mask=batch_aligned(given.mask, dims.mask, logits.dim()),
+        bias=batch_aligned(given.bias, dims.bias, logits.dim()),
+    )
+    return forward(*batched), (0, 0, 1)
+
+
+def batch_backward(
+    backward: Callable[..., Tensor], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[Tensor, int]:
+    """`backward` under vmap."""
+    given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
+    if has_no_room(given.logits, dims.logits):
+
+        def example(*inputs: Any) -> tuple[Tensor]:
+            return (backward(*inputs),)
+
+        return one_by_one(example, info.batch_size, in_dims, args)[0], 0
+    first = {
+        name: batch_first(getattr(given, name), getattr(dims, name), info.batch_size)
+        for name in given._fields[:6]
+    }
+    rank = first["logits"].dim()
+    batched = given._replace(
+        **first | {"statistics": first["statistics"].movedim(0, 1)},
+        mask=batch_aligned(given.mask, dims.mask, rank),
+        bias=batch_aligned(given.bias, dims.bias, rank),
+    )
+    return backward(*batched), 0
+
+
+FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
+BACKWARD = Rules(
+    BackwardArguments._fields, save_for_double_gradients, double_gradients, batch_backward
+)
+_IN_FORWARD_MODE = why_only_without_kernels("softmax_topk")
+
+call = differentiable(
+    "SoftmaxTopk",
+    FORWARD,
+    plain_torch_only(REFERENCE, _IN_FORWARD_MODE),
+    BACKWARD,
+    _IN_FORWARD_MODE,
+)

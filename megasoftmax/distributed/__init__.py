@@ -1,0 +1,1 @@
+"""Several devices: DTensors, a vocabulary over ranks, a sequence over ranks in a ring."""

@@ -1,0 +1,21 @@
+"""Modules on top of the public functions."""
+
+from megasoftmax.modules.attention import FusedAttention
+from megasoftmax.modules.megatron import (
+    AttnMaskType,
+    FusedScaleMaskSoftmax,
+    ScaledMaskedSoftmax,
+    ScaledSoftmax,
+    ScaledUpperTriangMaskedSoftmax,
+)
+from megasoftmax.modules.softmax_one import SoftmaxOne
+
+__all__ = [
+    "AttnMaskType",
+    "FusedAttention",
+    "FusedScaleMaskSoftmax",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
+]

@@ -1,0 +1,195 @@
+"""Attention with what a layer learns beside its projections."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import arguments, biases, functional
+from megasoftmax.arguments import Window
+from megasoftmax.biases import RelativeBias
+from megasoftmax.dispatch import Reason
+
+
+class FusedAttention(torch.nn.Module):
+    """`megasoftmax.attention` with what a layer learns beside its projections.
+
+    It takes projected queries, keys and values and returns what the output projection takes:
+
+        output = attention(query, key, value).transpose(1, 2).flatten(2)  # a view: [b, m, h dv]
+
+    It runs fused where that function does, and has no dropout. Positions are counted from the end:
+    the last query stands at the last key, for causality, window and the biases alike, so
+    that decoding with a cache needs no argument.
+
+    Args:
+        heads: of the query.
+        scale: factor of the scores; None for head_dim ** -0.5.
+        causal: exclude keys after the query.
+        window: (left, right), -1 = no limit on that side: left tokens before a query, and right
+            tokens after it, besides its own. None for no window.
+        sink: learn a logit per head that joins the denominator: parameter `sink` [heads], 0 at
+            first, which is the off-by-one softmax.
+        relative_buckets: learn the relative bias of T5 over that many buckets of distances:
+            parameter `relative_bias` [relative_buckets, heads], 0 at first; it takes the weight of
+            T5's `relative_attention_bias`. Unless causal, half of the buckets are for later keys.
+        max_distance: from here on, all distances share the last bucket.
+        alibi_slopes: [heads], see `megasoftmax.biases.alibi_slopes`: subtract slope * distance. A
+            Parameter is learnt, another tensor is a buffer. Not beside relative_buckets.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+    """
+
+    sink: torch.nn.Parameter | None
+    relative_bias: torch.nn.Parameter | None
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        heads: int,
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        window: Window | None = None,
+        sink: bool = False,
+        relative_buckets: int | None = None,
+        max_distance: int = 128,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"heads: expected at least 1, got {heads}")
+        if alibi_slopes is not None:
+            arguments.check_rank("alibi_slopes", alibi_slopes, 1, f"[{heads}]")
+            if len(alibi_slopes) != heads:
+                raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
+            if relative_buckets is not None:
+                raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
+        self.heads = heads
+        self.scale = scale
+        self.causal = causal
+        self.window = arguments.checked_window("window", window)
+        self.max_distance = max_distance
+        self.sink = torch.nn.Parameter(torch.empty(heads)) if sink else None
+        self.relative_bias = None
+        if relative_buckets is not None:
+            self.relative_bias = torch.nn.Parameter(torch.empty(relative_buckets, heads))
+        if isinstance(alibi_slopes, torch.nn.Parameter):
+            self.alibi_slopes = alibi_slopes
+        else:
+            self.register_buffer("alibi_slopes", alibi_slopes)
+        self.reset_parameters()
+        self._own_bias(1, 1)  # refuses relative_buckets and max_distance that are too few
+
+    def reset_parameters(self) -> None:
+        """Set what is learnt to 0, but for slopes."""
+        for parameter in (self.sink, self.relative_bias):
+            if parameter is not None:
+                torch.nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | RelativeBias | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of heads that come before the tokens: [batch, heads, tokens, head_dim].
+
+        Args:
+            query: [batch, heads, m, d], float16, bfloat16, float32 or float64; any strides.
+            key, value: [batch, key_heads, n, d] and [batch, key_heads, n, dv], of the same type;
+                key_heads divides heads.
+            bias: added to the scaled scores, see `megasoftmax.attention`; differentiable. Where
+                the module has a bias of its own the sum of the two is written, with heads 1 or as
+                many as the module's: [heads, m, n] values, unless this one is a RelativeBias too.
+            mask: bool, True = excluded, broadcastable to [batch, heads, m, n].
+
+        Returns:
+            [batch, heads, m, dv] of the type of query; in memory [batch, m, heads, dv].
+
+        Raises:
+            TypeError, ValueError: an argument is not as above; names the argument.
+        """
+        return functional.attention(query, key, value, **self._options(query, key, bias, mask))
+
+    def why_not_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | RelativeBias | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Reason, ...]:
+        """Why `forward` of the same arguments would not run fused; empty: it would.
+
+        Raises:
+            TypeError, ValueError: as `forward` would.
+        """
+        options = self._options(query, key, bias, mask)
+        return functional.why_not_fused(functional.attention, query, key, value, **options)
+
+    def extra_repr(self) -> str:
+        options = {
+            "scale": self.scale,
+            "causal": self.causal or None,
+            "window": self.window,
+            "sink": None if self.sink is None else True,
+            "relative_buckets": None if self.relative_bias is None else len(self.relative_bias),
+            "max_distance": None if self.relative_bias is None else self.max_distance,
+            "alibi": None if self.alibi_slopes is None else True,
+        }
+        shown = [f"{name}={value}" for name, value in options.items() if value is not None]
+        return ", ".join([str(self.heads), *shown])
+
+    def _options(
+        self, query: Tensor, key: Tensor, bias: Tensor | RelativeBias | None, mask: Tensor | None
+    ) -> dict[str, Any]:
+        """The keyword arguments of `megasoftmax.attention`."""
+        arguments.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
+        arguments.check_rank("key", key, 4, "[batch, key_heads, keys, head_dim]")
+        if query.shape[1] != self.heads:
+            raise ValueError(
+                f"query: expected [batch, {self.heads}, queries, head_dim], "
+                f"got shape {tuple(query.shape)}"
+            )
+        return {
+            "bias": self._sum_of_biases(query.shape[2], key.shape[2], bias),
+            "mask": mask,
+            "scale": self.scale,
+            "causal": self.causal,
+            "window": self.window,
+            "sink": self.sink,
+        }
+
+    def _own_bias(self, queries: int, keys: int) -> RelativeBias | None:
+        if self.relative_bias is not None:
+            return biases.t5_bias(
+                self.relative_bias,
+                queries,
+                keys,
+                bidirectional=not self.causal,
+                max_distance=self.max_distance,
+            )
+        if self.alibi_slopes is not None:
+            return biases.alibi_bias(self.alibi_slopes, queries, keys)
+        return None
+
+    def _sum_of_biases(
+        self, queries: int, keys: int, bias: Tensor | RelativeBias | None
+    ) -> Tensor | RelativeBias | None:
+        own = self._own_bias(queries, keys)
+        if own is None or bias is None:
+            return bias if own is None else own
+        given = bias.table if isinstance(bias, RelativeBias) else bias
+        heads_dim = -2 if isinstance(bias, RelativeBias) else -3
+        heads = given.shape[heads_dim] if given.dim() >= -heads_dim else 1
+        if heads not in (1, self.heads):
+            raise ValueError(
+                f"bias: expected 1 or {self.heads} heads beside the module's own bias, got {heads}"
+            )
+        if isinstance(bias, RelativeBias):
+            return RelativeBias(own.table + given)
+        return own.dense(queries, keys) + given

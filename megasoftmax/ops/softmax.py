@@ -1,0 +1,68 @@
+"""The ops of softmax over the last dimension, torch.ops.megasoftmax.softmax_*."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megasoftmax.autograd.function import Implementation
+from megasoftmax.autograd.softmax import BACKWARD, FORWARD
+from megasoftmax.ops.registration import below_autograd, define, implement, trace
+from megasoftmax.reference.softmax import (
+    BackwardArguments,
+    ForwardArguments,
+    accumulation_dtype,
+    softmax_backward,
+    softmax_forward,
+)
+
+_forward = define(
+    "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
+    "int window_left, int window_right, Tensor? sink, float? sink_value, ScalarType dtype, "
+    "bool return_lse) -> (Tensor, Tensor)",
+)
+_backward = define(
+    "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
+    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? sink, "
+    "float? sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+
+# Below autograd.
+IMPLEMENTATION = Implementation(
+    partial(below_autograd, _forward), partial(below_autograd, _backward)
+)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    given = ForwardArguments(*args)
+    scores = given.scores
+    lse_shape = scores.shape[:-1] if given.return_lse else (0,)
+    lse_dtype = accumulation_dtype(scores.dtype)
+    return (
+        scores.new_empty(scores.shape, dtype=given.dtype),
+        scores.new_empty(lse_shape, dtype=lse_dtype),
+    )
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = BackwardArguments(*args)
+    probabilities, bias = given.probabilities, given.bias
+    shape = probabilities.shape
+    row_dtype = accumulation_dtype(given.dtype)
+    if given.bias_gradient:
+        d_bias = bias.new_empty(bias.shape)
+    else:
+        d_bias = probabilities.new_empty(0, dtype=row_dtype)
+    return (
+        probabilities.new_empty(shape, dtype=given.dtype),
+        d_bias,
+        probabilities.new_empty(shape[:-1] if given.sink_gradient else (0,), dtype=row_dtype),
+    )
+
+
+_traced = Implementation(_forward, _backward)
+implement(_forward, softmax_forward)
+trace(_forward, _fake_forward, FORWARD, _traced)
+implement(_backward, softmax_backward)
+trace(_backward, _fake_backward, BACKWARD, _traced)

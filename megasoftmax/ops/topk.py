@@ -1,0 +1,56 @@
+"""The ops of softmax + top-k, torch.ops.megasoftmax.softmax_topk_*."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax.autograd.function import Implementation
+from megasoftmax.autograd.topk import BACKWARD, FORWARD
+from megasoftmax.ops.registration import below_autograd, define, implement, trace
+from megasoftmax.reference.softmax import accumulation_dtype
+from megasoftmax.reference.topk import (
+    BackwardArguments,
+    ForwardArguments,
+    softmax_topk_backward,
+    softmax_topk_forward,
+)
+
+_forward = define(
+    "softmax_topk_forward(Tensor logits, int k, float scale, Tensor? mask, Tensor? bias, "
+    "bool renormalize, ScalarType dtype, bool candidates) -> (Tensor, Tensor, Tensor)",
+)
+_backward = define(
+    "softmax_topk_backward(Tensor gradient, Tensor probabilities, Tensor indices, "
+    "Tensor? lse_gradient, Tensor logits, Tensor statistics, float scale, Tensor? mask, "
+    "Tensor? bias, bool renormalize, float factor, ScalarType dtype) -> Tensor",
+)
+
+# Below autograd.
+IMPLEMENTATION = Implementation(
+    partial(below_autograd, _forward), partial(below_autograd, _backward)
+)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = ForwardArguments(*args)
+    logits = given.logits
+    shape = (*logits.shape[:-1], given.k)
+    return (
+        logits.new_empty(shape, dtype=given.dtype),
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty((3, *logits.shape[:-1]), dtype=accumulation_dtype(logits.dtype)),
+    )
+
+
+def _fake_backward(*args: Any) -> Tensor:
+    given = BackwardArguments(*args)
+    return given.logits.new_empty(given.logits.shape, dtype=given.dtype)
+
+
+_traced = Implementation(_forward, _backward)
+implement(_forward, softmax_topk_forward)
+trace(_forward, _fake_forward, FORWARD, _traced)
+implement(_backward, softmax_topk_backward)
+trace(_backward, _fake_backward, BACKWARD, _traced)

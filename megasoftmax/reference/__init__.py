@@ -1,0 +1,5 @@
+"""The semantics of megasoftmax in plain torch, without autograd."""
+
+from megasoftmax.reference import attention as attention
+from megasoftmax.reference import softmax as softmax
+from megasoftmax.reference import topk as topk
