@@ -181,7 +181,7 @@ def explain(
     )
 
 
-# csrc/kernels/softmax/explain.h
+# csrc/kernels/softmax/explain.cpp
 
 
 class _Call(ctypes.Structure):

@@ -20,8 +20,9 @@ int attention_forward_splits(const AttentionParams& params) {
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  return params.query.type == DType::kFloat16 ? attention_forward_float16(params, stream)
-                                              : attention_forward_bfloat16(params, stream);
+  return params.query.type == DType::kFloat16
+             ? attention_forward_instance<__half>(params, stream)
+             : attention_forward_instance<__nv_bfloat16>(params, stream);
 }
 
 int attention_backward_keys(const AttentionParams& params) {
@@ -31,8 +32,9 @@ int attention_backward_keys(const AttentionParams& params) {
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  return params.query.type == DType::kFloat16 ? attention_backward_float16(params, stream)
-                                              : attention_backward_bfloat16(params, stream);
+  return params.query.type == DType::kFloat16
+             ? attention_backward_instance<__half>(params, stream)
+             : attention_backward_instance<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace megasoftmax

@@ -1,9 +1,9 @@
 #pragma once
 // The element types of scores, probabilities, biases and sinks. Compiles without nvcc.
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
+
+#include "host_device.h"
 
 namespace megasoftmax {
 

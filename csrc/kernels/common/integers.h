@@ -3,12 +3,7 @@
 
 #include <cstdint>
 
-#if __has_include(<cuda_runtime_api.h>)
-#include <cuda_runtime_api.h>
-#else  // on a machine without CUDA plans are explained all the same
-#define __host__
-#define __device__
-#endif
+#include "host_device.h"
 
 namespace megasoftmax {
 

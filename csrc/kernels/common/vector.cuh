@@ -114,16 +114,6 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
   }
 };
 
-template <class T, int kElements, int kPacks>
-__device__ inline void unpack(const Pack<T, kElements> (&packs)[kPacks],
-                              float (&values)[kPacks][kElements]) {
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) values[i][j] = packs[i][j];
-  }
-}
-
 // The largest lane of all, two lanes to an operation where they are halves; not NaN unless all are.
 template <class T, int kElements, int kPacks>
 __device__ inline float largest_lane(const Pack<T, kElements> (&packs)[kPacks]) {
@@ -150,6 +140,7 @@ __device__ inline float largest_lane(const Pack<T, kElements> (&packs)[kPacks]) 
 }
 
 // One branch per element type: `body` is called with a value of the type that `type` names.
+#pragma nv_exec_check_disable  // a body of the host is for the host alone
 template <class Body>
 __host__ __device__ decltype(auto) with_dtype(DType type, Body&& body) {
   switch (type) {

@@ -65,15 +65,9 @@ cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream) {
   prepare(params);
   Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
-  switch (params.scores.type) {
-    case DType::kFloat16:
-      return softmax_forward_float16(params, plan, stream);
-    case DType::kBFloat16:
-      return softmax_forward_bfloat16(params, plan, stream);
-    case DType::kFloat32:
-      return softmax_forward_float32(params, plan, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(params.scores.type, [&](auto tag) {
+    return softmax_forward_instance<decltype(tag)>(params, plan, stream);
+  });
 }
 
 cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
@@ -84,15 +78,9 @@ cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
   prepare(params);
   Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
-  switch (params.probabilities.type) {
-    case DType::kFloat16:
-      return softmax_backward_float16(params, plan, stream);
-    case DType::kBFloat16:
-      return softmax_backward_bfloat16(params, plan, stream);
-    case DType::kFloat32:
-      return softmax_backward_float32(params, plan, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(params.probabilities.type, [&](auto tag) {
+    return softmax_backward_instance<decltype(tag)>(params, plan, stream);
+  });
 }
 
 int64_t softmax_forward_workspace(ForwardParams params, cudaStream_t stream) {

@@ -32,30 +32,18 @@ cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!check_and_prepare(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
   const TopkPlan plan = plan_at_hand(params, stream);
-  switch (params.scores.type) {
-    case DType::kFloat16:
-      return topk_forward_float16(params, plan, stream);
-    case DType::kBFloat16:
-      return topk_forward_bfloat16(params, plan, stream);
-    case DType::kFloat32:
-      return topk_forward_float32(params, plan, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(params.scores.type, [&](auto tag) {
+    return topk_forward_instance<decltype(tag)>(params, plan, stream);
+  });
 }
 
 cudaError_t topk_backward(TopkBackwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0 || params.shape.columns == 0) return cudaSuccess;
   if (!check_and_prepare(params)) return cudaErrorInvalidValue;
   const TopkPlan plan = plan_topk_backward(params, current_device());
-  switch (params.scores.type) {
-    case DType::kFloat16:
-      return topk_backward_float16(params, plan, stream);
-    case DType::kBFloat16:
-      return topk_backward_bfloat16(params, plan, stream);
-    case DType::kFloat32:
-      return topk_backward_float32(params, plan, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(params.scores.type, [&](auto tag) {
+    return topk_backward_instance<decltype(tag)>(params, plan, stream);
+  });
 }
 
 void force_topk_regime(int regime) { forced_regime = regime; }

@@ -1,8 +1,6 @@
 #include "../dispatch.cuh"
-#include "instances.h"
 
 namespace megasoftmax {
-cudaError_t attention_backward_float16(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return attention_backward_instance<__half>(params, stream);
-}
+template cudaError_t attention_backward_instance<__half>(const AttentionBackwardParams&,
+                                                         cudaStream_t);
 }  // namespace megasoftmax

@@ -1,15 +1,17 @@
 #pragma once
-// One function per direction and element type; each .cu beside this file holds one of them.
+// The launchers, for each element type: each .cu beside this file instantiates one direction and
+// type.
 
 #include <cuda_runtime_api.h>
 
+#include "../../common/vector.cuh"
 #include "../params.h"
 
 namespace megasoftmax {
 
-cudaError_t attention_forward_float16(const AttentionForwardParams& params, cudaStream_t stream);
-cudaError_t attention_forward_bfloat16(const AttentionForwardParams& params, cudaStream_t stream);
-cudaError_t attention_backward_float16(const AttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t attention_backward_bfloat16(const AttentionBackwardParams& params, cudaStream_t stream);
+template <class T>
+cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream);
+template <class T>
+cudaError_t attention_backward_instance(const AttentionBackwardParams& params, cudaStream_t stream);
 
 }  // namespace megasoftmax

@@ -108,21 +108,6 @@ struct FragmentsAcross : Fragments<Tile> {
 template <int kM, int kN>
 using Accumulators = float[kM][kN][4];
 
-// Calls body(element, row, column) for the elements of this lane.
-template <int kM, int kN, class Body>
-__device__ __forceinline__ void for_each_element(Accumulators<kM, kN>& elements, Body&& body) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        body(elements[m][n][i], m * 16 + i / 2 * 8 + lane / 4, n * 8 + lane % 4 * 2 + i % 2);
-    }
-  }
-}
-
 // Two neighbours as a matrix instruction takes them.
 template <class T>
 __device__ inline uint32_t round_pair(float first, float second) {

@@ -1,13 +1,8 @@
 #include "../dispatch.cuh"
-#include "instances.h"
 
 namespace megasoftmax {
-cudaError_t topk_forward_float32(const TopkForwardParams& params, const TopkPlan& plan,
-                                 cudaStream_t stream) {
-  return topk_forward_instance<float>(params, plan, stream);
-}
-cudaError_t topk_backward_float32(const TopkBackwardParams& params, const TopkPlan& plan,
-                                  cudaStream_t stream) {
-  return topk_backward_instance<float>(params, plan, stream);
-}
+template cudaError_t topk_forward_instance<float>(const TopkForwardParams&, const TopkPlan&,
+                                                  cudaStream_t);
+template cudaError_t topk_backward_instance<float>(const TopkBackwardParams&, const TopkPlan&,
+                                                   cudaStream_t);
 }  // namespace megasoftmax
