@@ -1,4 +1,4 @@
-"""Compiles the CUDA part as MEGASOFTMAX_BUILD = auto | cuda | none says; see pyproject.toml."""
+"""Compiles the CUDA part as MEGASOFTMAX_BUILD = auto | cuda | none says; see docs/install.md."""
 
 import importlib.util
 import os

@@ -72,9 +72,9 @@ class Training:
     def switch(self, implementation: str) -> None:
         """Raises RuntimeError when a part of the model keeps another one."""
         implementation = "sdpa" if implementation == FLASH else implementation
-        self.model.set_attn_implementation(implementation)
         for name, module in self.model.named_modules():
             if isinstance(module, PreTrainedModel):
+                module.set_attn_implementation(implementation)
                 found = module.config._attn_implementation
                 if found != implementation:
                     raise RuntimeError(

@@ -211,7 +211,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _kinds() -> dict[int, str]:
-    """The kinds of rows by their bits in limits.h, where they stand in this order."""
+    """The kinds of rows by their bits, which stand in order in limits.h."""
     single = [kind for kind, parts in kernel_limits().kinds.items() if parts == (kind,)]
     return {1 << position: kind for position, kind in enumerate(single)}
 

@@ -73,8 +73,8 @@ def softmax(
         p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
 
     computed in float32 (float64 for float64 scores), whatever the types of the tensors. Exact: the
-    same rules hold on GPU and CPU, fused or not. What follows calls a row what sums to 1: the last
-    dimension of the scores, unless `dim` says otherwise.
+    same rules hold on GPU and CPU, fused or not. Below, a row is the slice that sums to 1: along
+    the last dimension, unless `dim` says otherwise.
 
     * An excluded entry (by mask, causal or window: their union) has probability exactly 0 and
       gradient exactly 0, whatever scores, bias and incoming gradient hold there.

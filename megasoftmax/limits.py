@@ -45,7 +45,6 @@ def kernel_limits() -> Limits:
         kernels = Path(__file__).absolute().parent / "csrc" / "kernels"
         _limits = read_limits(
             (kernels / "softmax" / "limits.h").read_text(),
-            plan=(kernels / "softmax" / "plan.h").read_text(),
             topk=(kernels / "topk" / "limits.h").read_text(),
             attention=(kernels / "attention" / "limits.h").read_text(),
         )
@@ -56,8 +55,8 @@ def kernel_limits() -> Limits:
 kernel_limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def read_limits(header: str, *, plan: str = "", topk: str = "", attention: str = "") -> Limits:
-    """The tables and constants in the text of softmax/limits.h, softmax/plan.h and other limits.h.
+def read_limits(header: str, *, topk: str = "", attention: str = "") -> Limits:
+    """The tables and constants in the text of softmax/limits.h and of the other limits.h.
 
     Raises:
         ValueError: the text is not laid out as expected; nothing is guessed.
@@ -72,7 +71,7 @@ def read_limits(header: str, *, plan: str = "", topk: str = "", attention: str =
         _read_table(header, "kBackwardRegimes", members),
         _read_max_index(header),
         _read_kinds(header),
-        _read_constants(f"{header}\n{plan}"),
+        _read_constants(header),
         _read_constants(topk),
         _read_constants(attention),
     )
@@ -89,6 +88,8 @@ def _read_kinds(header: str) -> dict[str, tuple[str, ...]]:
         raise ValueError("limits.h: no enum Rows")
     kinds: dict[str, tuple[str, ...]] = {}
     for name, value in re.findall(r"^\s*(k\w+) = ([^,]+),", rows[1], re.MULTILINE):
+        if value.isdigit() and int(value) != 1 << len(kinds):
+            raise ValueError(f"limits.h: {name} is {value}, expected the bits of Rows in order")
         parts = [] if value.isdigit() else _names_of_rows(value)  # combinations come after parts
         own = tuple(kind for part in parts for kind in kinds[part])
         kinds[_words(name)] = own or (_words(name),)

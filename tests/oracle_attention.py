@@ -55,7 +55,7 @@ def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tens
 
 
 def reduced(
-    gradient: Tensor, bias: Tensor | RelativeBias, reduce: Callable[[Tensor], Tensor]
+    gradient: Tensor, bias: Tensor | RelativeBias, of_entries: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What is left of [b, h, m, n] where pairs that share an entry of the bias are added up."""
     table = bias.table if isinstance(bias, RelativeBias) else bias
@@ -63,7 +63,7 @@ def reduced(
     like = replace(bias, table=leaf) if isinstance(bias, RelativeBias) else leaf
     entries = bias_of_pairs(like, gradient.shape)
     assert entries is not None
-    return torch.autograd.grad(entries, leaf, reduce(gradient))[0]
+    return torch.autograd.grad(entries, leaf, of_entries(gradient))[0]
 
 
 def attention(
@@ -90,8 +90,10 @@ def attention(
     )
     p = dense.probabilities
     # Of logits in the type of the computation, which is float32 for halves.
-    # Tensor cores cut off what they add up, where others round.
-    noise_of_z = 1 + 2 * abs(factor) * ((q.square() @ k.square().mT).sqrt() + scores.abs())
+    sizes = (q.square() @ k.square().mT).sqrt()
+    if query.dtype in HALVES:  # tensor cores cut off what they add up, where others round
+        sizes = 2 * (sizes + scores.abs())
+    noise_of_z = 1 + abs(factor) * sizes
     if bias is not None:
         noise_of_z = noise_of_z + bias.abs()
     noise_of_z = noise_of_z.masked_fill(dense.excluded | (p == 0), 0)
@@ -149,8 +151,8 @@ def gradients(
 ) -> dict[str, Result]:
     """From the gradients g of the output and h of the log-sum-exp.
 
-    Errors of rounding add up as if they were independent, and once more as they are: rows that are
-    equal err alike.
+    Rounding errors count twice: as independent errors, and as the actual errors of the exact
+    values, because equal rows err alike.
     """
     p, k, v = expected.dense.probabilities, expected.key, expected.value
     weight_noise = expected.weight_noise
@@ -159,26 +161,30 @@ def gradients(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     eps = torch.finfo(query.dtype).eps
 
-    def lost(exact: Tensor, rounded: Tensor) -> Tensor:
-        """In units of what `deviation` allows."""
-        return torch.where(rounded.isfinite(), rounded - exact, 0.0) / (ROUNDING * eps)
+    allowed = ROUNDING * eps if h is None else oracle.TOLERANCE[query.dtype]  # see `deviation`
 
     def rounded(exact: Tensor) -> Tensor:
         return exact.to(query.dtype).double()
 
+    def lost(exact: Tensor, inexact: Tensor) -> Tensor:
+        """In units of what is allowed."""
+        if query.dtype not in HALVES:
+            return torch.zeros_like(exact)
+        return torch.where(inexact.isfinite(), inexact - exact, 0.0) / allowed
+
     output = expected.output.value
     dp = g @ v.mT
     d = (g * output).sum(-1, keepdim=True) - of_lse.unsqueeze(-1)
-    squares = (expected.rounding * dp).square().sum(-1, keepdim=True)
-    squares = squares + (g * _size(output, query.dtype)).square().sum(-1, keepdim=True)
+    d_squares = (expected.rounding * dp).square().sum(-1, keepdim=True)
+    d_squares = d_squares + (g * _size(output, query.dtype)).square().sum(-1, keepdim=True)
     of_z = ((weight_noise - expected.rounding) * dp.abs()).sum(-1, keepdim=True)
-    d_noise = squares.sqrt() + of_z + of_lse.abs().unsqueeze(-1)
+    d_noise = d_squares.sqrt() + of_z + of_lse.abs().unsqueeze(-1)
     lost_of_d = (g * lost(output, rounded(rounded(p) @ v))).sum(-1, keepdim=True)
     dz = torch.where(p == 0, 0.0, p * (dp - d))
     if query.dtype in HALVES:
         of_weights = torch.where(p == 0, 0.0, weight_noise * (dp - d))
-        squares = of_weights.square() + (p * d_noise).square()
-        noise = (_size(dz, query.dtype).square() + squares).sqrt()
+        dz_squares = of_weights.square() + (p * d_noise).square()
+        noise = (_size(dz, query.dtype).square() + dz_squares).sqrt()
     else:
         of_dp = (g.square() @ v.square().mT).sqrt()
         noise = weight_noise * (of_dp + dp.abs() + d.abs() + d_noise)
@@ -194,8 +200,10 @@ def gradients(
     unseen = by_key_head((p != 0).any(-2).double()).unsqueeze(-1) == 0
 
     def of_heads(of_head: Tensor, squares: Tensor, unseen: Tensor) -> Result:
-        """What heads that share keys and values add up; their parts may be larger than the sum."""
-        return product(by_key_head(of_head), by_key_head(squares + of_head.square()), unseen)
+        """What heads that share keys and values add up, in the type of the logits."""
+        unit = _eps_of_z(query.dtype) / eps
+        parts = by_key_head(squares + (unit * of_head).square())
+        return product(by_key_head(of_head), parts, unseen)
 
     lost_of_dz = (lost(dz, rounded(dz)), p * lost_of_d)
     flushed = (torch.finfo(torch.float32).tiny / eps) ** 2  # sums, before the factor
@@ -316,8 +324,8 @@ def deviation(
 
     Args:
         dtype: the type whose error is allowed.
-        of_torch: what torch's attention finds: then allowed is RATIO times its error, or what
-            rounding each weight once to `dtype` costs.
+        of_torch: what torch's attention finds. Then RATIO times its error is allowed, or what
+            computing z in float32 and rounding P, dz and the output once to `dtype` costs.
     """
     if message := oracle.wrong_kind(actual, expected.value, expected.zero):
         return oracle.Deviation(torch.inf, message)

@@ -216,13 +216,13 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   return {std::move(output), std::move(statistics)};
 }
 
-// The gradient of a tensor.
+// A gradient laid out as empty_like(tensor), and the aligned rows that kernels write in its place.
 class Gradient {
  public:
   // `taken`: the tensor, or the copy that kernels take in its place.
   Gradient(const Tensor& tensor, const Tensor& taken)
       : result_(torch::stable::empty_like(tensor)), rows_(result_) {
-    // Of a tensor with strides of 0 empty_like may put the columns elsewhere than last.
+    // empty_like of a tensor with strides of 0 may not put the columns last.
     if (taken.size(3) != tensor.size(3) || !has_aligned_rows(result_))
       rows_ = new_tensor(sizes_of(taken), tensor.scalar_type(), tensor);
   }

@@ -196,8 +196,8 @@ inline Tensor entries_of(const Tensor& tensor) {
   return entries;
 }
 
-// A copy of them with dense rows that begin at multiples of `alignment` elements and are filled up
-// with 0.
+// A copy of entries_of(tensor) with dense rows that begin at multiples of `alignment` elements and
+// are filled up with 0.
 inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
   const Tensor entries = entries_of(tensor);
   std::vector<int64_t> sizes = sizes_of(entries);
@@ -225,8 +225,9 @@ inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
   if (!is_shared || mask.dim() == 0 || mask.numel() == 0 || result.column_stride != 1 ||
       result.last_whole_row == UINTPTR_MAX)
     return result;
-  // Twice, by one launch: behind the rows there is something to read then.
+  // Twice, by one launch: behind the rows there is something to read then, but for a few bytes.
   const Tensor entries = entries_of(mask);
+  if (entries.numel() < 8) return result;
   std::vector<int64_t> sizes = sizes_of(entries);
   sizes.insert(sizes.begin(), 2);
   Tensor copies = new_tensor(sizes, mask.scalar_type(), mask);

@@ -1,5 +1,5 @@
 // megasoftmax::softmax_forward and softmax_backward for CUDA tensors. Schemas are defined in
-// megasoftmax/ops.py.
+// megasoftmax/ops/softmax.py.
 
 #include "../kernels/softmax/softmax.h"
 

@@ -4,7 +4,6 @@ setup.py loads this file by its path, in an environment that may lack torch. So 
 library is imported at the top.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -303,6 +302,8 @@ def build(folder: Path, objects: Path, nvcc: Nvcc, architectures: Iterable[str])
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock file `path`, created if need be, against other threads and processes."""
+    import fcntl  # not on Windows, where the package runs without a compiled part
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

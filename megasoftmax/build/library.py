@@ -7,7 +7,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def status() -> Status:
     if _LIBRARY.exists():
         return Status(True, _LIBRARY)
     try:
-        _nvcc()
+        _check_first_use()
     except BuildError as error:
         return Status(False, reason=str(error))
     return Status(False, reason="it is built when the first CUDA tensor comes")
@@ -72,7 +72,10 @@ def plans() -> ctypes.CDLL:
     """
     compiled = status()
     if compiled.path is not None:
-        return ctypes.CDLL(str(compiled.path))
+        with suppress(OSError, AttributeError):  # it is of other sources
+            whole = ctypes.CDLL(str(compiled.path))
+            whole.megasoftmax_explain  # noqa: B018
+            return whole
     sources = [extension.CSRC / "kernels" / "softmax" / "explain.cpp"]
     flags = [*extension.CXX_FLAGS]
 
@@ -100,7 +103,8 @@ def _load() -> Status:
     return Status(True, path)
 
 
-def _nvcc() -> extension.Nvcc:
+def _check_first_use() -> extension.Nvcc:
+    """The nvcc that builds on first use, or a BuildError that says why nothing is built."""
     if not torch.cuda.is_available():
         raise BuildError("torch sees no CUDA GPU")
     if os.environ.get("MEGASOFTMAX_JIT") == "0":
@@ -112,7 +116,7 @@ def _nvcc() -> extension.Nvcc:
 
 def _build_for_these_gpus() -> Path:
     """Builds the library into torch's extension cache, or finds it there from an earlier run."""
-    nvcc = _nvcc()
+    nvcc = _check_first_use()
     gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     requested = " ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
     names = extension.architectures(nvcc.version, requested)

@@ -233,11 +233,11 @@ def run(
     """Train the baseline, the candidate and the reference side by side, and compare.
 
     Args:
-        model: a tiny one by name (`regression_models.TINY`); a folder with a config.json and, if
+        model: a tiny one by name (`regression.models.TINY`); a folder with a config.json and, if
             its weights are wanted, a checkpoint; "package.module:factory" or the factory itself,
             which returns a PreTrainedModel, or takes the name of the attention implementation and
             returns any module whose forward(**batch) returns something with a scalar `loss`.
-        data: None for the standard library's own sources (`regression_models.make_batches`);
+        data: None for the standard library's own sources (`regression.models.make_batches`);
             "package.module:batches" or a callable, called as (batch, length, seed), that returns an
             iterable of batches: mappings of names to tensors.
         baseline, candidate: attention implementations known to transformers, or to the factory.

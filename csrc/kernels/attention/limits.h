@@ -40,8 +40,8 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
 constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
 inline constexpr int kDecodeStages = 2;
-// Keys are split for one block per multiprocessor, if each has the second number of them then; for
-// as many as the first where each has the third.
+// Keys are split for one block per multiprocessor if each split gets at least kFewestKeysOfSplit
+// keys, and for kMaxDecodeBlocksPerSm blocks if each gets at least kKeysOfSplit.
 inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysOfSplit = 4096;
 
 // dQ in the same order each time: tiles of a block.

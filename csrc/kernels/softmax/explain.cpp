@@ -42,12 +42,13 @@ Strided contiguous(const Shape& shape, int64_t element_bytes) {
 
 template <int kCount>
 void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
-          const Device& device, int chunk_bytes, const Shape& shape, Explanation& explanation,
-          int64_t* obstacles) {
+          const Device& device, const Shape& shape, Explanation& explanation, int64_t* obstacles) {
   for (int i = 0; i < plan.regime; ++i)
-    obstacles[i] = megasoftmax::obstacles(table[i], explanation.chunks, call.rows,
-                                          static_cast<Rows>(explanation.kind), chunk_bytes, device);
+    obstacles[i] = megasoftmax::obstacles(table[i], plan.chunks, call.rows, plan.kind,
+                                          plan.chunk_bytes, device);
   const RowRegime& regime = table[plan.regime];
+  explanation.kind = plan.kind;
+  explanation.chunks = plan.chunks;
   explanation.regime = plan.regime;
   explanation.blocks_per_row = plan.schedule.blocks_per_row;
   explanation.units = plan.schedule.max_units;
@@ -79,24 +80,15 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
   Window window{call.left, call.right};
   drop_idle_limits(window, shape);
   explanation->visible_columns = visible_columns(shape, window);
-  const int pack_elements = static_cast<int>(16 / call.element_bytes);
   if (call.has_bias_gradient == 0) merge_dimensions(shape, window, SinkLogit{}, {&tensor});
-  explanation->chunks =
-      call.has_bias_gradient != 0
-          ? divide_up<int64_t>(shape.columns, pack_elements)
-          : max_visible_chunks(shape.columns, explanation->visible_columns, pack_elements);
-  const bool is_masked = call.is_masked != 0 && call.is_backward == 0;
-  explanation->kind = call.has_bias_gradient != 0 ? kBiasGradient
-                                                  : rows_of(shape, window, explanation->chunks,
-                                                            is_masked, false, true, pack_elements);
   if (call.is_backward == 0) {
     ForwardParams params;
     params.shape = shape;
     params.scores = tensor;
     params.window = window;
     params.is_dense = true;
-    if (is_masked) params.mask = tensor;
-    fill(kForwardRegimes, plan_forward(params, device, -1), call, device, 16, shape, *explanation,
+    if (call.is_masked != 0) params.mask = tensor;
+    fill(kForwardRegimes, plan_forward(params, device, -1), call, device, shape, *explanation,
          obstacles);
   } else {
     BackwardParams params;
@@ -105,7 +97,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
     params.window = window;
     params.is_dense = true;
     if (call.has_bias_gradient != 0) params.bias_gradient = &params;
-    fill(kBackwardRegimes, plan_backward(params, device, -1), call, device, 2 * 16, shape,
-         *explanation, obstacles);
+    fill(kBackwardRegimes, plan_backward(params, device, -1), call, device, shape, *explanation,
+         obstacles);
   }
 }

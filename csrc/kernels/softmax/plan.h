@@ -8,6 +8,9 @@
 namespace megasoftmax {
 
 struct Plan {
+  Rows kind;
+  int64_t chunks;   // the most that a row can need
+  int chunk_bytes;  // that shared memory keeps of each
   int regime;
   int multiprocessors;  // for launches whose blocks run together
   Schedule schedule;
@@ -44,6 +47,9 @@ template <int kCount>
 Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                const Device& device, int chunk_bytes, int forced) {
   Plan plan = {};
+  plan.kind = kind;
+  plan.chunks = chunks;
+  plan.chunk_bytes = chunk_bytes;
   plan.multiprocessors = device.multiprocessors;
   plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
   if (kind != kBiasGradient && forced >= 0 && forced < kCount &&

@@ -142,7 +142,7 @@ __device__ inline void add_to_bias_gradient(const AttentionBackwardParams& param
   }
 }
 
-// Of a head of a batch, number so many of the heads of the bias.
+// Index of the bias head that (batch, head) reads.
 __device__ inline int64_t entry_of_bias(const AttentionBackwardParams& params, int batch,
                                         int head) {
   int bias_batch, bias_head, rest;
