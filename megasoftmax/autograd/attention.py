@@ -39,7 +39,7 @@ def gradients(
     ctx: Any,
     d_output: Tensor | None,
     d_statistics: Tensor | None,
-) -> ForwardArguments:
+) -> Any:
     """The gradients of the arguments of `attention_forward`.
 
     Of the statistics the log-sum-exp has one; the others are constants.

@@ -105,7 +105,7 @@ def double_gradients(
     scores: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None,
-) -> BackwardArguments:
+) -> Any:
     """The gradients of the arguments of `softmax_backward`, from those of its results."""
     gradient, probabilities, lse_gradient, lse, sink_logits = ctx.saved_tensors
     given = ctx.given

@@ -42,7 +42,7 @@ def gradients(
     gradient: Tensor | None,
     _: None,
     statistics_gradient: Tensor | None,
-) -> ForwardArguments:
+) -> Any:
     """The gradients of the arguments of `softmax_topk_forward`.
 
     Of the statistics the log-sum-exp has one; the two that it consists of are constants.
@@ -89,9 +89,7 @@ def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor)
     ctx.given = given._replace(**dict.fromkeys([*given._fields[:6], "mask", "bias"]))
 
 
-def double_gradients(
-    implementation: Implementation, ctx: Any, cotangent: Tensor | None
-) -> BackwardArguments:
+def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor | None) -> Any:
     """The gradients of the arguments of `softmax_topk_backward`."""
     if cotangent is None:
         return BackwardArguments()

@@ -84,13 +84,13 @@ IMPLEMENTATION = Implementation(
 # The arguments of the ops are some of those over the last dimension
 
 
-def _forward_arguments(scores: Any, scale: Any, dtype: Any, return_lse: Any) -> ForwardArguments:
+def _forward_arguments(scores: Any, scale: Any, dtype: Any, return_lse: Any) -> Any:
     return ForwardArguments(scores, scale, dtype=dtype, return_lse=return_lse)
 
 
 def _backward_arguments(
     gradient: Any, probabilities: Any, lse_gradient: Any, scale: Any, dtype: Any
-) -> BackwardArguments:
+) -> Any:
     return BackwardArguments(gradient, probabilities, lse_gradient, scale=scale, dtype=dtype)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
+    arguments_of,
     excluded_by_window,
     largest_of_rows,
     sink_logit,
@@ -222,9 +223,10 @@ def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
     return tuple(dim for dim in range(bias.dim() - 1) if bias.shape[dim] != 1)
 
 
-def _block(given: "ForwardArguments") -> _Block:
+def _block(given: Any) -> _Block:
     """All of it."""
-    return _Block(*given[:5], given.sink, diagonal=given.key.shape[-2] - given.query.shape[-2])
+    diagonal = given.key.shape[-2] - given.query.shape[-2]
+    return _Block(given.query, given.key, given.value, given.bias, given.mask, given.sink, diagonal)
 
 
 def _in_blocks(
@@ -312,7 +314,7 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: "ForwardArguments", compute: torch.dtype
+    block: _Block, given: Any, compute: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where nothing is left; the logarithm
     of the denominator relative to it; and the log-sum-exp."""
@@ -422,42 +424,5 @@ def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     return torch.nn.functional.pad(diagonals, (first, bias.shape[-1] - first - length))
 
 
-class ForwardArguments(NamedTuple):
-    """Something for each argument of `attention_forward`: value, dimension or gradient."""
-
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    bias: Any = None
-    mask: Any = None
-    scale: Any = None
-    causal: Any = None
-    window_left: Any = None
-    window_right: Any = None
-    sink: Any = None
-    sink_value: Any = None
-    relative: Any = None
-
-
-class BackwardArguments(NamedTuple):
-    """The same for `attention_backward`."""
-
-    d_output: Any = None
-    d_lse: Any = None
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    output: Any = None
-    statistics: Any = None
-    bias: Any = None
-    mask: Any = None
-    scale: Any = None
-    causal: Any = None
-    window_left: Any = None
-    window_right: Any = None
-    sink: Any = None
-    sink_value: Any = None
-    relative: Any = None
-    bias_gradient: Any = None
-    sink_gradient: Any = None
-    deterministic: Any = None
+ForwardArguments = arguments_of(attention_forward)
+BackwardArguments = arguments_of(attention_backward)

@@ -11,7 +11,10 @@ On a CPU, memory that is touched for the first time costs ten times what a pass 
 (measured at 32 MiB), so each function makes as few buffers as it can and changes them in place.
 """
 
-from typing import Any, NamedTuple
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -404,36 +407,14 @@ def sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None
     return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
 
 
-class ForwardArguments(NamedTuple):
-    """Something for each argument of `softmax_forward`: its value or its dimension under vmap."""
+def arguments_of(function: Callable[..., Any]) -> Any:
+    """A named tuple with a field for each parameter of a function, None by default.
 
-    scores: Any = None
-    scale: Any = None
-    mask: Any = None
-    bias: Any = None
-    causal: Any = None
-    window_left: Any = None
-    window_right: Any = None
-    sink: Any = None
-    sink_value: Any = None
-    dtype: Any = None
-    return_lse: Any = None
+    It has something for each: its value, its dimension under vmap, or its gradient.
+    """
+    names = inspect.signature(function).parameters
+    return namedtuple(f"{function.__name__}_arguments", names, defaults=[None] * len(names))
 
 
-class BackwardArguments(NamedTuple):
-    """The same for `softmax_backward`, or the gradient of each argument."""
-
-    gradient: Any = None
-    probabilities: Any = None
-    lse_gradient: Any = None
-    lse: Any = None
-    scale: Any = None
-    bias: Any = None
-    causal: Any = None
-    window_left: Any = None
-    window_right: Any = None
-    sink: Any = None
-    sink_value: Any = None
-    dtype: Any = None
-    bias_gradient: Any = None
-    sink_gradient: Any = None
+ForwardArguments = arguments_of(softmax_forward)
+BackwardArguments = arguments_of(softmax_backward)

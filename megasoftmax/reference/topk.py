@@ -10,12 +10,12 @@ for a negative scale), for products with the scale could round to the same numbe
 fused multiply-add rounds it. That takes no arithmetic in which GPU and CPU could differ.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasoftmax.reference.softmax import accumulation_dtype
+from megasoftmax.reference.softmax import accumulation_dtype, arguments_of
 
 
 def softmax_topk_forward(
@@ -282,31 +282,5 @@ def _gather(values: Tensor, indices: Tensor) -> Tensor:
     return padded.gather(-1, torch.where(inside, indices, columns))
 
 
-class ForwardArguments(NamedTuple):
-    """Something for each argument of `softmax_topk_forward`: value, dimension or gradient."""
-
-    logits: Any = None
-    k: Any = None
-    scale: Any = None
-    mask: Any = None
-    bias: Any = None
-    renormalize: Any = None
-    dtype: Any = None
-    candidates: Any = None
-
-
-class BackwardArguments(NamedTuple):
-    """The same for `softmax_topk_backward`."""
-
-    gradient: Any = None
-    probabilities: Any = None
-    indices: Any = None
-    lse_gradient: Any = None
-    logits: Any = None
-    statistics: Any = None
-    scale: Any = None
-    mask: Any = None
-    bias: Any = None
-    renormalize: Any = None
-    factor: Any = None
-    dtype: Any = None
+ForwardArguments = arguments_of(softmax_topk_forward)
+BackwardArguments = arguments_of(softmax_topk_backward)
