@@ -82,6 +82,8 @@ def test_model_that_is_switched_in_part_is_refused(monkeypatch):
         config._attn_implementation_internal = implementation
 
     monkeypatch.setattr(training.model, "set_attn_implementation", switch_outermost)
+    encoder = training.model.get_encoder()
+    monkeypatch.setattr(encoder, "set_attn_implementation", lambda implementation: None)
     with pytest.raises(RuntimeError, match="encoder: expected eager, got sdpa"):
         training.step("eager")
 
