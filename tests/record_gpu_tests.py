@@ -8,16 +8,16 @@ The exit code is that of pytest.
 
 import argparse
 import csv
-import datetime
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import measure  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.csv"
 FIELDS = ["gpu", "torch", "commit", "date", "passed", "failed", "skipped", "failures", "note"]
 
@@ -48,15 +48,9 @@ def append(path: Path, row: dict[str, object]) -> None:
         writer.writerow(row)
 
 
-def head() -> str:
-    """The short name of the commit that is checked out; empty outside of git."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests and record their counts.")
-    parser.add_argument("--commit", default=head(), help="of a copy without git")
+    parser.add_argument("--commit", default="", help="of a copy without git")
     parser.add_argument("--note", default="", help="such as the cause of a failure")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options, arguments = parser.parse_known_args()
@@ -64,11 +58,7 @@ def main() -> int:
     code = pytest.main(arguments, plugins=[recorder])
     if not recorder.counts:
         return int(code)
-    row = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
-        "commit": options.commit,
-        "date": datetime.date.today().isoformat(),
+    row = measure.provenance(options.commit) | {
         "failures": recorder.failures,
         "note": options.note,
     }

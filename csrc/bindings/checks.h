@@ -225,7 +225,8 @@ inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
   if (!is_shared || mask.dim() == 0 || mask.numel() == 0 || result.column_stride != 1 ||
       result.last_whole_row == UINTPTR_MAX)
     return result;
-  // Twice, by one launch: behind the rows there is something to read then, but for a few bytes.
+  // One launch copies the mask twice, so that other bytes follow its last row. Both copies of less
+  // than 8 bytes would still end within the word.
   const Tensor entries = entries_of(mask);
   if (entries.numel() < 8) return result;
   std::vector<int64_t> sizes = sizes_of(entries);

@@ -198,8 +198,8 @@ enum Obstacle : unsigned {
   kNoSuchCluster = 8,
   kTooManyBytes = 16,  // of shared memory
 };
-constexpr unsigned obstacles(const RowRegime& regime, int64_t chunks, int64_t rows, Rows kind,
-                             int chunk_bytes, const Device& device) {
+constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t rows, Rows kind,
+                                int chunk_bytes, const Device& device) {
   const unsigned found = ((regime.serves & kind) == 0 ? kOtherRows : 0u) |
                          (chunks > regime.max_chunks ? kTooLong : 0u) |
                          (rows < regime.min_rows ? kTooFewRows : 0u) |
@@ -213,7 +213,8 @@ template <int kCount>
 constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                          int chunk_bytes, const Device& device) {
   int i = 0;
-  while (i < kCount - 1 && obstacles(table[i], chunks, rows, kind, chunk_bytes, device) != 0) ++i;
+  while (i < kCount - 1 && obstacles_of(table[i], chunks, rows, kind, chunk_bytes, device) != 0)
+    ++i;
   return i;
 }
 
