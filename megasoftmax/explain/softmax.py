@@ -1,0 +1,242 @@
+"""Which row regime serves a call of the fused softmax, and why. Needs no GPU.
+
+The plan is that of csrc/kernels/softmax/plan.h itself: csrc/kernels/softmax/explain.cpp answers,
+in the compiled part, or compiled alone where there is none.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from megasoftmax.explain.common import Window, plans, visible_entries, window_of
+from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.limits import RowRegime, kernel_limits
+
+PACK_BYTES = 16
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row of the table before the one that serves a call."""
+
+    index: int
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How the kernels serve a call. A chunk is 16 bytes."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    backward: bool
+    kind: str  # of the rows: one of Rows in limits.h, such as "plain" or "bias gradient"
+    visible_columns: int  # of the widest row
+    chunks: int  # the most that a row can need
+
+    index: int  # of the regime in `Limits.forward` or `Limits.backward`
+    regime: RowRegime
+    reasons: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+    blocks_per_row: int
+    units: int  # of the widest row; 0 for rows without units
+    batches_per_unit: int  # likewise
+    threads: int | None  # of a block; None for tiles, whose launcher sizes blocks and grid
+    blocks: int | None  # of the grid; None also where as many as run at a time take rows in turn
+    shared_bytes: int | None  # of a block, beside what kernels declare themselves; as `threads`
+    workspace_bytes: int
+
+    bytes_read: int  # fewest: what a row sees is read once
+    bytes_written: int
+
+    def microseconds(self, bytes_per_second: float) -> float:
+        """The time that the fewest bytes take at such a bandwidth, with the launch."""
+        moved = self.bytes_read + self.bytes_written
+        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
+
+
+def explain(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    queries: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    masked: bool = False,
+    bias_gradient: bool = False,
+    backward: bool = False,
+    multiprocessors: int = H200.multiprocessors,
+    max_cluster: int = H200.max_cluster,
+) -> Explanation:
+    """Explains a call without a bias, on contiguous tensors of `dtype`, in and out.
+
+    On a GPU whose blocks have at least kMaxSharedBytes of shared memory.
+
+    Args:
+        rows: batches * heads * queries.
+        columns: keys.
+        dtype: float16, bfloat16 or float32.
+        queries: of each head; by default all rows are queries of one head.
+        causal, window: as in `megasoftmax.softmax`.
+        masked: with a mask, counted as large as the scores. The backward pass does without it.
+        bias_gradient: the backward pass computes the gradient of a bias that no rows share.
+        backward: explains the backward pass.
+        multiprocessors, max_cluster: of the GPU; see `Gpu`.
+
+    Raises:
+        ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
+    """
+    queries = rows if queries is None else queries
+    limits = window_of(causal, window)
+    _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
+    table = kernel_limits().backward if backward else kernel_limits().forward
+    call = _Call(
+        rows=rows,
+        columns=columns,
+        queries=queries,
+        left=limits[0],
+        right=limits[1],
+        element_bytes=dtype.itemsize,
+        is_masked=masked,
+        is_backward=backward,
+        has_bias_gradient=bias_gradient,
+        multiprocessors=multiprocessors,
+        shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
+        max_cluster=max_cluster,
+    )
+    plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()
+    plans().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
+    regime, kind, is_tile = table[plan.regime], _kinds()[plan.kind], plan.threads == 0
+
+    visible = rows // queries * visible_entries(limits, queries, columns)
+    outputs = 2 if bias_gradient else 1
+    read = 2 * dtype.itemsize if backward else dtype.itemsize + masked
+    return Explanation(
+        rows=rows,
+        columns=columns,
+        dtype=dtype,
+        backward=backward,
+        kind=kind,
+        visible_columns=plan.visible_columns,
+        chunks=plan.chunks,
+        index=plan.regime,
+        regime=regime,
+        reasons=_reasons(regime, plan.chunks, rows, kind, plan.blocks_per_row),
+        skipped=tuple(
+            Skipped(i, table[i].name, "; ".join(_in_words(obstacles[i], table[i], kind, call)))
+            for i in range(plan.regime)
+        ),
+        blocks_per_row=plan.blocks_per_row,
+        units=plan.units,
+        batches_per_unit=plan.unit_batches,
+        threads=None if is_tile else plan.threads,
+        blocks=plan.blocks or None,
+        shared_bytes=None if is_tile else plan.shared_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        bytes_read=visible * read,
+        bytes_written=rows * columns * dtype.itemsize * outputs,
+    )
+
+
+# csrc/kernels/softmax/explain.cpp
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
+            *("is_backward", "has_bias_gradient", "multiprocessors", "shared_bytes", "max_cluster"),
+        )
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "units"),
+            *("unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
+        )
+    ]
+
+
+@functools.cache
+def _kinds() -> dict[int, str]:
+    """The kinds of rows by their bits, which stand in order in limits.h."""
+    single = [kind for kind, parts in kernel_limits().kinds.items() if parts == (kind,)]
+    return {1 << position: kind for position, kind in enumerate(single)}
+
+
+def _in_words(obstacles: int, regime: RowRegime, kind: str, call: _Call) -> list[str]:
+    """Why a regime does not serve such rows: bits of Obstacle in limits.h."""
+    why = (
+        f"is not for {kind} rows",
+        f"takes at most {regime.max_chunks or 0:,} chunks",
+        f"wants at least {regime.min_rows:,} rows",
+        f"wants clusters of {regime.blocks_per_row} blocks, more than the GPU's {call.max_cluster}",
+        f"wants more than {call.shared_bytes:,} bytes of shared memory",
+    )
+    return [text for position, text in enumerate(why) if obstacles >> position & 1]
+
+
+def _check(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    queries: int,
+    limits: Window,
+    bias_gradient: bool,
+    backward: bool,
+) -> None:
+    for name, value in (("rows", rows), ("columns", columns), ("queries", queries)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    if rows % queries != 0:
+        raise ValueError(f"queries: expected a divisor of the {rows} rows, got {queries}")
+    if min(limits) < -1:
+        raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
+    if bias_gradient and not backward:
+        raise ValueError("bias_gradient: only the backward pass computes it")
+    is_limited = _is_limited(limits)
+    reach = 2 * columns + queries if is_limited else columns
+    if max(rows // queries, queries, reach) > kernel_limits().max_index:
+        raise ValueError(
+            f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
+        )
+
+
+def _is_limited(limits: Window) -> bool:
+    return max(limits) >= 0
+
+
+def _reasons(
+    regime: RowRegime, chunks: int, rows: int, kind: str, blocks_per_row: int
+) -> tuple[str, ...]:
+    """Why a regime serves such rows."""
+    longest = "any length" if regime.max_chunks is None else f"at most {regime.max_chunks:,} chunks"
+    blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
+    found = [
+        f"serves {kind} rows",
+        f"takes rows of {longest}: these need up to {chunks:,}",
+    ]
+    if regime.min_rows > 0:
+        keep = "keeps" if blocks_per_row == 1 else "keep"
+        found.append(
+            f"wants at least {regime.min_rows:,} rows, so that {blocks} each {keep} the GPU busy: "
+            f"there are {rows:,}"
+        )
+    elif regime.blocks_per_row is None:
+        found.append(f"all rows share the blocks that the GPU runs at a time: {blocks} each")
+    elif blocks_per_row > 1:
+        found.append(f"few rows keep the GPU busy with {blocks} each")
+    return tuple(found)
