@@ -61,7 +61,7 @@ def _unpatch_after_exceptions() -> None:
         try:
             return train(self, *args, **kwargs)
         except BaseException:
-            for callback in self.callback_handler.callbacks:
+            for callback in reversed(self.callback_handler.callbacks):
                 if isinstance(callback, MegasoftmaxCallback):
                     callback.unpatch()
             raise
