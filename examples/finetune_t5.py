@@ -22,11 +22,13 @@ from training import (
     Config,
     Device,
     Trainer,
+    check_heads,
     console,
     curves_agree,
     device_named,
     gradients_agree,
     pieces,
+    run,
     train,
 )
 from transformers import T5Config, T5ForConditionalGeneration
@@ -87,6 +89,8 @@ def main(
     config: Config = None,
 ) -> None:
     """Train a small T5 to fill holes in Python source, with megasoftmax and without it."""
+    if checkpoint is None:
+        check_heads(width, heads)
     register()
     logging.set_verbosity_error()
     place = device_named(device)
@@ -109,4 +113,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -20,7 +20,17 @@ import typer
 from rich.panel import Panel
 from rich.text import Text
 from train_gpt import Settings, build_model
-from training import Config, Device, Trainer, console, device_named, pieces, train
+from training import (
+    Config,
+    Device,
+    Trainer,
+    check_heads,
+    console,
+    device_named,
+    pieces,
+    run,
+    train,
+)
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -103,10 +113,11 @@ def main(
     config: Config = None,
 ) -> None:
     """Train a small Llama on Python source and let it write on, with top-k sampling."""
-    register()
-    logging.set_verbosity_error()
+    check_heads(width, heads, is_rotary=True)
     if not prompt:
         raise typer.BadParameter("expected at least one character", param_hint="--prompt")
+    register()
+    logging.set_verbosity_error()
     settings = Settings(
         "llama", "fp32", batch, length, layers, width, heads, seed, device_named(device)
     )
@@ -135,4 +146,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,6 +1,6 @@
 """Train a small GPT-2 or Llama on Python source, with megasoftmax and without it.
 
-    python examples/train_gpt.py                                 # both, and how far they part
+    python examples/train_gpt.py                                 # both, in a minute on a CPU
     python examples/train_gpt.py --model llama --attention megasoftmax --dtype bf16
 
 The default trains one model with transformers' "eager" attention and one with "megasoftmax", from
@@ -20,7 +20,19 @@ from typing import Annotated, Literal
 import torch
 import typer
 from matplotlib.figure import Figure
-from training import Config, Device, Trainer, console, curves_agree, device_named, pieces, train
+from training import (
+    Config,
+    Device,
+    Trainer,
+    check_file,
+    check_heads,
+    console,
+    curves_agree,
+    device_named,
+    pieces,
+    run,
+    train,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -112,8 +124,8 @@ def main(
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="bf16: autocast, weights in fp32")
     ] = "fp32",
-    steps: Annotated[int, typer.Option(min=2)] = 150,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 16,
+    steps: Annotated[int, typer.Option(min=2)] = 120,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
     length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
@@ -121,12 +133,19 @@ def main(
     seed: int = 0,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 5e-4,
     device: Device = "auto",
-    plot: Annotated[Path, typer.Option(help="where compare saves its plot")] = Path(
-        "train_gpt.png"
-    ),
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="where compare saves its plot, by default outputs/train_gpt.png"),
+    ] = None,
     config: Config = None,
 ) -> None:
     """Train a small GPT-2 or Llama on Python source, with megasoftmax and without it."""
+    check_heads(width, heads, is_rotary=model == "llama")
+    if attention == "compare":
+        if plot is None:
+            plot = Path("outputs", "train_gpt.png")
+            plot.parent.mkdir(exist_ok=True)
+        check_file(plot, "--plot")
     register()
     logging.set_verbosity_error()
     settings = Settings(
@@ -144,4 +163,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
-from training import Config, Device, console, device_named, pieces
+from training import Config, Device, check_heads, console, device_named, pieces, run
 
 warnings.filterwarnings("ignore", module="megatron")  # says which packages could be installed
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -70,6 +70,7 @@ def main(
     config: Config = None,
 ) -> None:
     """Train a Megatron-core GPT on Python source, with megasoftmax as its core attention."""
+    check_heads(width, heads)
     place = device_named(device)
     on_gpu = place.type == "cuda"
     torch.distributed.init_process_group(
@@ -104,4 +105,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

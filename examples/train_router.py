@@ -21,11 +21,13 @@ from training import (
     Config,
     Device,
     Trainer,
+    check_heads,
     console,
     curves_agree,
     device_named,
     gradients_agree,
     pieces,
+    run,
     train,
 )
 from transformers import (
@@ -98,6 +100,9 @@ def main(
     config: Config = None,
 ) -> None:
     """Train a small Mixtral or Qwen-MoE on Python source, its routers patched and as they are."""
+    check_heads(width, heads, is_rotary=True)
+    if k > experts:
+        raise typer.BadParameter(f"expected at most --experts {experts}, got {k}", param_hint="--k")
     logging.set_verbosity_error()
     place = device_named(device)
     stock, ours = (
@@ -125,4 +130,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -21,11 +21,13 @@ from training import (
     Config,
     Device,
     Trainer,
+    check_heads,
     console,
     curves_agree,
     device_named,
     gradients_agree,
     pieces,
+    run,
     train,
 )
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -58,6 +60,9 @@ def main(
     config: Config = None,
 ) -> None:
     """Train a small gpt-oss on Python source, with megasoftmax and without it."""
+    check_heads(width, heads, is_rotary=True)
+    if heads % 2 != 0:
+        raise typer.BadParameter(f"expected an even number, got {heads}", param_hint="--heads")
     register()
     logging.set_verbosity_error()
     place = device_named(device)
@@ -107,4 +112,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

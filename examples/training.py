@@ -1,8 +1,9 @@
-"""What the examples share: text, training in turns, the comparison of two runs, and --config."""
+"""What the examples share: text, training in turns, the comparison of two runs, and options."""
 
+import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,10 @@ import torch
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from megasoftmax._progress import Steps
 from megasoftmax.regression.models import read_text
 
 WARM_UP_STEPS = 20  # in which the learning rate rises to its value
@@ -35,10 +36,45 @@ def pieces(
 
 
 def device_named(name: str) -> torch.device:
-    """As --device says; auto: the GPU where there is one."""
+    """As --device says; auto: the GPU where there is one.
+
+    A CPU computes with one thread, unless OMP_NUM_THREADS says otherwise. The matrices here are
+    small, and where other work runs, threads wait for each other: two threads of two busy cores
+    took five times as long as one.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return device
+
+
+def check_heads(width: int, heads: int, *, is_rotary: bool = False) -> None:
+    """Refuses a width that heads cannot share; rotary positions need pairs in each head."""
+    if width % heads != 0:
+        raise typer.BadParameter(
+            f"expected a divisor of --width {width}, got {heads}", param_hint="--heads"
+        )
+    if is_rotary and width // heads % 2 != 0:
+        raise typer.BadParameter(
+            f"expected an even --width / --heads, got {width} / {heads}", param_hint="--heads"
+        )
+
+
+def check_file(file: Path, option: str) -> None:
+    """Refuses a file that could not be written in the end."""
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"no folder {file.parent}", param_hint=option)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise typer.BadParameter(f"cannot write {file}", param_hint=option)
+
+
+def run(main: Callable[..., None]) -> None:
+    """Run an example from the command line; wrong options are one line, without a traceback."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(main)
+    app()
 
 
 class Trainer:
@@ -89,14 +125,12 @@ def train(
     trainers: list[Trainer], batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int
 ) -> None:
     """Take turns on so many batches, (input_ids, labels)."""
-    columns = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
-        task = progress.add_task("", total=steps)
-        for batch in batches:
+    with Steps(console, steps) as told:
+        for step, batch in enumerate(batches, 1):
             for trainer in trainers:
                 trainer.step(*batch)
             states = (f"{t.name} {t.losses[-1]:.3f} {t.speed:,.0f}/s" for t in trainers)
-            progress.update(task, advance=1, description=", ".join(states))
+            told.reach(step, ", ".join(states))
     for trainer in trainers:
         report_run(trainer)
 
@@ -159,17 +193,36 @@ def gradients_agree(
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     if file is None:
         return None
-    values = yaml.safe_load(file.read_text())
+    try:
+        text = file.read_text()
+        values, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise typer.BadParameter(f"{file}:{mark.line + 1}: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: expected text in YAML: {error}") from error
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise typer.BadParameter(f"{file}: expected a mapping of options to values, got {kind}")
     known = {parameter.name for parameter in context.command.params} - {"config", "help"}
-    if unknown := sorted(map(str, values.keys() - known)):
-        raise typer.BadParameter(
-            f"{file}: expected options among {', '.join(sorted(known))}, got {', '.join(unknown)}"
-        )
+    for key, _ in root.value:
+        if key.value not in known:
+            raise typer.BadParameter(
+                f"{file}:{key.start_mark.line + 1}: expected options among "
+                f"{', '.join(sorted(known))}, got {key.value}"
+            )
     context.default_map = values
     return file
+
+
+def _checked_device(name: str) -> str:
+    if name != "auto":
+        try:
+            torch.empty(0, device=name)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise typer.BadParameter(f"{name!r} cannot be used: {reason}") from error
+    return name
 
 
 Config = Annotated[
@@ -183,4 +236,6 @@ Config = Annotated[
         help="YAML with other defaults of these options",
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: cuda if any")]
+Device = Annotated[
+    str, typer.Option(callback=_checked_device, help="cpu, cuda, cuda:1, ...; auto: cuda if any")
+]

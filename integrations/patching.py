@@ -25,14 +25,13 @@ The configuration is shared: another model that was built from the same object i
 
 import inspect
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megasoftmax.integrations.families import FAMILIES, why_not_served
-from megasoftmax.integrations.replacing import Change, Patched
+from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
 from megasoftmax.integrations.routers import changes_of_routers, find_routers, is_patched
 from megasoftmax.integrations.transformers import (
     NAME,
@@ -49,17 +48,6 @@ _NO_INTERFACE = "computes attention itself, without the attention interface of t
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
 _SOFTCAPS = ("attn_logit_softcapping",)
-
-
-class Served(NamedTuple):
-    """What a submodule runs."""
-
-    runs: str
-    """"attention", "softmax", "router" or "unchanged"."""
-    why: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.runs}: {self.why}" if self.why else self.runs
 
 
 class _Layer(NamedTuple):
@@ -112,12 +100,7 @@ class PatchedModel(Patched):
 
     def __str__(self) -> str:
         """The report, a line for neighbours that are served alike."""
-        lines = []
-        for served, group in groupby(self.report.items(), key=lambda item: item[1]):
-            names = [name for name, _ in group]
-            first_and_last = " ... ".join(dict.fromkeys([names[0], names[-1]]))
-            lines.append(f"{first_and_last} ({len(names)}): {served}")
-        return "\n".join(lines)
+        return in_lines(self.report)
 
     def _served(self, layer: _Layer) -> Served:
         implementation = layer.config._attn_implementation
@@ -352,7 +335,8 @@ def _why_not_attention(layer: torch.nn.Module) -> tuple[Any, ...]:
     """Reasons against fused attention, found with tensors like those that the layer would make."""
     weight = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
     head_dim = next((getattr(layer, name) for name in _HEAD_DIMS if hasattr(layer, name)), 64)
-    like_query = weight.new_empty(1, 1, 1, head_dim)
+    # Not weight.new_empty: quantised weights do not have every operator.
+    like_query = torch.empty(1, 1, 1, head_dim, dtype=weight.dtype, device=weight.device)
     return why_not_attention(
         layer,
         like_query,

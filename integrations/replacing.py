@@ -1,9 +1,31 @@
 """What one call has bound to something of megasoftmax, in other libraries or a model, and back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 _ABSENT = object()
+
+
+class Served(NamedTuple):
+    """What a part of a model or a library runs."""
+
+    runs: str
+    """"attention", "softmax", "router" or "unchanged"."""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.runs}: {self.why}" if self.why else self.runs
+
+
+def in_lines(report: Mapping[str, Served]) -> str:
+    """A report by names, a line for neighbours that are served alike."""
+    lines = []
+    for served, group in groupby(report.items(), key=lambda item: item[1]):
+        names = [name for name, _ in group]
+        first_and_last = " ... ".join(dict.fromkeys([names[0], names[-1]]))
+        lines.append(f"{first_and_last} ({len(names)}): {served}")
+    return "\n".join(lines)
 
 
 class Change(NamedTuple):

@@ -2,23 +2,24 @@
 
     trainer = Trainer(model, ..., callbacks=[MegasoftmaxCallback()])
 
-When training begins the model is patched, and the report is logged at level INFO of this module's
-logger; when it ends the model is what it was. Where training ends with an exception the model stays
-patched, until the callback's next training or `callback.unpatch()`.
+When training begins the model is patched, and the report is printed where the Trainer prints its
+losses; when it ends, with an exception too, the model is what it was.
 """
 
-import logging
+import functools
 from typing import Any
 
-from transformers import TrainerCallback
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback
 
 from megasoftmax.integrations.patching import PatchedModel, patch_model
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class MegasoftmaxCallback(TrainerCallback):
     """`patch_model` when training begins, `unpatch` when it ends.
+
+    Transformers has no event for an exception. So the first callback that is made wraps
+    `Trainer.train`: an exception unpatches the model and goes on.
 
     Args:
         options: those of `patch_model`.
@@ -27,7 +28,8 @@ class MegasoftmaxCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._patched: PatchedModel | None = None
-        self._has_logged = False
+        self._has_printed = False
+        _unpatch_after_exceptions()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -35,9 +37,9 @@ class MegasoftmaxCallback(TrainerCallback):
         """Raises what `patch_model` raises."""
         self.unpatch()
         self._patched = patch_model(model, **self._options)
-        if not self._has_logged and state.is_world_process_zero:
-            _LOGGER.info("megasoftmax:\n%s", self._patched)
-            self._has_logged = True
+        if not self._has_printed and state.is_world_process_zero:
+            tqdm.write(f"megasoftmax:\n{self._patched}")  # as losses are, beside a bar
+            self._has_printed = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.unpatch()
@@ -47,3 +49,22 @@ class MegasoftmaxCallback(TrainerCallback):
         if self._patched is not None:
             self._patched.unpatch()
             self._patched = None
+
+
+def _unpatch_after_exceptions() -> None:
+    train = Trainer.train
+    if hasattr(train, "unpatches"):
+        return
+
+    @functools.wraps(train)
+    def train_and_unpatch(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(self, *args, **kwargs)
+        except BaseException:
+            for callback in reversed(self.callback_handler.callbacks):
+                if isinstance(callback, MegasoftmaxCallback):
+                    callback.unpatch()
+            raise
+
+    train_and_unpatch.unpatches = True  # type: ignore[attr-defined]
+    Trainer.train = train_and_unpatch

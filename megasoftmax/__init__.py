@@ -1,5 +1,9 @@
 """Exact, fused attention softmax, and the attention around it."""
 
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 try:
     import torch as _torch
 except ModuleNotFoundError as error:
@@ -52,3 +56,30 @@ __all__ = [
     "softmax_topk",
     "why_not_fused",
 ]
+
+register: Callable[[], None]
+"""`megasoftmax.integrations.transformers.register`, imported when it is asked for."""
+patch_model: Callable[..., Any]
+"""`megasoftmax.integrations.patching.patch_model`, imported when it is asked for."""
+
+_IMPORTED_WHEN_ASKED = {"register": "transformers", "patch_model": "patching"}
+
+if not TYPE_CHECKING:  # a name that is misspelt is an error of mypy
+
+    def __getattr__(name: str) -> Any:
+        if name not in _IMPORTED_WHEN_ASKED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = f"{__name__}.integrations.{_IMPORTED_WHEN_ASKED[name]}"
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "transformers":
+                raise
+            raise ModuleNotFoundError(
+                f"megasoftmax.{name} needs transformers: pip install 'megasoftmax[transformers]'",
+                name=error.name,
+            ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_IMPORTED_WHEN_ASKED])

@@ -7,66 +7,124 @@ Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels 
 
 import math
 import os
-import platform
 import re
-from importlib import metadata
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
+import megasoftmax
 from megasoftmax._export_kernels import export_kernels
 from megasoftmax._extras import missing_extra
 from megasoftmax.build import extension, library
-from megasoftmax.explain import DTYPES, PACK_BYTES, Explanation, Gpu, Window, current_gpu, explain
-from megasoftmax.limits import RowRegime, kernel_limits
+from megasoftmax.explain import (
+    DTYPES,
+    Window,
+    current_gpu,
+    explain,
+    explain_attention,
+    explain_topk,
+)
+from megasoftmax.limits import kernel_limits
 
 try:
     import typer
-    from rich import box
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
+
+    from megasoftmax._progress import Steps
+    from megasoftmax._tables import (
+        attention_table,
+        call_table,
+        regimes_table,
+        skipped_table,
+        topk_table,
+        verdict,
+        versions,
+    )
 except ModuleNotFoundError as error:
-    raise SystemExit(f"python -m megasoftmax: {missing_extra(error) or error}") from error
+    raise SystemExit(f"megasoftmax: {missing_extra(error) or error}") from error
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
+Function = Literal["softmax", "softmax_topk", "attention"]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"megasoftmax {megasoftmax.__version__}")
+        raise typer.Exit
+
 
 @app.callback(invoke_without_command=True)
-def info(context: typer.Context) -> None:
-    """Without a command: versions, GPUs, the compiled part and its limits."""
+def info(
+    context: typer.Context,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Without a command: the tables of the kernels too.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Without a command: whether calls run fused on this machine, versions and GPUs."""
     if context.invoked_subcommand is None:
-        console.print(_versions())
-        console.print(_compiled_part())
-        console.print(_regimes("Forward", kernel_limits().forward))
-        console.print(_regimes("Backward", kernel_limits().backward))
+        console.print(verdict(), soft_wrap=True, highlight=False)
+        console.print(versions())
+        if verbose:
+            console.print(regimes_table("Forward", kernel_limits().forward))
+            console.print(regimes_table("Backward", kernel_limits().backward))
 
 
 @app.command()
 def build(
     arch: Annotated[
         list[str] | None,
-        typer.Option(help="Architecture, such as 9.0a; repeatable. Default: TORCH_CUDA_ARCH_LIST."),
+        typer.Option(
+            help="Architecture, such as 9.0a; repeatable. Default: TORCH_CUDA_ARCH_LIST, else "
+            "those of this machine's GPUs."
+        ),
     ] = None,
+    package: Annotated[
+        bool,
+        typer.Option("--package", help="Build into the package's own folder, not into the cache."),
+    ] = False,
     out: Annotated[
-        Path, typer.Option(help="Folder of the library. Default: where the package looks for it.")
-    ] = extension.PACKAGE,
+        Path | None, typer.Option(help="Build into this folder, not into the cache.")
+    ] = None,
     objects: Annotated[
-        Path, typer.Option(help="Folder of the object files, reused by later builds.")
+        Path,
+        typer.Option(help="With --package or --out: folder of object files, kept for later builds"),
     ] = Path("build/objects"),
 ) -> None:
     """Compile the CUDA part: needs nvcc and any build of torch, but no GPU.
 
-    MAX_JOBS limits the files compiled at a time.
+    The library goes into the cache where the first CUDA tensor looks for it: it is found by
+    processes whose GPUs are those that it was compiled for. MAX_JOBS limits the files compiled at a
+    time.
     """
+    if package and out is not None:
+        raise typer.BadParameter("expected one of --package and --out, got both")
+    folder = extension.PACKAGE if package else out
     try:
         nvcc = extension.check_tools()
-        requested = " ".join(arch) if arch else os.environ.get("TORCH_CUDA_ARCH_LIST")
+        requested = " ".join(arch or ()) or os.environ.get("TORCH_CUDA_ARCH_LIST")
+        requested = requested or library.these_gpus()
+        if not requested:
+            raise extension.BuildError(
+                "torch sees no CUDA GPU to compile for: name an architecture, such as --arch 9.0a "
+                "(H100, H200) or --arch 8.0 (A100)"
+            )
         names = extension.architectures(nvcc.version, requested)
-        console.print(f"Compiling for {' '.join(names)} with {nvcc.path}")
-        path = extension.build(out, objects, nvcc, names)
+        typer.echo(f"Compiling for {' '.join(names)} with {nvcc.path}")
+        sys.stdout.flush()
+        if folder is None:
+            path = library.build_into_cache(nvcc, names)
+        else:
+            path = extension.build(folder, objects, nvcc, names)
     except extension.BuildError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -82,6 +140,9 @@ def export(
             help="Major version of the CUDA that built the compiled part. Default: nvcc's."
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace variants that an earlier export wrote.")
+    ] = False,
 ) -> None:
     """Write the package, and the compiled part if there is one, for Hugging Face's kernels.
 
@@ -92,7 +153,7 @@ def export(
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
     try:
-        for variant in export_kernels(folder, compiled.path, cuda):
+        for variant in export_kernels(folder, compiled.path, cuda, force=force):
             typer.echo(f"Wrote {variant}")
     except (OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
@@ -104,9 +165,17 @@ def export(
 @app.command("explain")
 def explain_call(
     shape: Annotated[
-        str, typer.Argument(help="ROWSxCOLUMNS, or more dimensions, the last two queries x keys.")
+        str,
+        typer.Argument(
+            help="ROWSxCOLUMNS of a softmax or softmax_topk, or more dimensions, the last two "
+            "queries x keys; BATCHxHEADSxQUERIESxHEAD_DIM of attention."
+        ),
     ],
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp16",
+    function: Annotated[Function, typer.Option(help="The function that is called.")] = "softmax",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(DTYPES)}. Default: fp16, of attention bf16."),
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Causal.")] = False,
     window: Annotated[
         str | None, typer.Option(help="LEFT,RIGHT: a window's sides, -1 for no limit.")
@@ -114,35 +183,92 @@ def explain_call(
     masked: Annotated[bool, typer.Option("--masked", help="With a bool mask.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
     bias_gradient: Annotated[
-        bool, typer.Option("--bias-gradient", help="The backward pass, with that of a full bias.")
+        bool,
+        typer.Option("--bias-gradient", help="The backward pass, with that of a full bias."),
     ] = False,
+    k: Annotated[int, typer.Option(help="softmax_topk: how many are kept of a row.")] = 10,
+    keys: Annotated[
+        int | None, typer.Option(help="attention: how many keys. Default: as queries.")
+    ] = None,
+    key_heads: Annotated[
+        int | None, typer.Option(help="attention: heads of keys. Default: as of queries.")
+    ] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="attention: dimension of values. Default: as of keys.")
+    ] = None,
+    bias: Annotated[
+        bool, typer.Option("--bias", help="attention: with a bias [1, heads, queries, keys].")
+    ] = False,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="TB/s of a copy. Default: as known of the GPU.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="Nominal TFLOP/s of 16-bit products. Default: as known of the GPU."),
+    ] = None,
 ) -> None:
-    """Tell which row regime serves a call, why, and what it moves; needs no GPU.
+    """Tell which kernel serves a call, why, over which grid, and what it moves; needs no GPU.
 
     Without a GPU, the answer is that of an H200.
     """
-    gpu = current_gpu()
+    gpu = current_gpu().with_rates(bandwidth, tflops)
+    skipped = None
     try:
-        leading, columns = _dimensions(shape)
-        explanation = explain(
-            math.prod(leading),
-            columns,
-            _dtype(dtype),
-            queries=leading[-1],
-            causal=causal,
-            window=_window(window),
-            masked=masked,
-            bias_gradient=bias_gradient,
-            backward=backward or bias_gradient,
-            multiprocessors=gpu.multiprocessors,
-            max_cluster=gpu.max_cluster,
-        )
+        if function == "attention":
+            table = attention_table(
+                explain_attention(
+                    *_dimensions_of_query(shape),
+                    keys=keys,
+                    key_heads=key_heads,
+                    value_dim=value_dim,
+                    causal=causal,
+                    window=_window(window),
+                    masked=masked,
+                    bias=bias or bias_gradient,
+                    bias_gradient=bias_gradient,
+                    backward=backward or bias_gradient,
+                    dtype=_dtype(dtype or "bf16"),
+                    multiprocessors=gpu.multiprocessors,
+                ),
+                gpu,
+            )
+        elif function == "softmax_topk":
+            leading, columns = _dimensions(shape)
+            table = topk_table(
+                explain_topk(
+                    math.prod(leading),
+                    columns,
+                    k,
+                    _dtype(dtype or "fp16"),
+                    masked=masked,
+                    backward=backward,
+                    multiprocessors=gpu.multiprocessors,
+                    max_cluster=gpu.max_cluster,
+                ),
+                gpu,
+            )
+        else:
+            leading, columns = _dimensions(shape)
+            found = explain(
+                math.prod(leading),
+                columns,
+                _dtype(dtype or "fp16"),
+                queries=leading[-1],
+                causal=causal,
+                window=_window(window),
+                masked=masked,
+                bias_gradient=bias_gradient,
+                backward=backward or bias_gradient,
+                multiprocessors=gpu.multiprocessors,
+                max_cluster=gpu.max_cluster,
+            )
+            table, skipped = call_table(found, gpu), skipped_table(found)
     except (ValueError, extension.BuildError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    console.print(_call(explanation, gpu))
-    if explanation.skipped:
-        console.print(_skipped(explanation))
+    console.print(table)
+    if skipped is not None and skipped.row_count:
+        console.print(skipped)
 
 
 @app.command()
@@ -204,11 +330,12 @@ def regress(
     logging.set_verbosity_error()
     names = [*dict.fromkeys(TINY if all_models else model or ["gpt2"])]
     outcomes: dict[str, regression.Report | RegressionError] = {}
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(names) * steps)
+    with Steps(console, len(names) * steps) as told:
         for index, name in enumerate(names):
-            progress.update(task, description=name, completed=index * steps)
+
+            def tell(step: int, name: str = name, before: int = index * steps) -> None:
+                told.reach(before + step + 1, name)
+
             try:
                 outcomes[name] = report = regression.run(
                     name,
@@ -223,7 +350,7 @@ def regress(
                     length=length,
                     learning_rate=lr,
                     checks=checks,
-                    progress=lambda step: progress.advance(task),
+                    progress=tell,
                 )
                 print_report(console, report)
             except RegressionError as error:
@@ -252,6 +379,14 @@ def _dimensions(text: str) -> tuple[list[int], int]:
     return leading, columns
 
 
+def _dimensions_of_query(text: str) -> list[int]:
+    if re.fullmatch(r"\d+(x\d+){3}", text) is None:
+        raise ValueError(
+            "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM, such as 8x16x2048x64, got " + repr(text)
+        )
+    return list(map(int, text.split("x")))
+
+
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
@@ -267,98 +402,9 @@ def _window(text: str | None) -> Window | None:
     return int(sides[1]), int(sides[2])
 
 
-def _call(found: Explanation, gpu: Gpu) -> Table:
-    direction = "backward" if found.backward else "forward"
-    units = f"up to {found.units:,} per row, of {found.batches_per_unit} batches"
-    if found.threads is None:
-        blocks, shared = "of as many rows as fit a tile", "a tile per block"
-    else:
-        blocks = "as many as run at a time" if found.blocks is None else f"{found.blocks:,}"
-        blocks += f", of {found.threads} threads"
-        shared = f"{found.shared_bytes:,} bytes per block"
-    bandwidth = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, {gpu.bandwidth_source}"
-    table = Table(show_header=False, box=None)
-    for name, value in (
-        ("regime", f"{found.regime.name}, row {found.index} of the {direction} table"),
-        ("why", "\n".join(found.reasons)),
-        ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
-        ("kind of rows", found.kind),
-        ("visible columns", f"up to {found.visible_columns:,} per row"),
-        ("chunks", f"up to {found.chunks:,} per row, of 16 bytes"),
-        ("units", units if found.units else "none"),
-        ("blocks per row", f"{found.blocks_per_row:,}"),
-        ("blocks", blocks),
-        ("shared memory", shared),
-        ("workspace", f"{found.workspace_bytes:,} bytes"),
-        ("reads", f"{found.bytes_read:,} bytes at least"),
-        ("writes", f"{found.bytes_written:,} bytes"),
-        ("expected time", f"{found.microseconds(gpu.bytes_per_second):.1f} µs on {gpu.name}"),
-        ("bandwidth", bandwidth),
-    ):
-        table.add_row(name, value)
-    return table
-
-
-def _skipped(found: Explanation) -> Table:
-    table = Table(title="Skipped", title_justify="left", box=box.SIMPLE)
-    table.add_column("row", justify="right")
-    table.add_column("regime")
-    table.add_column("why")
-    for regime in found.skipped:
-        table.add_row(str(regime.index), regime.name, regime.why)
-    return table
-
-
-def _versions() -> Table:
-    try:
-        installed = metadata.version("megasoftmax")
-    except metadata.PackageNotFoundError:
-        installed = "not installed"
-    nvcc = extension.find_nvcc()
-    table = Table(show_header=False, box=None)
-    table.add_row("megasoftmax", f"{installed}, {extension.PACKAGE}")
-    table.add_row("python", platform.python_version())
-    table.add_row("torch", str(torch.__version__))
-    table.add_row("CUDA of torch", torch.version.cuda or "none")
-    table.add_row("nvcc", f"{nvcc.version[0]}.{nvcc.version[1]}, {nvcc.path}" if nvcc else "none")
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        name = torch.cuda.get_device_name(index)
-        table.add_row(f"GPU {index}", f"{name}, compute capability {major}.{minor}")
-    return table
-
-
-def _compiled_part() -> str:
-    status = library.status()
-    return (
-        f"Compiled part: {status.path}"
-        if status.available
-        else f"No compiled part: {status.reason}"
-    )
-
-
-def _regimes(direction: str, regimes: tuple[RowRegime, ...]) -> Table:
-    table = Table(title=f"{direction}, row regimes", title_justify="left", box=None)
-    table.add_column("regime", no_wrap=True)
-    table.add_column("waits in", no_wrap=True)
-    table.add_column("rows", min_width=8)
-    for heading in ("bytes\nup to", "rows\nfrom", "blocks\n/row", "threads\n× rows", "blocks\n/SM"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for regime in regimes:
-        table.add_row(
-            regime.name,
-            regime.storage,
-            ", ".join(regime.serves),
-            "any" if regime.max_chunks is None else f"{regime.max_chunks * PACK_BYTES:,}",
-            f"{regime.min_rows:,}",
-            "all" if regime.blocks_per_row is None else str(regime.blocks_per_row),
-            *(() if regime.storage == "tile" else _shape(regime)),
-        )
-    return table
-
-
-def _shape(regime: RowRegime) -> tuple[str, str]:
-    return f"{regime.threads_per_row} × {regime.rows_per_block}", str(regime.blocks_per_sm)
+def main() -> None:
+    """The console script."""
+    app(prog_name="megasoftmax")
 
 
 if __name__ == "__main__":

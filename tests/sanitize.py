@@ -460,7 +460,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def plant(arguments: argparse.Namespace) -> int:
     """Builds a copy whose kernels of columns read past the end: does memcheck say so?"""
-    major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "megasoftmax")
         shutil.copytree(
@@ -471,7 +470,7 @@ def plant(arguments: argparse.Namespace) -> int:
         if text.count(BOUNDED) != 1:
             raise SystemExit(f"{PLANTED_IN} does not hold exactly one {BOUNDED!r}")
         source.write_text(text.replace(BOUNDED, UNBOUNDED))
-        build = [sys.executable, "-m", "megasoftmax", "build", "--arch", f"{major}.{minor}"]
+        build = [sys.executable, "-m", "megasoftmax", "build", "--package"]
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": path}
         subprocess.run(

@@ -1,7 +1,9 @@
 """What gets built, found and loaded, and that no kernel spills."""
 
 import itertools
+import os
 import re
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from megasoftmax import __main__
 from megasoftmax.build import extension, library
 from megasoftmax.build.extension import CSRC, BuildError, Nvcc
 from megasoftmax.build.library import Status
@@ -278,16 +282,21 @@ def small_sources(nothing_loaded, monkeypatch, tmp_path):
 
 
 @pytest.mark.nvcc
-def test_library_is_built_once_on_first_use(small_sources, capfd):
+def test_library_is_built_once_on_first_use(small_sources, monkeypatch, capfd):
     status = library.load()
     assert status.available, status.reason
     printed = capfd.readouterr()
-    assert "building for this GPU, once: 0 of 2 files" in printed.err
+    assert "megasoftmax: compiling, once: 0 of 2 files, about " in printed.err
     assert not printed.out
     assert {file.name for file in status.path.parent.iterdir()} == {"lock", status.path.name}
     assert not re.search("cuda|python|RUNPATH|RPATH", _output("readelf", "-d", status.path))
+    assert stat.S_IMODE(status.path.parent.stat().st_mode) == 0o700
     assert library._build_for_these_gpus() == status.path
     assert not capfd.readouterr().err
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(extension, "find_nvcc", lambda: None)
+    assert library.status() == status  # a build of another process needs no compiler
+    assert library.load() == status
 
 
 @pytest.mark.nvcc
@@ -310,6 +319,127 @@ def test_first_use_of_two_at_once_and_after_a_header_changed(small_sources, monk
     assert first.exists()
     assert second.exists()
     assert first != second
+
+
+@pytest.mark.nvcc
+def test_command_builds_into_the_cache_for_this_gpu(small_sources, monkeypatch, capfd):
+    """And prints what is left; the first CUDA tensor finds the library."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(extension, "PACKAGE", small_sources / "no such folder")
+    first, second = (CliRunner().invoke(__main__.app, ["build"]) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    assert "Compiling for 9.0a with " in first.output
+    assert "compiling, once: 0 of 2 files, about " in first.output
+    assert "compiling, once" not in second.output
+    assert "kernel.cu" not in capfd.readouterr().out
+    built = Path(re.search(r"Built (\S+)", second.output)[1])
+    assert library.status() == Status(True, built)
+    assert stat.S_IMODE(built.parent.stat().st_mode) == 0o700
+    assert {file.name for file in built.parent.iterdir()} == {"lock", built.name}
+    assert not (small_sources / "no such folder").exists()
+
+    (small_sources / "value.h").write_text("#error no value\n")
+    result = CliRunner().invoke(__main__.app, ["build"])
+    assert result.exit_code == 1
+    assert "Error: FAILED:" in result.output
+    assert "no value" in result.output
+
+
+def test_command_asks_for_an_architecture_without_a_gpu(tools, monkeypatch):
+    tools(NVCC, CPU_TORCH)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = CliRunner().invoke(__main__.app, ["build"])
+    assert result.exit_code == 1
+    assert "no CUDA GPU to compile for: name an architecture, such as --arch 9.0a" in result.output
+    result = CliRunner().invoke(__main__.app, ["build", "--package", "--out=x"])
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"), [(["--package"], extension.PACKAGE), (["--out=there"], Path("there"))]
+)
+def test_command_builds_where_it_is_told(tools, monkeypatch, command, folder):
+    tools(NVCC, CPU_TORCH)
+    calls = []
+    monkeypatch.setattr(extension, "build", lambda *given: calls.append(given) or Path("built"))
+    result = CliRunner().invoke(__main__.app, ["build", "--arch=8.0", *command])
+    assert result.exit_code == 0, result.output
+    assert calls == [(folder, Path("build/objects"), NVCC, ("8.0",))]
+
+
+def test_time_left():
+    assert library.seconds_left(0, 0, 800, 4) == 200  # as on the machine that was measured
+    assert library.seconds_left(10, 100, 800, 4) == 70
+    assert library._duration(70) == "70 s"
+    assert library._duration(600) == "10 min"
+
+
+# The cache
+
+
+@pytest.fixture
+def cached(nothing_loaded, monkeypatch):
+    """A library in the cache, which a process with these GPUs would load."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr(extension, "build", lambda folder, *rest: _touch(folder / "made.so"))
+    return library.build_into_cache(NVCC, ("8.0",))
+
+
+def _touch(path):
+    path.touch()
+    return path
+
+
+def test_cache_is_private(cached):
+    assert library.status() == Status(True, cached)
+    assert stat.S_IMODE(cached.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cached.stat().st_mode) == 0o700
+
+
+def test_cache_that_others_can_write_is_refused(cached):
+    def check(path, mode):
+        kept = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode)
+        message = f"only their owner can write, got mode {mode:04o}"
+        assert message in library.status().reason
+        assert str(path) in library.status().reason
+        with pytest.raises(BuildError, match=message):
+            library.build_into_cache(NVCC, ("8.0",))
+        path.chmod(kept)
+
+    for mode in (0o770, 0o707):
+        check(cached, mode)
+        check(cached.parent, mode)
+    cached.parent.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="only their owner can write"):
+        assert not library.load().available
+
+
+def test_cache_that_is_a_link_is_refused(cached):
+    kept = cached.rename(cached.with_name("elsewhere.so"))
+    cached.symlink_to(kept)
+    assert "got a link" in library.status().reason
+
+
+@pytest.mark.parametrize(("owner", "is_refused"), [(0, False), (None, False), (12345, True)])
+def test_cache_of_another_user_is_refused(cached, monkeypatch, owner, is_refused):
+    """One of root is not: images of containers bring such."""
+    user = os.geteuid() + 1 if owner == 0 else os.geteuid()
+    real = Path.lstat
+
+    def lstat(path):
+        found = real(path)
+        uid = found.st_uid if owner is None else owner
+        return SimpleNamespace(st_uid=uid, st_mode=found.st_mode)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert library.status().available != is_refused
+    if is_refused:
+        assert f"the id 12345, not {user}" in library.status().reason
 
 
 @pytest.mark.nvcc

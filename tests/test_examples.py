@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("COLUMNS", "80")
-    verbosity = logging.get_verbosity()
+    verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
 
     def run_example(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -42,6 +42,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     integration.register()  # where a fault was
     logging.set_verbosity(verbosity)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("name", "options"), [("train_gpt.py", TINY), ("generate.py", SAMPLE)])
@@ -67,9 +68,57 @@ def test_train_gpt_compares(model, device, run, tmp_path):
     assert all(math.isfinite(number) for row in rows for number in row)
     assert all(abs(eager - ours) < 1e-3 for eager, ours, _ in rows)
     assert 5 < rows[0][0] < 6  # log 256 = 5.5
-    assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert [*tmp_path.iterdir()] == [tmp_path / "outputs"]
+    assert (tmp_path / "outputs" / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
     assert "megasoftmax runs its" in output
     assert ("reference path" in output) == (device == "cpu")
+    told = re.findall(r"^(\d) of 6, \d+ s, about \d+ s left: eager .*/s$", output, re.MULTILINE)
+    assert told == list("123456")  # without a terminal
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("train_gpt.py", "--heads=3", "--heads: expected a divisor of --width 16, got 3"),
+        ("train_gpt.py", "--device=toaster", "'--device': 'toaster' cannot be used"),
+        ("train_gpt.py", "--plot=nowhere/a.png", "--plot: no folder nowhere"),
+        ("train_gpt.py", "--plot=.", "--plot: cannot write ."),
+        ("train_gpt.py", "--heads=many", "'--heads'"),
+        ("generate.py", "--heads=16", "--heads: expected an even --width / --heads, got 16 / 16"),
+        ("generate.py", "--prompt=", "--prompt: expected at least one character"),
+        ("finetune_t5.py", "--heads=3", "--heads: expected a divisor"),
+        ("train_sinks.py", "--width=15 --heads=3", "--heads: expected an even"),
+        ("train_router.py", "--k=9", "--k: expected at most --experts 8, got 9"),
+    ],
+)
+def test_wrong_options_are_refused_before_training(run, name, option, message):
+    code, output = run(name, "--device=cpu", *TINY, *option.split())
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+    assert "│" not in output
+    assert "megasoftmax runs" not in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_that_is_not_there_is_refused(run):
+    code, output = run("train_gpt.py", "--device=cuda", *TINY)
+    assert code == 2
+    assert "'--device': 'cuda' cannot be used" in output
+
+
+@pytest.mark.parametrize(("variable", "expected"), [(None, 1), ("3", 2)])
+def test_a_cpu_computes_with_one_thread_unless_told(variable, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        runpy.run_path(str(EXAMPLES / "training.py"))["device_named"]("cpu")
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -228,7 +277,7 @@ def command(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     from training import Config
 
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @app.command()
     def main(steps: int = 1, name: str = "none", file: Path = Path("."), config: Config = None):
@@ -259,6 +308,9 @@ def test_config_is_read(command, tmp_path, text, arguments, printed):
         ("- steps", "expected a mapping of options to values, got list"),
         ("", "got NoneType"),
         ("steps: many", "Invalid value for '--steps'"),
+        ("steps: 3\nname: [1", "config.yaml:2: expected ',' or ']'"),
+        ("steps: 3\n\nnom: x", "config.yaml:3: expected options among"),
+        ("name: \x00", "expected text in YAML"),
     ],
 )
 def test_config_is_refused(command, tmp_path, text, message):
@@ -267,6 +319,7 @@ def test_config_is_refused(command, tmp_path, text, message):
     result = command("--config", file)
     assert result.exit_code == 2
     assert message in re.sub(r"[│\s]+", " ", result.output)
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")

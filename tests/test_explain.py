@@ -1,6 +1,9 @@
 """What megasoftmax.explain says, by hand and by the tables of limits.h."""
 
 import itertools
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import megasoftmax
 from megasoftmax import __main__
-from megasoftmax import explain as module
+from megasoftmax._tables import verdict
 from megasoftmax.build import library
-from megasoftmax.explain import H200, Explanation, current_gpu, explain
+from megasoftmax.explain import H200, LAUNCH_MICROSECONDS, Explanation, common, current_gpu, explain
 from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -131,7 +135,7 @@ def test_bytes(arguments: dict[str, Any], visible: int, read: int, written: int)
     if left >= 0:
         excluded = excluded.triu(3 - left)
     assert visible == 2 * excluded.sum()
-    fewest_time = 1e6 * (read + written) / 1e12 + module.LAUNCH_MICROSECONDS
+    fewest_time = 1e6 * (read + written) / 1e12 + LAUNCH_MICROSECONDS
     assert found.microseconds(1e12) == pytest.approx(fewest_time)
 
 
@@ -225,12 +229,12 @@ def _answers() -> list[Explanation]:
 @pytest.mark.gpu
 def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.load().available
-    module._library.cache_clear()
+    common.plans.cache_clear()
     with_kernels = _answers()
     monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
-    module._library.cache_clear()
+    common.plans.cache_clear()
     assert _answers() == with_kernels
-    module._library.cache_clear()
+    common.plans.cache_clear()
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -382,9 +386,68 @@ def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:
 
 
 def test_tables_of_limits_are_printed(run: Any) -> None:
-    result = run()
+    result = run("--verbose")
     assert result.exit_code == 0
     for heading in ("Forward, row regimes", "Backward, row regimes", "waits in"):
         assert heading in result.output
     for regime in LIMITS.forward + LIMITS.backward:
         assert regime.name in result.output
+
+
+def test_verdict_comes_first_and_alone(run: Any) -> None:
+    result = run()
+    assert result.exit_code == 0
+    first, *others = result.output.splitlines()
+    assert first.startswith("Works fused here: ")
+    if not torch.cuda.is_available():
+        assert first.endswith("no, torch sees no CUDA GPU. Calls run in plain torch.")
+    assert len(others) < 12
+    assert "row regimes" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("status", "against", "expected"),
+    [
+        (
+            library.Status(False, reason="no nvcc runs here"),
+            {},
+            "not yet, no compiled kernels: no nvcc runs here. ",
+        ),
+        (library.Status(True, Path("C.so")), {}, "yes, softmax, softmax_topk, attention."),
+        (
+            library.Status(True, Path("C.so")),
+            {"attention": "shared memory"},
+            "yes, softmax, softmax_topk. attention runs in plain torch: shared memory: expected 2, "
+            "got 1.",
+        ),
+    ],
+)
+def test_verdict_of_a_gpu(
+    status: library.Status,
+    against: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def why_not_fused(function: Any, *tensors: Any) -> tuple[megasoftmax.Reason, ...]:
+        constraint = against.get(function.__name__)
+        return () if constraint is None else (megasoftmax.Reason(constraint, "1", "2"),)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(library, "status", lambda: status)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: torch.zeros(sizes))
+    monkeypatch.setattr(megasoftmax, "why_not_fused", why_not_fused)
+    assert verdict().startswith(f"Works fused here: {expected}")
+
+
+def test_version(run: Any) -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"megasoftmax {megasoftmax.__version__}\n")
+
+
+def test_console_script_is_the_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"megasoftmax": "megasoftmax.__main__:main"}
+    command = [sys.executable, "-c", "from megasoftmax.__main__ import main; main()", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Usage: megasoftmax " in result.stdout

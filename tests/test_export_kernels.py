@@ -227,7 +227,25 @@ def test_command_writes_what_is_there_and_overwrites_nothing(tmp_path):
     assert first.returncode == 0, first.stderr
     assert (tmp_path / "build" / "torch-universal" / "metadata.json").exists()
     assert second.returncode == 1
-    assert "torch-universal" in second.stderr
+    assert "torch-universal is there already; --force replaces it" in second.stderr
+    leftover = tmp_path / "build" / "torch-universal" / "leftover"
+    leftover.touch()
+    third = subprocess.run([*command, "--force"], capture_output=True, text=True)
+    assert third.returncode == 0, third.stderr
+    assert (leftover.parent / "metadata.json").exists()
+    assert not leftover.exists()
+
+
+def test_force_replaces_only_what_an_export_wrote(tmp_path):
+    foreign = tmp_path / "build" / "torch-universal" / "thesis.tex"
+    foreign.parent.mkdir(parents=True)
+    foreign.touch()
+    for text in (None, "[]", '{"name": "other"}'):
+        if text is not None:
+            (foreign.parent / "metadata.json").write_text(text)
+        with pytest.raises(FileExistsError, match="expected an export of megasoftmax"):
+            export_kernels(tmp_path, force=True)
+    assert foreign.exists()
 
 
 def test_compiled_part_needs_the_version_of_cuda(tmp_path):

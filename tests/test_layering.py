@@ -28,6 +28,8 @@ LAYERS = {
     "build": set(),
     "limits": set(),
     "_extras": set(),
+    "_progress": set(),
+    "_tables": {"build", "explain", "limits", "megasoftmax"},
     "_export_kernels": {"build"},
     "explain": {"build", "limits"},
     "dispatch": {"build", "limits"},
@@ -51,7 +53,17 @@ LAYERS = {
     "megasoftmax": {"biases", "dispatch", "distributed", "functional", "layers", "modules"},
     "integrations": {"functional", "megasoftmax", "modules"},
     "regression": {"integrations", "megasoftmax"},
-    "__main__": {"_export_kernels", "_extras", "build", "explain", "limits", "regression"},
+    "__main__": {
+        "_export_kernels",
+        "_extras",
+        "_progress",
+        "_tables",
+        "build",
+        "explain",
+        "limits",
+        "megasoftmax",
+        "regression",
+    },
 }
 
 # Layers that run once per call, where an import would cost time and hide an arrow.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import math
 import sys
 import warnings
@@ -36,7 +37,7 @@ from megasoftmax.integrations.megatron import (
     core_attention,
 )
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
-from megasoftmax.integrations.replacing import Change, Replaced
+from megasoftmax.integrations.replacing import Change, Replaced, Served
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -771,7 +772,7 @@ def test_softmax_of_megatrons_layer(name, fusion, stock, home):
     options = case.config | {"masked_softmax_fusion": fusion}
     with apply_megasoftmax_to_megatron(router=False):
         layer = stock(case.layer, case.mask_type, **options)
-    assert type(layer.scale_mask_softmax) is megasoftmax.FusedScaleMaskSoftmax
+    assert isinstance(layer.scale_mask_softmax, megasoftmax.FusedScaleMaskSoftmax)
     assert layer.scale_mask_softmax.scaled_masked_softmax_fusion == fusion
     if home == "cpu" and mask is None:
         mask = torch.ones(9, 9, dtype=torch.bool).triu(1)  # Megatron would make it on a GPU
@@ -833,7 +834,7 @@ def test_apply_and_undo():
     before = bound()
     applied = apply_megasoftmax_to_megatron()
     during = bound()
-    assert during[:2] == (megasoftmax.FusedScaleMaskSoftmax,) * 2
+    assert all(issubclass(ours, megasoftmax.FusedScaleMaskSoftmax) for ours in during[:2])
     assert all(ours is not theirs for ours, theirs in zip(during, before, strict=True))
     assert len(applied.names) == 4
 
@@ -853,6 +854,35 @@ def test_apply_and_undo():
             assert changed == (bound()[:2] if options == {"softmax": False} else bound()[2:])
             assert bound() != before
         assert bound() == before
+
+
+def test_report_says_what_layers_run():
+    applied = apply_megasoftmax_to_megatron()
+    assert applied.report == {
+        "FusedScaleMaskSoftmax": Served("softmax"),
+        "topk_routing_with_score_function": Served("router"),
+    }
+    assert str(apply_megasoftmax_to_megatron(router=False)) == (
+        "FusedScaleMaskSoftmax (1): softmax\n"
+        "topk_routing_with_score_function (1): unchanged: router=False"
+    )
+    applied.undo()
+    assert set(applied.report.values()) == {Served("unchanged", "undone")}
+
+
+def test_layer_without_fusion_is_warned_of_and_reported(stock):
+    gc.collect()  # layers of other tests
+    with apply_megasoftmax_to_megatron() as applied:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="apply_megasoftmax_to_megatron")
+            fused = stock(masked_softmax_fusion=True)
+        with pytest.warns(RuntimeWarning, match="TransformerConfig\\(masked_softmax_fusion=True"):
+            unfused = stock(masked_softmax_fusion=False)
+        assert fused is not unfused
+        name = "FusedScaleMaskSoftmax of 1 of 2 layers"
+        assert applied.report[name].runs == "unchanged"
+        assert "masked_softmax_fusion is False" in applied.report[name].why
+        assert f"{name} (1): unchanged: " in str(applied)
 
 
 def test_undo_leaves_what_others_have_bound():

@@ -1,9 +1,11 @@
 """patch_model, patch_classes, the configuration and the Trainer callback."""
 
+import contextlib
 import copy
 import functools
-import logging
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,9 @@ from transformers import (
     PreTrainedModel,
     SiglipConfig,
     SiglipModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
     XLNetConfig,
     XLNetLMHeadModel,
 )
@@ -543,8 +548,7 @@ def test_wrong_value_of_the_environment(monkeypatch):
 # Trainer
 
 
-def test_callback_patches_while_training(caplog, calls):
-    caplog.set_level(logging.INFO, "megasoftmax.integrations.trainer")
+def test_callback_patches_while_training(capsys, calls):
     model = MODELS["bloom"]()
     before = state(model)
     callback = MegasoftmaxCallback(implementation="megasoftmax_softmax")
@@ -557,10 +561,81 @@ def test_callback_patches_while_training(caplog, calls):
         callback.on_train_end(None, state_of_trainer, None, model=model)
         assert state(model) == before
         calls.clear()
-    assert len(caplog.messages) == 1
-    assert "transformer.h.1.self_attention (2): softmax" in caplog.text
+    printed = capsys.readouterr().out
+    assert printed.count("megasoftmax:\n") == 1
+    assert "transformer.h.1.self_attention (2): softmax" in printed
     with pytest.raises(ValueError, match="without the attention interface"):
         callback.on_train_begin(None, state_of_trainer, None, model=REFUSED["xlnet"]())
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainer_gives_the_model_back(fails, tmp_path, capsys, calls):
+    model = MODELS["bloom"]()
+    before = [type(module) for module in model.modules()], implementations(model)
+    ids = torch.arange(LENGTH)
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+    trainer.add_callback(MegasoftmaxCallback())
+    if fails:
+        trainer.add_callback(Fails())
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        trainer.train()
+    assert calls
+    assert ([type(module) for module in model.modules()], implementations(model)) == before
+    printed = capsys.readouterr().out
+    assert "self_attention (2): " in printed[printed.index("megasoftmax:\n") :]
+
+
+class Int8Weight(torch.Tensor):
+    """As those of quantisation: it has the type that products return, and few operators."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0])
+        raise NotImplementedError(str(function))
+
+
+def test_report_of_quantised_weights():
+    model = MODELS["llama"]()
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(Int8Weight(layer.weight), requires_grad=False)
+    assert "self_attn (2): softmax: device: expected a CUDA device" in str(patch_model(model))
+
+
+# By the name of the package
+
+
+def test_names_at_top_level_are_imported_when_asked():
+    assert megasoftmax.register is integration.register
+    assert megasoftmax.patch_model is patch_model
+    assert {"register", "patch_model", "softmax"} <= set(dir(megasoftmax))
+    with pytest.raises(AttributeError, match="'megasoftmax' has no attribute 'pach_model'"):
+        megasoftmax.pach_model  # noqa: B018
+    code = """if True:
+        import sys, megasoftmax
+        assert "transformers" not in sys.modules
+        sys.modules["transformers"] = None  # importing it fails
+        try:
+            megasoftmax.patch_model
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "megasoftmax.patch_model needs transformers: pip install 'megasoftmax[transformers]'"
+    assert result.stdout.strip() == expected, result.stderr
 
 
 # Would the comparisons above notice?

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -499,6 +500,10 @@ def test_command_passes(invoke, device):
     code, output, found, page = invoke("--model=gpt2", "--model=swin", "--dtype=bf16")
     assert code == 0
     assert output.count("same") >= 10
+    untested = 4 if device == "cpu" else 0  # of two models, and in the summary
+    assert output.count("same, kernels not tested") == untested
+    assert page.count("kernels not tested") == untested // 2
+    assert found["models"]["gpt2"]["kernels_tested"] == (device == "cuda")
     assert "All models" in output
     assert found["passed"] is True
     assert list(found["models"]) == ["gpt2", "swin"]
@@ -523,6 +528,22 @@ def test_command_fails_with_what_is_wrong(invoke):
     assert found["passed"] is False
     assert len(found["models"]["gpt_oss"]["failures"]) >= 6
     assert re.search(f"<li>{named}", page)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_command_is_readable(invoke, monkeypatch, columns):
+    monkeypatch.setattr(__main__, "console", Console(width=columns, force_terminal=False))
+    code, output, *_ = invoke("--model=gpt2", "--model=bert")
+    assert code == 0
+    table = output[output.index("gpt2: same") : output.index("megasoftmax 0")]
+    assert max(map(len, table.splitlines())) <= columns
+    assert ("━" in table or "─" in table) == (columns == 80)
+    for line in ("baseline", "candidate", "allowed", "gradient", "peak memory"):
+        assert line in table
+    assert "…" not in table
+    assert re.search("^1 of 6, .* s left: gpt2$", output, re.MULTILINE)
+    assert re.search("^6 of 6, .* s left: bert$", output, re.MULTILINE)
+    assert "bert: same" in output[output.index("All models") :] or columns == 80
 
 
 def test_command_runs_a_model_once(invoke):

@@ -1,5 +1,9 @@
 """megasoftmax in place of what the layers of Megatron-core call."""
 
+import warnings
+from typing import Any
+from weakref import WeakSet
+
 from megatron.core.fusions import fused_softmax
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.moe import moe_utils
@@ -7,10 +11,75 @@ from megatron.core.transformer.moe import router as moe_router
 
 import megasoftmax
 from megasoftmax.integrations.megatron.routers import through_softmax_topk
-from megasoftmax.integrations.replacing import Change, Replaced
+from megasoftmax.integrations.replacing import Change, Replaced, Served, in_lines
+
+_SOFTMAX = "FusedScaleMaskSoftmax"
+_ROUTING = "topk_routing_with_score_function"
+_NOT_FUSED = (
+    "masked_softmax_fusion is False, Megatron-core's default: the layer computes in plain torch "
+    "what Megatron's softmax computes"
+)
+_layers: WeakSet["SoftmaxOfLayer"] = WeakSet()
 
 
-def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) -> Replaced:
+class SoftmaxOfLayer(megasoftmax.FusedScaleMaskSoftmax):
+    """`megasoftmax.FusedScaleMaskSoftmax` of a layer that Megatron-core has built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _layers.add(self)
+        if not self.scaled_masked_softmax_fusion:
+            warnings.warn(
+                f"apply_megasoftmax_to_megatron: {_NOT_FUSED}. Set "
+                "TransformerConfig(masked_softmax_fusion=True), or "
+                "apply_megasoftmax_to_megatron(softmax=False)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class AppliedToMegatron(Replaced):
+    """What one call of `apply_megasoftmax_to_megatron` has changed; a context manager."""
+
+    def __init__(self, changes: list[Change], softmax: bool, router: bool) -> None:
+        super().__init__(changes)
+        self._is_asked = {_SOFTMAX: softmax, _ROUTING: router}
+
+    @property
+    def report(self) -> dict[str, Served]:
+        """What Megatron's layers run at present, by the name that they call.
+
+        A class of softmax has a second entry once layers without fusion are built with it.
+        """
+        found = {}
+        for name, runs in ((_SOFTMAX, "softmax"), (_ROUTING, "router")):
+            if not self._is_asked[name]:
+                why = f"{runs}=False"
+            elif _is_applied(name):
+                found[name] = Served(runs)
+                continue
+            else:
+                why = "undone"
+            found[name] = Served("unchanged", why)
+        unfused = sum(not layer.scaled_masked_softmax_fusion for layer in _layers)
+        if unfused and self._is_asked[_SOFTMAX]:
+            name = f"{_SOFTMAX} of {unfused} of {len(_layers)} layers"
+            found[name] = Served("unchanged", _NOT_FUSED)
+        return found
+
+    def __str__(self) -> str:
+        return in_lines(self.report)
+
+
+def _is_applied(name: str) -> bool:
+    if name == _SOFTMAX:
+        return dot_product_attention.FusedScaleMaskSoftmax is SoftmaxOfLayer
+    return hasattr(moe_router.topk_routing_with_score_function, "is_megasoftmax")
+
+
+def apply_megasoftmax_to_megatron(
+    *, softmax: bool = True, router: bool = True
+) -> AppliedToMegatron:
     """Let the layers of Megatron-core call megasoftmax, until that is undone.
 
     Models that are built already keep the softmax that they have; routers change at once. What was
@@ -19,7 +88,8 @@ def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) 
     Args:
         softmax: `megasoftmax.FusedScaleMaskSoftmax` for Megatron's class in `DotProductAttention`
             and in `megatron.core.fusions.fused_softmax`. Where `config.masked_softmax_fusion` is
-            False, which is its default, it computes what Megatron's computes, in plain torch.
+            False, which is its default, it computes what Megatron's computes, in plain torch, and
+            a RuntimeWarning says so when the layer is built.
         router: `topk_routing_with_score_function` through `megasoftmax.softmax_topk`, where the
             score function is a softmax, before top-k or after, and experts are not chosen by
             groups, an own bias, a replay or TransformerEngine: those, and float64, remain
@@ -27,14 +97,17 @@ def apply_megasoftmax_to_megatron(*, softmax: bool = True, router: bool = True) 
             where half-precision probabilities are equal after rounding, the logits decide.
 
     Returns:
-        What undoes what this call has done.
+        What undoes what this call has done, and reports on it: `print(applied)`.
     """
     changes = []
     if softmax:
-        name, ours = "FusedScaleMaskSoftmax", megasoftmax.FusedScaleMaskSoftmax
-        changes += [Change(module, name, ours) for module in (dot_product_attention, fused_softmax)]
+        changes += [
+            Change(module, _SOFTMAX, SoftmaxOfLayer)
+            for module in (dot_product_attention, fused_softmax)
+        ]
     if router:
-        name = "topk_routing_with_score_function"
         for module in (moe_utils, moe_router):
-            changes.append(Change(module, name, through_softmax_topk(getattr(module, name))))
-    return Replaced(changes)
+            changes.append(
+                Change(module, _ROUTING, through_softmax_topk(getattr(module, _ROUTING)))
+            )
+    return AppliedToMegatron(changes, softmax, router)

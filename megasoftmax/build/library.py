@@ -2,9 +2,11 @@
 
 import ctypes
 import os
+import stat
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -55,9 +57,10 @@ def status() -> Status:
     """What `load` found, or as much as can be told without building or loading anything."""
     if _loaded is not None:
         return _loaded
-    if _LIBRARY.exists():
-        return Status(True, _LIBRARY)
     try:
+        path = _find()
+        if path is not None:
+            return Status(True, path)
         _check_first_use()
     except BuildError as error:
         return Status(False, reason=str(error))
@@ -74,9 +77,10 @@ def plans() -> ctypes.CDLL:
     if compiled.path is not None:
         with suppress(OSError, AttributeError):  # it is of other sources
             whole = ctypes.CDLL(str(compiled.path))
-            whole.megasoftmax_explain  # noqa: B018
+            for name in ("megasoftmax_explain", "megasoftmax_explain_attention"):
+                getattr(whole, name)
             return whole
-    sources = [extension.CSRC / "kernels" / "softmax" / "explain.cpp"]
+    sources = sorted(extension.CSRC.glob("kernels/*/explain*.cpp"))
     flags = [*extension.CXX_FLAGS]
 
     def compile_into(folder: Path) -> Path:
@@ -89,7 +93,7 @@ def plans() -> ctypes.CDLL:
 
 def _load() -> Status:
     try:
-        path = _LIBRARY if _LIBRARY.exists() else _build_for_these_gpus()
+        path = _find() or _build_for_these_gpus()
         torch.ops.load_library(path)
         ctypes.CDLL(str(path)).megasoftmax_register(_PACKAGE_NAME.encode())
     except (BuildError, OSError, AttributeError) as error:  # the last: of other sources
@@ -114,18 +118,38 @@ def _check_first_use() -> extension.Nvcc:
     return extension.check_tools()
 
 
-def _build_for_these_gpus() -> Path:
-    """Builds the library into torch's extension cache, or finds it there from an earlier run."""
-    nvcc = _check_first_use()
+def these_gpus() -> str:
+    """The architectures of this machine's GPUs as in TORCH_CUDA_ARCH_LIST; "" without a GPU."""
     gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    requested = " ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
-    names = extension.architectures(nvcc.version, requested)
-    flags = *extension.nvcc_flags(names), *extension.cxx_flags(), *extension.LINK_FLAGS
-    key = extension.fingerprint(torch.__version__, str(nvcc.version), *flags)
+    return " ".join(f"{major}.{minor}" for major, minor in sorted(gpus))
+
+
+def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
+    """Builds the library into torch's extension cache, unless an earlier run did, without a GPU.
+
+    Args:
+        names: architectures, as `extension.architectures` returns them. A process finds the library
+            if these are the architectures of its GPUs.
+
+    Raises:
+        BuildError: a compiler failed; others could have written the cache.
+    """
+
+    def compile_into(folder: Path) -> Path:
+        with extension.toolchain(nvcc), _progress(folder, extension.sources()):
+            return extension.build(folder, folder / "objects", nvcc, names, folder / "log")
+
+    return _kept("megasoftmax", _key(names), compile_into)
+
+
+def _build_for_these_gpus() -> Path:
+    """Builds the library into the cache in a process that needs it, and keeps stdout clean."""
+    nvcc = _check_first_use()
+    names = extension.architectures(nvcc.version, these_gpus())
     sources = extension.sources()
 
     def compile_into(folder: Path) -> Path:
-        with extension.toolchain(nvcc), _progress(folder, len(sources)):
+        with extension.toolchain(nvcc), _progress(folder, sources):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -135,20 +159,83 @@ def _build_for_these_gpus() -> Path:
                 extra_ldflags=[*extension.LINK_FLAGS],
             )
 
-    return _kept("megasoftmax", key, compile_into)
+    return _kept("megasoftmax", _key(names), compile_into)
+
+
+def _find() -> Path | None:
+    """The library beside the package, or that of an earlier build in the cache; else None.
+
+    Raises:
+        BuildError: others could have written the one in the cache.
+    """
+    if _LIBRARY.exists():
+        return _LIBRARY
+    names = _architectures_of_these_gpus()
+    if not names:
+        return None
+    library = _cached("megasoftmax", _key(names))
+    if not library.exists():
+        return None
+    _check_owner(library.parent, library)
+    return library
+
+
+def _architectures_of_these_gpus() -> tuple[str, ...]:
+    """Empty if there is no GPU that the kernels serve."""
+    requested = these_gpus() if torch.cuda.is_available() else ""
+    try:
+        return extension.architectures(extension.MIN_NVCC, requested) if requested else ()
+    except BuildError:  # all are too old
+        return ()
+
+
+def _key(names: Sequence[str]) -> str:
+    flags = *extension.nvcc_flags(names), *extension.cxx_flags(), *extension.LINK_FLAGS
+    return extension.fingerprint(torch.__version__, *flags)
+
+
+def _cached(name: str, key: str) -> Path:
+    return _cache_folder() / f"{name}-{key[:16]}" / _LIBRARY.name
 
 
 def _kept(name: str, key: str, compile_into: Callable[[Path], Path]) -> Path:
     """A library in torch's extension cache, compiled there unless an earlier run did."""
-    folder = _cache_folder() / f"{name}-{key[:16]}"
-    library = folder / _LIBRARY.name
+    library = _cached(name, key)
+    folder = library.parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(folder)
     with extension.locked(folder / "lock"):
-        if not library.exists():
+        if library.exists():
+            _check_owner(library)
+        else:
             # A new folder each time. In that of a build that was killed, torch would wait for ever
             # for the end of that build, and ninja may still be at work.
             with tempfile.TemporaryDirectory(dir=folder) as objects:
-                compile_into(Path(objects)).replace(library)
+                built = compile_into(Path(objects))
+                built.chmod(0o700)
+                built.replace(library)
     return library
+
+
+def _check_owner(*paths: Path) -> None:
+    """Refuses a cache that others could write: a library runs with all rights of its user."""
+    user = os.geteuid()
+    for path in paths:
+        found = path.lstat()
+        mode = stat.S_IMODE(found.st_mode)
+        remedy = f"Remove it, or set TORCH_EXTENSIONS_DIR to a folder of your own: {path}"
+        if found.st_uid not in (user, 0):
+            raise BuildError(
+                "the cache of builds: expected files of this user or of root, got an owner with "
+                f"the id {found.st_uid}, not {user}. {remedy}"
+            )
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
+            actual = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {mode:04o}"
+            raise BuildError(
+                f"the cache of builds: expected files that only their owner can write, got "
+                f"{actual}. {remedy}"
+            )
 
 
 def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) -> Path:
@@ -164,24 +251,28 @@ def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) ->
             **flags,
         )
     except RuntimeError as error:
-        text = str(error)  # with all that ninja printed, files that compiled included
-        raise BuildError(text[max(text.find("FAILED:"), 0) :]) from error
+        raise BuildError(extension.first_failure(str(error))) from error
     return next(objects.glob("*.so"))
 
 
 @contextmanager
-def _progress(objects: Path, files: int) -> Iterator[None]:
-    """Tells on stderr how many files are compiled; ninja itself could only write to stdout."""
-    ended = threading.Event()
+def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
+    """Tells on stderr how far a build is; ninja itself could only write to stdout."""
+    ended, start = threading.Event(), time.monotonic()
+    jobs = min(int(os.environ.get("MAX_JOBS", 1)), len(sources))
+    seconds = {source.stem: extension.seconds_to_compile(source) for source in sources}
+    total = sum(map(extension.seconds_to_compile, sources))
 
     def report() -> None:
         before = None
         while before is None or not ended.wait(1):
-            done = len([*objects.glob("*.o")])
-            if done != before:
-                line = f"megasoftmax: building for this GPU, once: {done} of {files} files"
-                print(line, file=sys.stderr, flush=True)
-            before = done
+            objects = [file.name.partition(".")[0] for file in folder.rglob("*.o")]
+            if len(objects) != before:
+                compiled = sum(seconds.get(name, 0) for name in objects)
+                left = seconds_left(time.monotonic() - start, compiled, total, jobs)
+                line = f"megasoftmax: compiling, once: {len(objects)} of {len(sources)} files"
+                print(f"{line}, about {_duration(left)} left", file=sys.stderr, flush=True)
+            before = len(objects)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -190,6 +281,19 @@ def _progress(objects: Path, files: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
+    """How long a build still takes, from the seconds that its files are known to take.
+
+    Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
+    """
+    speed = compiled / elapsed if compiled > 0 else jobs
+    return (total - compiled) / speed
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _cache_folder() -> Path:

@@ -172,6 +172,11 @@ class Report:
     def passed(self) -> bool:
         return not self.failures
 
+    @property
+    def kernels_tested(self) -> bool:
+        """Whether kernels of megasoftmax ran; on a CPU, or unfused, plain torch was tested."""
+        return bool(self.kernels)
+
     def worst(self, quantity: str) -> Check:
         """The check of this quantity that came closest to failing, or failed most."""
         alike = (check for check in self.checks if check.quantity == quantity)
@@ -196,6 +201,7 @@ class Report:
         }
         return {
             "passed": self.passed,
+            "kernels_tested": self.kernels_tested,
             "failures": [str(failure) for failure in self.failures],
             "costs": costs,
             **asdict(self),

@@ -20,6 +20,8 @@ Outcomes = Mapping[str, Report | RegressionError]
 
 QUANTITIES = ("loss from equal weights", "gradient", "loss", "parameters")
 NAMED_FAILURES = 8
+NARROW = 80  # columns of a terminal: with fewer, lines take the place of tables
+SAME, DIFFERS, NO_RESULT = "[green]same[/green]", "[red]DIFFERS[/red]", "[red]no result[/red]"
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em;
@@ -33,15 +35,31 @@ svg { max-width: 100%; height: auto }
 
 
 def print_report(console: Console, report: Report) -> None:
-    """A table of the distances, what both cost, and the worst failures."""
-    table = Table(title=_title(report), title_justify="left", box=box.SIMPLE)
+    """The verdict, a table of the distances, what both cost, and the worst failures."""
+    console.print(f"{report.settings.model}: {_verdict(report)}", highlight=False)
+    console.print(_title(report), highlight=False)
+    print_tables = _print_tables if console.width >= NARROW else _print_lines
+    print_tables(console, report)
+    is_narrow = console.width < NARROW
+    for line in _notes(report):
+        console.print(line, soft_wrap=not is_narrow, highlight=False)
+    for failure in report.failures[:NAMED_FAILURES]:
+        text = f"[red]REGRESSION[/red] {failure}"
+        console.print(text, soft_wrap=not is_narrow, highlight=False)
+    unnamed = len(report.failures) - NAMED_FAILURES
+    if unnamed > 0:
+        console.print(f"and {unnamed} more")
+
+
+def _print_tables(console: Console, report: Report) -> None:
+    table = Table(box=box.SIMPLE)
     table.add_column("distance from the reference")
     for heading in ("baseline", "candidate", "allowed"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("where it is worst", overflow="fold")
     for worst in _worst(report):
-        table.add_row(*_distances(worst), _verdict(worst.passed), _place(worst))
+        table.add_row(*_distances(worst), _verdict_of_check(worst), _place(worst))
     console.print(table)
     costs = Table(box=box.SIMPLE)
     for heading in ("", "baseline", "candidate", "ratio"):
@@ -49,17 +67,31 @@ def print_report(console: Console, report: Report) -> None:
     for row in _costs(report):
         costs.add_row(*row)
     console.print(costs)
-    for line in _notes(report):
-        console.print(line, soft_wrap=True, highlight=False)
-    for failure in report.failures[:NAMED_FAILURES]:
-        console.print(f"[red]REGRESSION[/red] {failure}", soft_wrap=True, highlight=False)
-    unnamed = len(report.failures) - NAMED_FAILURES
-    if unnamed > 0:
-        console.print(f"and {unnamed} more")
+
+
+def _print_lines(console: Console, report: Report) -> None:
+    headings = ("baseline", "candidate", "allowed")
+    console.print("Distances from the reference:")
+    for worst in _worst(report):
+        quantity, *numbers = _distances(worst)
+        console.print(f"{quantity}: {_verdict_of_check(worst)}", highlight=False)
+        for heading, number in zip(headings, numbers, strict=True):
+            console.print(f"  {heading:<9} {number:>10}", highlight=False)
+        console.print(f"  worst: {_place(worst)}", highlight=False)
+    for name, *numbers in _costs(report):
+        console.print(f"{name}:", highlight=False)
+        for heading, number in zip(("baseline", "candidate", "ratio"), numbers, strict=True):
+            console.print(f"  {heading:<9} {number:>10}", highlight=False)
 
 
 def print_summary(console: Console, outcomes: Outcomes) -> None:
-    """A row per model."""
+    """A row per model; where the terminal is narrow, the verdicts alone."""
+    if console.width < NARROW:
+        console.print("All models:")
+        for name, outcome in outcomes.items():
+            verdict = _verdict(outcome) if isinstance(outcome, Report) else NO_RESULT
+            console.print(f"{name}: {verdict}", highlight=False)
+        return
     table = Table(title="All models", title_justify="left", box=box.SIMPLE)
     table.add_column("model", no_wrap=True)
     for quantity in QUANTITIES:
@@ -69,11 +101,11 @@ def print_summary(console: Console, outcomes: Outcomes) -> None:
     table.add_column("verdict", no_wrap=True)
     for name, outcome in outcomes.items():
         if isinstance(outcome, RegressionError):
-            table.add_row(name, *[""] * (len(QUANTITIES) + 2), "[red]no result[/red]")
+            table.add_row(name, *[""] * (len(QUANTITIES) + 2), NO_RESULT)
             continue
         shares = (f"{worst.excess:.2f}" for worst in _worst(outcome))
         ratios = (ratio for *_, ratio in _costs(outcome))
-        table.add_row(name, *shares, *ratios, _verdict(outcome.passed))
+        table.add_row(name, *shares, *ratios, _verdict(outcome))
     console.print(table)
     console.print("Distances in units of the allowed ones; speed and memory, candidate / baseline.")
 
@@ -125,8 +157,17 @@ def _place(check: Check) -> str:
     return f"step {check.step}" + ("" if check.parameter is None else f", {check.parameter}")
 
 
-def _verdict(passed: bool) -> str:
-    return "[green]same[/green]" if passed else "[red]DIFFERS[/red]"
+def _verdict_of_check(check: Check) -> str:
+    return SAME if check.passed else DIFFERS
+
+
+def _verdict(report: Report) -> str:
+    """With "same", whether that says anything of the kernels."""
+    return (SAME if report.passed else DIFFERS) + _untested(report)
+
+
+def _untested(report: Report) -> str:
+    return "" if report.kernels_tested else ", kernels not tested"
 
 
 def _html_verdict(passed: bool) -> str:
@@ -168,7 +209,8 @@ def _section(name: str, outcome: Report | RegressionError) -> str:
     headings = ("distance from the reference", "baseline", "candidate", "allowed", "verdict")
     return "\n".join(
         [
-            f"<h2>{escape(_title(outcome))}: {_html_verdict(outcome.passed)}</h2>",
+            f"<h2>{escape(_title(outcome))}: {_html_verdict(outcome.passed)}"
+            f"{_untested(outcome)}</h2>",
             _html_table((*headings, "where it is worst"), distances),
             _html_table(("", "baseline", "candidate", "ratio"), _costs(outcome)),
             *(f"<p>{escape(note)}</p>" for note in _notes(outcome)),

@@ -1,5 +1,5 @@
-// How a launch on contiguous tensors would run. megasoftmax/explain.py asks this of the compiled
-// part, or of this file compiled without CUDA. It has the same members in the same order.
+// How a launch on contiguous tensors would run. megasoftmax/explain/softmax.py asks this of the
+// compiled part, or of this file compiled without CUDA. It has the same members in the same order.
 
 #include "plan.h"
 

@@ -10,48 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.build import library
+from megasoftmax.explain.common import Window, plans, visible_entries, window_of
+from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import RowRegime, kernel_limits
-
-Window = tuple[int, int]
 
 PACK_BYTES = 16
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MEASURED_SHARE = 0.88  # of a GPU's nominal bandwidth that a copy reaches
-LAUNCH_MICROSECONDS = 2.0  # of a small kernel among others in a CUDA graph, roughly
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What regimes and expected times depend on, besides the call."""
-
-    name: str
-    multiprocessors: int
-    max_cluster: int  # blocks of a cluster; 1: there are no clusters
-    bytes_per_second: float  # of a copy, read and written
-    bandwidth_source: str
-
-
-H200 = Gpu("NVIDIA H200", 132, 16, 4.27e12, "measured copy bandwidth of an H200")
-
-
-def current_gpu() -> Gpu:
-    """The current GPU; an H200 where torch sees none.
-
-    Where torch does not tell its memory's clock and width, the bandwidth is that of an H200 too.
-    """
-    if not torch.cuda.is_available():
-        return H200
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    max_cluster = 16 if properties.major in (9, 10) else 8 if properties.major > 8 else 1
-    kilohertz = getattr(properties, "memory_clock_rate", 0)
-    bits = getattr(properties, "memory_bus_width", 0)
-    nominal = 2 * 1e3 * kilohertz * bits / 8  # two transfers per clock
-    if nominal:
-        bandwidth, source = MEASURED_SHARE * nominal, f"{MEASURED_SHARE:.0%} of its nominal one"
-    else:
-        bandwidth, source = H200.bytes_per_second, H200.bandwidth_source
-    return Gpu(properties.name, properties.multi_processor_count, max_cluster, bandwidth, source)
 
 
 @dataclass(frozen=True)
@@ -130,7 +94,7 @@ def explain(
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
     """
     queries = rows if queries is None else queries
-    limits = _window(causal, window)
+    limits = window_of(causal, window)
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
     call = _Call(
@@ -148,10 +112,10 @@ def explain(
         max_cluster=max_cluster,
     )
     plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()
-    _library().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
+    plans().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
     regime, kind, is_tile = table[plan.regime], _kinds()[plan.kind], plan.threads == 0
 
-    visible = rows // queries * _visible_entries(limits, queries, columns)
+    visible = rows // queries * visible_entries(limits, queries, columns)
     outputs = 2 if bias_gradient else 1
     read = 2 * dtype.itemsize if backward else dtype.itemsize + masked
     return Explanation(
@@ -205,11 +169,6 @@ class _Plan(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return library.plans()
-
-
-@functools.cache
 def _kinds() -> dict[int, str]:
     """The kinds of rows by their bits, which stand in order in limits.h."""
     single = [kind for kind, parts in kernel_limits().kinds.items() if parts == (kind,)]
@@ -256,11 +215,6 @@ def _check(
         )
 
 
-def _window(causal: bool, window: Window | None) -> Window:
-    left, right = window or (-1, -1)
-    return left, 0 if causal else right
-
-
 def _is_limited(limits: Window) -> bool:
     return max(limits) >= 0
 
@@ -286,27 +240,3 @@ def _reasons(
     elif blocks_per_row > 1:
         found.append(f"few rows keep the GPU busy with {blocks} each")
     return tuple(found)
-
-
-# Bytes
-
-
-def _visible_entries(limits: Window, queries: int, columns: int) -> int:
-    """How many scores of a head are visible, over all its queries."""
-    left, right = limits
-    offset = columns - queries
-    ends = queries * columns
-    if right >= 0:
-        ends = _sum_of_clamped(offset + right + 1, queries, columns)
-    begins = _sum_of_clamped(offset - left, queries, columns) if left >= 0 else 0
-    return ends - begins
-
-
-def _sum_of_clamped(first: int, count: int, most: int) -> int:
-    """The sum of `count` integers from `first` on, each clamped to 0 ... `most`."""
-
-    def sum_below(end: int) -> int:  # from 0 on
-        rising = max(min(end, most), 0)
-        return rising * (rising - 1) // 2 + max(end - rising, 0) * most
-
-    return sum_below(first + count) - sum_below(first)

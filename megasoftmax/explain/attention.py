@@ -1,0 +1,197 @@
+"""Which kernel serves a call of attention.
+
+csrc/kernels/attention/explain_attention.cpp answers from plan.h and limits.h.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from megasoftmax.explain.common import Window, plans, visible_entries, window_of
+from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.limits import kernel_limits
+
+# Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200:
+# benchmarks/results/attention.csv.
+FORWARD_SHARE, BACKWARD_SHARE = 0.36, 0.27
+_STATISTICS_BYTES = 3 * 4  # of a query
+
+
+@dataclass(frozen=True)
+class AttentionExplanation:
+    """How the kernels serve a call."""
+
+    backward: bool
+    kernel: str  # "forward", "decode" (up to 16 queries, the keys are split) or "backward"
+    why: str
+    tile_queries: int  # of a block; of "decode", rows of all heads that share keys
+    tile_keys: int  # that a block takes at a time; of "decode", a warp
+    tile_head_dim: int  # what head dimensions are filled up to
+    splits: int  # of the keys among blocks
+    slices: int  # blocks with the same keys, each for some columns of the gradients
+    threads: int  # of a block
+    blocks: int
+    workspace_bytes: int
+    pairs: int  # of queries and keys that see each other, over batches and heads
+
+    bytes_read: int  # fewest: each tensor once
+    bytes_written: int
+    flops: int  # of the matrix products of visible pairs
+
+    def microseconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """The longer of what the fewest bytes and the products take, with the launch.
+
+        Args:
+            bytes_per_second: of a copy.
+            flops_per_second: nominal; the kernels reach FORWARD_SHARE or BACKWARD_SHARE of it.
+        """
+        share = BACKWARD_SHARE if self.backward else FORWARD_SHARE
+        moving = (self.bytes_read + self.bytes_written) / bytes_per_second
+        computing = self.flops / (share * flops_per_second)
+        return 1e6 * max(moving, computing) + LAUNCH_MICROSECONDS
+
+
+def explain_attention(
+    batches: int,
+    heads: int,
+    queries: int,
+    head_dim: int,
+    *,
+    keys: int | None = None,
+    key_heads: int | None = None,
+    value_dim: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    masked: bool = False,
+    bias: bool = False,
+    bias_gradient: bool = False,
+    backward: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    multiprocessors: int = H200.multiprocessors,
+) -> AttentionExplanation:
+    """Explains a call of `megasoftmax.attention`.
+
+    Args:
+        batches, heads, queries, head_dim: of the query.
+        keys, key_heads, value_dim: by default queries, heads and head_dim.
+        causal, window: as in `megasoftmax.attention`.
+        masked: with a bool mask, [batches, 1, queries, keys].
+        bias: with a bias [1, heads, queries, keys] in `dtype`.
+        bias_gradient: the backward pass computes that of the bias.
+        backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
+        dtype: float16 or bfloat16.
+        multiprocessors: of the GPU.
+
+    Raises:
+        ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
+        BuildError: there is no compiled part and no C++ compiler.
+    """
+    keys = queries if keys is None else keys
+    key_heads = heads if key_heads is None else key_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    counts = {"batches": batches, "heads": heads, "queries": queries, "head_dim": head_dim}
+    counts |= {"keys": keys, "key_heads": key_heads, "value_dim": value_dim}
+    limits = window_of(causal, window)
+    _check(counts, limits, bias_gradient and not (backward and bias), dtype)
+    padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
+    call = _Call(**(counts | padded), is_backward=backward, multiprocessors=multiprocessors)
+    plan = _Plan()
+    plans().megasoftmax_explain_attention(ctypes.byref(call), ctypes.byref(plan))
+
+    pairs = batches * heads * visible_entries(limits, queries, keys)
+    size = dtype.itemsize
+    rows = batches * heads * queries
+    query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
+    key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
+    bias_bytes = heads * visible_entries(limits, queries, keys) * size if bias else 0
+    mask_bytes = batches * visible_entries(limits, queries, keys) if masked else 0
+    read = query_bytes + key_value_bytes + bias_bytes + mask_bytes
+    statistics_bytes = rows * _STATISTICS_BYTES
+    if backward:
+        read += 2 * output_bytes + statistics_bytes  # the output and its gradient
+        written = query_bytes + key_value_bytes
+        written += heads * queries * keys * size if bias_gradient else 0
+        flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
+    else:
+        written = output_bytes + statistics_bytes
+        flops = 2 * pairs * (head_dim + value_dim)
+    kernel = "backward" if backward else "decode" if plan.is_decode else "forward"
+    return AttentionExplanation(
+        backward=backward,
+        kernel=kernel,
+        why=_why(kernel, plan, queries, max(padded.values())),
+        tile_queries=plan.tile_queries,
+        tile_keys=plan.tile_keys,
+        tile_head_dim=plan.tile_head_dim,
+        splits=plan.splits,
+        slices=plan.slices,
+        threads=plan.threads,
+        blocks=plan.blocks,
+        workspace_bytes=plan.workspace_bytes,
+        pairs=pairs,
+        bytes_read=read,
+        bytes_written=written,
+        flops=flops,
+    )
+
+
+# csrc/kernels/attention/explain_attention.cpp
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
+            *("is_backward", "multiprocessors"),
+        )
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("is_decode", "tile_head_dim", "tile_queries", "tile_keys", "splits", "slices"),
+            *("threads", "blocks", "workspace_bytes"),
+        )
+    ]
+
+
+def _why(kernel: str, plan: _Plan, queries: int, head_dim: int) -> str:
+    tile = f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"
+    most = kernel_limits().attention["kMaxDecodeQueries"]
+    if kernel == "backward":
+        return tile
+    if kernel == "decode":
+        return f"at most {most} queries: {queries}; blocks share the keys; {tile}"
+    return f"more than {most} queries: {queries}; {tile}"
+
+
+def _check(
+    counts: dict[str, int], limits: Window, is_stray_gradient: bool, dtype: torch.dtype
+) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if counts["heads"] % counts["key_heads"] != 0:
+        raise ValueError(
+            f"key_heads: expected a divisor of {counts['heads']} heads, got {counts['key_heads']}"
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype: expected float16 or bfloat16, got {dtype}")
+    if min(limits) < -1:
+        raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
+    if is_stray_gradient:
+        raise ValueError("bias_gradient: only the backward pass of a bias computes it")
+    constants = kernel_limits().attention
+    for name in ("head_dim", "value_dim"):
+        if counts[name] > constants["kMaxHeadDim"]:
+            raise ValueError(
+                f"{name}: expected at most {constants['kMaxHeadDim']}, got {counts[name]}"
+            )
+    if counts["queries"] + counts["keys"] > constants["kMaxPositions"]:
+        raise ValueError(
+            f"queries and keys: expected at most {constants['kMaxPositions']:,} together"
+        )

@@ -1,0 +1,161 @@
+"""Which regime serves a call of softmax_topk.
+
+csrc/kernels/topk/explain_topk.cpp answers from plan.h and limits.h.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from megasoftmax.explain.common import plans
+from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.limits import kernel_limits
+
+_STATISTICS_BYTES = 3 * 4  # of a row
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TopkExplanation:
+    """How the kernels serve a call. A chunk is 16 bytes."""
+
+    rows: int
+    columns: int
+    k: int
+    dtype: torch.dtype
+    backward: bool
+    regime: str  # the name in the table of limits.h, or "tile" for short rows in shared memory
+    why: str
+    chunks: int  # the most that a row can need
+    threads: int  # of a block
+    rows_per_block: int
+    blocks_per_row: int
+    blocks: int
+    shared_bytes: int  # of a block, beside what kernels declare themselves
+    workspace_bytes: int
+
+    bytes_read: int  # fewest: each logit once
+    bytes_written: int
+
+    def microseconds(self, bytes_per_second: float) -> float:
+        """The time that the fewest bytes take at such a bandwidth, with the launch."""
+        moved = self.bytes_read + self.bytes_written
+        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
+
+
+def explain_topk(
+    rows: int,
+    columns: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    masked: bool = False,
+    backward: bool = False,
+    multiprocessors: int = H200.multiprocessors,
+    max_cluster: int = H200.max_cluster,
+) -> TopkExplanation:
+    """Explains a call of `megasoftmax.softmax_topk` on contiguous logits, without a bias.
+
+    Args:
+        rows, columns: of the logits.
+        k: how many are kept of a row.
+        dtype: float16, bfloat16 or float32, of logits and probabilities.
+        masked: with a bool mask, counted as large as the logits.
+        backward: explains the backward pass.
+        multiprocessors, max_cluster: of the GPU; see `Gpu`.
+
+    Raises:
+        ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
+        BuildError: there is no compiled part and no C++ compiler.
+    """
+    _check(rows, columns, k, dtype)
+    call = _Call(
+        rows=rows,
+        columns=columns,
+        k=k,
+        element_bytes=dtype.itemsize,
+        is_masked=masked,
+        is_backward=backward,
+        multiprocessors=multiprocessors,
+        shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
+        max_cluster=max_cluster,
+    )
+    plan = _Plan()
+    plans().megasoftmax_explain_topk(ctypes.byref(call), ctypes.byref(plan))
+    regime = plan.name.decode()
+    logits = rows * columns * dtype.itemsize
+    results = rows * (k * (dtype.itemsize + _INDEX_BYTES) + _STATISTICS_BYTES)
+    mask_bytes = rows * columns if masked else 0
+    return TopkExplanation(
+        rows=rows,
+        columns=columns,
+        k=k,
+        dtype=dtype,
+        backward=backward,
+        regime=regime,
+        why=_why(regime, plan, rows),
+        chunks=plan.chunks,
+        threads=plan.threads,
+        rows_per_block=plan.rows_per_block,
+        blocks_per_row=plan.blocks_per_row,
+        blocks=plan.blocks,
+        shared_bytes=plan.shared_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        bytes_read=logits
+        + mask_bytes
+        + (results + rows * k * dtype.itemsize if backward else 0),  # and the gradient of the k
+        bytes_written=logits if backward else results,
+    )
+
+
+# csrc/kernels/topk/explain_topk.cpp
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("rows", "columns", "k", "element_bytes", "is_masked", "is_backward"),
+            *("multiprocessors", "shared_bytes", "max_cluster"),
+        )
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char * 16),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("chunks", "threads", "blocks", "rows_per_block", "blocks_per_row"),
+                *("shared_bytes", "workspace_bytes"),
+            )
+        ),
+    ]
+
+
+def _why(regime: str, plan: _Plan, rows: int) -> str:
+    chunks = f"rows of up to {plan.chunks:,} chunks"
+    if regime == "tile":
+        return f"{chunks}, dense and without a mask, share tiles of shared memory"
+    if plan.blocks_per_row > 1:
+        return f"{chunks}; {rows:,} rows keep the GPU busy with {plan.blocks_per_row} blocks each"
+    if plan.rows_per_block > 1:
+        return f"{chunks}: {plan.rows_per_block} share a block"
+    return f"{chunks}; {rows:,} rows keep the GPU busy with one block each"
+
+
+def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    for name, value in (("rows", rows), ("columns", columns), ("k", k)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    most = min(columns, kernel_limits().topk["kMaxK"])
+    if k > most:
+        raise ValueError(f"k: expected at most {most}, got {k}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    if max(rows, columns) > kernel_limits().max_index:
+        raise ValueError(
+            f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
+        )

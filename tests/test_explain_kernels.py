@@ -1,0 +1,342 @@
+"""What megasoftmax.explain says of attention and top-k, by hand and by the tables of limits.h."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from megasoftmax import __main__
+from megasoftmax.build import extension, library
+from megasoftmax.explain import (
+    H200,
+    LAUNCH_MICROSECONDS,
+    common,
+    explain_attention,
+    explain_topk,
+)
+from megasoftmax.explain.attention import BACKWARD_SHARE, FORWARD_SHARE
+from megasoftmax.explain.gpu import nominal_tflops
+from megasoftmax.limits import kernel_limits
+
+HALF, FLOAT = torch.float16, torch.float32
+KERNELS = extension.CSRC / "kernels"
+
+
+def table_of(family: str, name: str) -> list[list[str]]:
+    """The rows of a table in the limits.h of a family, as texts."""
+    header = (KERNELS / family / "limits.h").read_text()
+    found = re.search(rf" {name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
+    assert found is not None
+    return [
+        [cell.strip(' "') for cell in row.split(",")]
+        for row in re.findall(r"^ *\{(.*)\},$", found[1], re.MULTILINE)
+    ]
+
+
+# Attention
+
+
+@pytest.mark.parametrize("head_dim", [8, 31, 32, 33, 64, 65, 100, 128, 129, 256])
+def test_tiles_of_attention_are_those_of_the_table(head_dim: int) -> None:
+    padded = -(-head_dim // 8) * 8
+    for backward, name in (
+        (False, "kAttentionForwardTiles"),
+        (True, "kAttentionBackwardTiles"),
+    ):
+        row = next(row for row in table_of("attention", name) if int(row[0]) >= padded)
+        found = explain_attention(2, 6, 1000, head_dim, key_heads=3, backward=backward)
+        warps, third, fourth = map(int, row[1:4])
+        assert (found.tile_head_dim, found.threads) == (int(row[0]), 32 * warps)
+        if backward:
+            assert (found.tile_queries, found.tile_keys) == (third, 16 * warps)
+            assert found.slices == int(row[0]) // fourth
+            assert found.blocks == 2 * 3 * -(-1000 // (16 * warps)) * found.slices
+            assert found.workspace_bytes == 2 * 6 * 1000 * (16 + 4 * padded)
+        else:
+            assert (found.tile_queries, found.tile_keys) == (warps * third, fourth)
+            assert found.blocks == 2 * 6 * -(-1000 // (warps * third))
+            assert found.workspace_bytes == 0
+        assert found.kernel == ("backward" if backward else "forward")
+
+
+def test_wider_values_choose_the_tile() -> None:
+    assert explain_attention(1, 1, 64, 32, value_dim=200).tile_head_dim == 256
+
+
+def test_few_queries_split_the_keys() -> None:
+    found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
+    assert (found.kernel, found.splits) == ("decode", 3)  # 64 blocks, 132 multiprocessors
+    assert found.blocks == 8 * 8 * 3
+    assert found.workspace_bytes == 3 * 8 * 32 * (128 + 2) * 4
+    assert "at most 16 queries: 1" in found.why
+    most = kernel_limits().attention["kMaxDecodeQueries"]
+    assert explain_attention(1, 1, most, 64).kernel == "decode"
+    assert explain_attention(1, 1, most + 1, 64).kernel == "forward"
+    # No split has fewer keys than it is worth.
+    fewest = kernel_limits().attention["kFewestKeysOfSplit"]
+    for keys in (fewest, 2 * fewest):
+        assert explain_attention(1, 1, 1, 64, keys=keys).splits == keys // fewest
+    small = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8, multiprocessors=64)
+    assert small.splits == 2  # of 4096 keys, for 8 blocks per multiprocessor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pairs", "read", "written", "flops"),
+    [
+        # Query, keys and values; output and three statistics.
+        ({}, 80, 160 + 512, 160 + 120, 80 * 32),
+        ({"batches": 3}, 240, 3 * (160 + 512), 3 * (160 + 120), 240 * 32),
+        ({"key_heads": 1}, 80, 160 + 256, 280, 80 * 32),
+        ({"value_dim": 4}, 80, 160 + 384, 80 + 120, 80 * 24),
+        ({"causal": True}, 60, 672, 280, 60 * 32),
+        ({"causal": True, "window": (2, -1)}, 30, 672, 280, 30 * 32),
+        ({"masked": True}, 80, 672 + 40, 280, 80 * 32),
+        ({"bias": True}, 80, 672 + 160, 280, 80 * 32),
+        ({"bias": True, "batches": 3}, 240, 3 * 672 + 160, 3 * 280, 240 * 32),
+        ({"bias": True, "causal": True}, 60, 672 + 120, 280, 60 * 32),
+        # The output, its gradient and the statistics too.
+        ({"backward": True}, 80, 672 + 320 + 120, 672, 80 * 80),
+        (
+            {"backward": True, "bias": True, "bias_gradient": True},
+            80,
+            672 + 320 + 120 + 160,
+            672 + 160,
+            80 * 80,
+        ),
+    ],
+)
+def test_bytes_and_products_of_attention(
+    arguments: dict[str, Any], pairs: int, read: int, written: int, flops: int
+) -> None:
+    """2 heads, 5 queries and 8 keys of 8 numbers."""
+    call = {"batches": 1, "heads": 2, "queries": 5, "head_dim": 8, "keys": 8} | arguments
+    found = explain_attention(**call)
+    assert (found.pairs, found.flops) == (pairs, flops)
+    assert (found.bytes_read, found.bytes_written) == (read, written)
+
+
+def test_time_of_attention_is_the_longer_one() -> None:
+    found = explain_attention(1, 1, 64, 64)
+    moving = 1e6 * (found.bytes_read + found.bytes_written) / 1e9
+    assert found.microseconds(1e9, 1e15) == pytest.approx(moving + LAUNCH_MICROSECONDS)
+    for backward, share in ((False, FORWARD_SHARE), (True, BACKWARD_SHARE)):
+        found = explain_attention(1, 1, 64, 64, backward=backward)
+        computing = 1e6 * found.flops / (share * 1e9)
+        assert found.microseconds(1e15, 1e9) == pytest.approx(computing + LAUNCH_MICROSECONDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queries": 0}, "queries: expected at least 1, got 0"),
+        ({"key_heads": 3}, "key_heads: expected a divisor of 4 heads, got 3"),
+        ({"head_dim": 257}, "head_dim: expected at most 256, got 257"),
+        ({"value_dim": 264}, "value_dim: expected at most 256, got 264"),
+        ({"keys": 2**31}, "queries and keys: expected at most"),
+        ({"dtype": FLOAT}, "dtype: expected float16 or bfloat16"),
+        ({"window": (-2, 0)}, "window: expected sides of -1"),
+        ({"bias_gradient": True, "bias": True}, "bias_gradient: only the backward pass"),
+        ({"bias_gradient": True, "backward": True}, "bias_gradient: only the backward pass"),
+    ],
+)
+def test_attention_that_is_refused(arguments: dict[str, Any], message: str) -> None:
+    call = {"batches": 2, "heads": 4, "queries": 8, "head_dim": 16} | arguments
+    with pytest.raises(ValueError, match=message):
+        explain_attention(**call)
+
+
+# Top-k
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [4, 29, 30, 59, 60, 119, 120, 199, 200, 10000])
+@pytest.mark.parametrize("chunks", [1, 256, 257, 512, 513, 1024, 1025, 14000, 14001, 65537])
+@pytest.mark.parametrize("max_cluster", [1, 16])
+def test_regime_of_topk_is_the_first_that_serves(
+    masked: bool, rows: int, chunks: int, max_cluster: int
+) -> None:
+    found = explain_topk(rows, 8 * chunks, 8, HALF, masked=masked, max_cluster=max_cluster)
+    assert found.chunks == chunks
+    if chunks <= 256 and not masked:
+        assert (found.regime, found.blocks_per_row) == ("tile", 1)
+        assert found.blocks == -(-rows // found.rows_per_block)
+        return
+
+    def serves(row: list[str]) -> bool:
+        blocks, longest, fewest = row[4:7]
+        if blocks == "kWholeGpu":
+            return rows <= H200.multiprocessors
+        return (
+            (longest == "kUnlimited" or chunks <= int(longest))
+            and rows >= int(fewest)
+            and int(blocks) <= max_cluster
+        )
+
+    row = next(row for row in table_of("topk", "kTopkRegimes") if serves(row))
+    assert (found.regime, found.threads) == (row[0], int(row[1]))
+    if row[4] != "kWholeGpu":
+        assert found.blocks_per_row == int(row[4])
+        assert found.blocks == rows * int(row[4])
+    is_shared = row[4] != "1"
+    assert found.workspace_bytes == (rows * found.blocks_per_row * 72 if is_shared else 0)
+
+
+@pytest.mark.parametrize("chunks", [8, 9, 32, 33, 1024, 1025])
+def test_regime_of_topk_backward(chunks: int) -> None:
+    table = table_of("topk", "kTopkBackwardRegimes")
+    row = next(row for row in table if row[6] == "kUnlimited" or chunks <= int(row[6]))
+    found = explain_topk(100000, 8 * chunks, 8, HALF, backward=True)
+    assert (found.regime, found.rows_per_block) == (row[0], int(row[2]))
+    assert found.threads == int(row[1]) * int(row[2])
+    assert found.blocks == -(-100000 // int(row[2])) * found.blocks_per_row
+
+
+def test_bytes_of_topk() -> None:
+    found = explain_topk(100, 1000, 10, HALF)
+    assert (found.bytes_read, found.bytes_written) == (200000, 100 * (10 * (2 + 8) + 12))
+    assert explain_topk(100, 1000, 10, HALF, masked=True).bytes_read == 300000
+    backward = explain_topk(100, 1000, 10, FLOAT, backward=True)
+    results = 100 * (10 * (4 + 8) + 12)
+    assert (backward.bytes_read, backward.bytes_written) == (400000 + results + 4000, 400000)
+    fewest = 1e6 * (found.bytes_read + found.bytes_written) / 1e12
+    assert found.microseconds(1e12) == pytest.approx(fewest + LAUNCH_MICROSECONDS)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ((0, 8, 1, HALF), "rows: expected at least 1, got 0"),
+        ((8, 8, 0, HALF), "k: expected at least 1, got 0"),
+        ((8, 8, 9, HALF), "k: expected at most 8, got 9"),
+        ((8, 1000, 257, HALF), "k: expected at most 256, got 257"),
+        ((8, 8, 1, torch.float64), "dtype: expected float16, bfloat16 or float32"),
+        ((8, 2**31, 1, HALF), "the kernels take at most"),
+    ],
+)
+def test_topk_that_is_refused(call: tuple[int, int, int, torch.dtype], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain_topk(*call)
+
+
+@pytest.mark.gpu
+def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[object]:
+        common.plans.cache_clear()
+        sizes = itertools.product((1, 16, 17, 4096), (32, 64, 128, 256), (False, True))
+        return [
+            *(explain_attention(2, 4, m, dim, backward=backward) for m, dim, backward in sizes),
+            *(explain_topk(rows, 50257, 10, HALF) for rows in (1, 50, 8192)),
+        ]
+
+    assert library.load().available
+    with_kernels = answers()
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
+    assert answers() == with_kernels
+    common.plans.cache_clear()
+
+
+# The GPU
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_nominal_rate(name: str, teraflops: float | None) -> None:
+    assert nominal_tflops(name) == teraflops
+
+
+def test_rates_that_are_given() -> None:
+    assert H200.with_rates(None, None) == H200
+    given = H200.with_rates(2.5, 300)
+    assert (given.bytes_per_second, given.flops_per_second) == (2.5e12, 3e14)
+    assert given.bandwidth_source == given.flops_source == "as given"
+
+
+# The command line
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def invoke(*arguments: str) -> Result:
+        return CliRunner().invoke(__main__.app, ["explain", *arguments])
+
+    monkeypatch.setattr(__main__, "current_gpu", lambda: H200)
+    return invoke
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_command_of_attention(run: Any) -> None:
+    options = ["--causal", "--key-heads=2", "--keys=4096", "--bias-gradient", "--tflops=500"]
+    result = run("2x4x1024x64", "--function=attention", *options)
+    assert result.exit_code == 0, result.output
+    found = explain_attention(
+        2,
+        4,
+        1024,
+        64,
+        keys=4096,
+        key_heads=2,
+        causal=True,
+        bias=True,
+        bias_gradient=True,
+        backward=True,
+    )
+    text = words(result.output)
+    assert text.startswith("kernel backward ")
+    assert f"tiles {found.tile_queries} x {found.tile_keys}, queries x keys" in text
+    assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
+    assert f"reads {found.bytes_read:,} bytes at least" in text
+    assert f"writes {found.bytes_written:,} bytes at least" in text
+    time = found.microseconds(H200.bytes_per_second, 5e14)
+    assert f"expected time {time:.1f} µs on NVIDIA H200" in text
+    assert "27% of 500 TFLOP/s, as given" in text
+
+
+def test_command_of_topk(run: Any) -> None:
+    result = run("8192x50257", "--function=softmax_topk", "--k=20", "--bandwidth=1")
+    assert result.exit_code == 0, result.output
+    found = explain_topk(8192, 50257, 20, HALF)
+    text = words(result.output)
+    assert text.startswith(f"regime {found.regime}, forward ")
+    assert "rows 8,192 of 50,257 float16 k 20" in text
+    assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
+    assert f"expected time {found.microseconds(1e12):.1f} µs on NVIDIA H200" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["8x64", "--function=attention"], "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM"),
+        (["2x4x8x64", "--function=attention", "--dtype=fp32"], "dtype: expected float16 or"),
+        (["8x64", "--function=softmax_topk", "--k=65"], "k: expected at most 64, got 65"),
+    ],
+)
+def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Any) -> None:
+    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    common.plans.cache_clear()
+    result = run("8x64", "--function=softmax_topk", "--k=4")
+    common.plans.cache_clear()
+    assert result.exit_code == 1
+    assert "no-such-compiler" in result.output
