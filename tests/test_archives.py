@@ -73,11 +73,10 @@ def contents(archives):
 
 
 def sources(folder, pattern):
-    """{path inside the package: text} of what the repository has in a folder."""
-    package = Path("megasoftmax") / folder
+    """{path: text} of what a folder of the package has."""
     return {
-        str(package / file.relative_to(ROOT / folder)): file.read_bytes()
-        for file in (ROOT / folder).rglob(pattern)
+        str(file.relative_to(ROOT)): file.read_bytes()
+        for file in (ROOT / "megasoftmax" / folder).rglob(pattern)
         if file.is_file() and "__pycache__" not in file.parts
     }
 
