@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,8 +38,20 @@ def _compiled_part() -> dict[str, Any]:
     return arguments
 
 
+def _readme() -> str:
+    """README.md for a package index, which has no file beside it: no pictures, names for links."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", r"\1 (\2)", text)
+    return f"{text}\nThe source distribution has the files that this page names.\n"
+
+
 setup(
     **_compiled_part(),
-    # One library serves every Python from 3.11 on.
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    long_description=_readme(),
+    long_description_content_type="text/markdown",
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"},  # one library serves every Python from 3.11 on
+        "global": {"verbose": "0"},  # warnings, but not a line for each file
+    },
 )

@@ -1,20 +1,36 @@
 """The pictures of docs/, from benchmarks/results: every implementation that was measured.
 
 What refused a case, or was left out of it, has no mark there. Axes end beyond the largest figure.
+The pictures are SVG without a background; text and axes take a colour that the theme of the page
+makes legible.
 """
 
+import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from measured import OURS, ROOT, Case, Row, by_attention, by_case, by_model, by_timing, read
+from tables import headline_cases, speedup
 
 DOCS = ROOT / "docs"
+# Legible on white and on black.
 BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
-    *("#1b6ca8", "#e08e45", "#3f9142", "#8e5bb5", "#9a9a9a", "#c0392b"),
+    *("#2f87cc", "#e08e45", "#3f9f48", "#9a6cc4", "#9a9a9a", "#d9534a"),
 )
+INK = "#010203"  # stands for the colour of text; no other colour of a picture is the same
+STYLE = """<style type="text/css">
+*{stroke-linejoin: round; stroke-linecap: butt}
+svg{color: #222222}
+@media (prefers-color-scheme: dark){svg{color: #dddddd}}
+</style>"""
+plt.rcParams |= {
+    f"{name}color": INK
+    for name in ("text.", "axes.edge", "axes.label", "axes.title", "xtick.", "ytick.")
+}
+plt.rcParams |= {"axes.facecolor": "none", "savefig.facecolor": "none", "svg.hashsalt": "docs"}
 # An implementation -> its colour and the shape of its mark, in the order of legends.
 MARKS = {
     OURS: (BLUE, "o"),
@@ -49,12 +65,37 @@ OUTLIER = 105  # % of the copy, from which a point of a CUDA graph says how long
 
 def draw_all() -> None:
     """Rewrites every picture."""
+    draw_headline()
     draw_softmax(read("softmax.csv"))
     draw_rows(read("rows.csv"))
     draw_topk(read("topk.csv"))
     draw_attention(read("attention.csv"))
     draw_training(read("training.csv"))
     draw_tuning(read("tune.csv"))
+
+
+def draw_headline() -> None:
+    """The speedups of the summary. Labels stand above the bars, so that it fits on a phone."""
+    speedups = {label: speedup(*case) for label, case in headline_cases().items()}
+    figure, axis = plt.subplots(figsize=(4.8, 5.8))
+    for place, (label, value) in enumerate(speedups.items()):
+        color = BLUE if value >= 1 else ORANGE
+        axis.barh(place, value - 1, left=1, color=color, height=0.4)
+        near = {"textcoords": "offset points", "va": "center", "color": INK}
+        right = (max(value, 1), place)
+        axis.annotate(f"{value:.2f}×", right, xytext=(4, 0), **near)
+        axis.annotate(label, (0, place), xytext=(0, 13), xycoords=("axes fraction", "data"), **near)
+    axis.axvline(1, color=INK, linewidth=0.8, alpha=0.5)
+    axis.set_xscale("log")
+    axis.set_xlim(0.4, 2 * max(speedups.values()))
+    axis.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5×", "1×", "2×", "4×", "8×", "16×"])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_yticks([])
+    axis.set_ylim(len(speedups) - 0.5, -0.8)
+    axis.set_xlabel("speed beside the fastest peer")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    save(figure, "headline.svg")
 
 
 def draw_softmax(rows: list[Row]) -> None:
@@ -64,13 +105,13 @@ def draw_softmax(rows: list[Row]) -> None:
         cases = by_case(rows, direction)
         labels = {" ".join((times(shape), name)): case for (shape, name), case in cases.items()}
         draw_marks(axis, labels, "percent_of_copy")
-        axis.axvline(100, color="black", linewidth=0.8)
+        axis.axvline(100, color=INK, linewidth=0.8)
         axis.set_title(direction)
         axis.set_xlabel("% of copy bandwidth (fewest bytes / time)")
     figure.suptitle(f"Softmax of attention, bfloat16, {origin(rows)}")
     figure.subplots_adjust(left=0.18, right=0.98, wspace=0.05, bottom=0.12, top=0.91)
     add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "speedup.png", dpi=110)
+    save(figure, "speedup.svg")
 
 
 def draw_rows(rows: list[Row]) -> None:
@@ -88,7 +129,7 @@ def draw_rows(rows: list[Row]) -> None:
     figure.suptitle(f"Plain softmax of rows, all types, {origin(rows)}")
     figure.subplots_adjust(left=0.06, right=0.98, wspace=0.05, hspace=0.3, bottom=0.12, top=0.91)
     add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "rows.png", dpi=90)
+    save(figure, "rows.svg")
 
 
 def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: str) -> None:
@@ -101,7 +142,7 @@ def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: 
     for name, (color, shape) in reversed(MARKS.items()):
         if name in points:
             axis.plot(*zip(*points[name], strict=True), shape, color=color, markersize=5, alpha=0.8)
-    axis.axhline(100, color="black", linewidth=0.8)
+    axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
     axis.spines[["top", "right"]].set_visible(False)
@@ -128,7 +169,7 @@ def draw_topk(rows: list[Row]) -> None:
     figure.suptitle(f"softmax_topk, {origin(rows)}")
     figure.subplots_adjust(left=0.2, right=0.98, wspace=0.6, bottom=0.14, top=0.9)
     add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "topk.png", dpi=90)
+    save(figure, "topk.svg")
 
 
 def draw_attention(rows: list[Row]) -> None:
@@ -155,7 +196,7 @@ def draw_attention(rows: list[Row]) -> None:
     panels[0].set_ylim(0, 1.05 * largest(steps, "percent_of_read"))
     lower.subplots_adjust(left=0.07, right=0.98, wspace=0.08, bottom=0.26, top=0.92)
     add_legend(lower, {row["implementation"] for row in trained})
-    save(figure, "attention.png", dpi=80)
+    save(figure, "attention.svg")
 
 
 def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:
@@ -165,7 +206,7 @@ def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:
         points = [(int(row["keys"]), float(row["percent_of_read"])) for row in found]
         if points:
             axis.plot(*zip(*points, strict=True), f"{shape}-", color=color)
-    axis.axhline(100, color="black", linewidth=0.8)
+    axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("keys")
     axis.spines[["top", "right"]].set_visible(False)
@@ -181,7 +222,7 @@ def draw_training(rows: list[Row]) -> None:
     axis.set_title(f"Training in bfloat16, {origin(rows)}")
     figure.subplots_adjust(left=0.3, right=0.97, bottom=0.32, top=0.88)
     add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "training.png", dpi=90)
+    save(figure, "training.svg")
 
 
 def draw_tuning(rows: list[Row]) -> None:
@@ -205,15 +246,13 @@ def draw_tuning(rows: list[Row]) -> None:
     handles = [
         plt.Line2D([], [], color=color, label=label) for label, color in dict(KEPT.values()).items()
     ]
-    handles.append(
-        plt.Line2D([], [], linestyle="", marker="o", color="white", markeredgecolor="black")
-    )
+    handles.append(plt.Line2D([], [], linestyle="", marker="o", color="none", markeredgecolor=INK))
     labels = [*dict(KEPT.values()), "the regime that is chosen"]
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
     figure.suptitle(f"Row regimes, plain softmax, {rows[0]['dtype']}, {origin(rows)}")
     inch = 1 / figure.get_figheight()
     figure.tight_layout(rect=(0, 0.7 * inch, 1, 1 - inch / 3))
-    save(figure, "tuning.png", dpi=80)
+    save(figure, "tuning.svg")
 
 
 def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
@@ -222,7 +261,7 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
     chosen = [row for row in rows if row["chosen"] == "True"]
     for border in {int(row["longest"]) for row in chosen if row["longest"]}:
         if min(lengths) <= border <= max(lengths):
-            axis.axvline(border, color="#bbbbbb", linewidth=0.8, linestyle=":")
+            axis.axvline(border, color=GREY, linewidth=0.8, linestyle=":")
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         lines[row["regime"]].append((int(row["columns"]), float(row["percent_of_copy"])))
@@ -231,13 +270,13 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
     for row in chosen:
         columns, percent = int(row["columns"]), float(row["percent_of_copy"])
         color = color_of(row["regime"])
-        axis.plot(columns, percent, "o", color=color, markeredgecolor="black", markersize=5)
+        axis.plot(columns, percent, "o", color=color, markeredgecolor=INK, markersize=5)
         if percent > OUTLIER and row["timing"] == "graph":
             copy = float(row["microseconds"]) * percent / 100
             label = f"{columns:,} columns: the copy took {copy:.1f} µs"
             place = {"textcoords": "offset points", "xytext": (-6, -2), "ha": "right"}
             axis.annotate(label, (columns, percent), fontsize=8, **place)
-    axis.axhline(100, color="black", linewidth=0.8)
+    axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
     axis.set_ylabel("% of copy")
@@ -263,7 +302,7 @@ def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
     axis.set_yticks(range(len(cases)), list(cases), fontsize=8)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_xlim(left=0)
-    axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axis.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -293,6 +332,10 @@ def origin(rows: list[Row]) -> str:
     return f"{rows[0]['gpu']}, torch {rows[0]['torch']}"
 
 
-def save(figure: plt.Figure, name: str, dpi: int) -> None:
-    figure.savefig(DOCS / name, dpi=dpi)
+def save(figure: plt.Figure, name: str) -> None:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
     plt.close(figure)
+    picture = re.sub("<style.*?</style>", STYLE, text.getvalue(), flags=re.DOTALL)
+    lines = [line.rstrip() for line in picture.replace(INK, "currentColor").splitlines()]
+    (DOCS / name).write_text("\n".join(lines) + "\n")

@@ -1,6 +1,6 @@
 """Draws the pictures and fills the tables from benchmarks/results: never by hand.
 
-python benchmarks/plot.py            # rewrites docs/*.png and the marked parts of the pages
+python benchmarks/plot.py            # rewrites docs/*.svg and the marked parts of the pages
 python benchmarks/plot.py --check    # fails when a page does not match the results
 """
 

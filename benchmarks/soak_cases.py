@@ -682,7 +682,8 @@ class Attention:
         whole: Shape = (*leading, queries + keys - 1)
         if kind == "dense":
             whole = (*leading, random.choice((queries, queries, 1)), random.choice((keys, keys, 1)))
-        missing = 1 if whole[0] == 1 and chance(random, 0.5) else 0
+        may_lack_batch = whole[0] == 1 and whole[1] in (1, heads)  # groups have all dimensions
+        missing = 1 if may_lack_batch and chance(random, 0.5) else 0
         return Bias.draw(
             random, whole[missing:], dtype, BIASES, gradient, relative=kind == "relative"
         )

@@ -18,6 +18,12 @@ TRAINED = (OURS, "megasoftmax_softmax", "sdpa", "sdpa flash", "eager")
 
 def headline() -> str:
     """A few cases of each family beside the fastest peer that was measured."""
+    lines = [compared(label, *case) for label, case in headline_cases().items()]
+    return "\n".join([f"| case | {OURS} | fastest peer | speedup |", "|---|--:|--:|--:|", *lines])
+
+
+def headline_cases() -> dict[str, tuple[Case, str]]:
+    """{label: (case, the figure that is compared)}."""
     forward, backward = (by_case(read("softmax.csv"), name) for name in ("forward", "backward"))
     rows = by_timing(read("rows.csv"), ("shape", "dim", "dtype", "pass"))
     topk = by_timing(read("topk.csv"), ("rows", "columns", "dtype", "k", "data", "pass"))
@@ -26,55 +32,42 @@ def headline() -> str:
     steps = by_attention(attention, "time", "forward")
     models = by_model(read("training.csv"))
     shape = "8x32x2048x2048"
-    lines = [
-        f"| case | {OURS} | fastest peer | speedup |",
-        "|---|--:|--:|--:|",
-        compared("softmax, causal, forward", forward[shape, "causal"]),
-        compared("softmax, causal, backward", backward[shape, "causal"]),
-        compared("softmax, scale only, forward", forward[shape, "scaled"]),
-        compared(
-            "softmax of 8192 rows of 50,257, forward",
-            rows["8192x50257", "-1", "float16", "forward"],
-        ),
-        compared(
-            "softmax of 128 rows of 1024, forward", rows["128x1024", "-1", "float16", "forward"]
-        ),
-        compared(
-            "softmax + top-10 of 8192 rows of 50,257, forward",
-            topk["8192", "50257", "bfloat16", "10", "normal", "forward"],
-        ),
-        compared("attention without a bias", both["4x16x4096x128 full plain"]),
-        compared(
-            "attention, causal, a bias that learns",
-            both["4x16x4096x128 causal bias [1,h] gradient"],
-        ),
-        compared(
-            "attention, a relative bias that learns",
-            both["4x16x4096x64 full bias [table] gradient"],
-        ),
-        compared(
-            "decoding, 8 sequences of 131,072 keys",
-            steps["decode 8x32/8x1x131072x128 full plain"],
-        ),
-        *(
-            compared(f"training step, {name.partition(',')[0]}", case, "step_ms")
-            for name, case in models.items()
-            if name.startswith(("GPT-2", "T5"))
-        ),
-    ]
-    return "\n".join(lines)
+    cases = {
+        "softmax, causal, forward": forward[shape, "causal"],
+        "softmax, causal, backward": backward[shape, "causal"],
+        "softmax, scale only, forward": forward[shape, "scaled"],
+        "softmax of 8192 rows of 50,257, forward": rows["8192x50257", "-1", "float16", "forward"],
+        "softmax of 128 rows of 1024, forward": rows["128x1024", "-1", "float16", "forward"],
+        "softmax + top-10 of 8192 rows of 50,257, forward": topk[
+            "8192", "50257", "bfloat16", "10", "normal", "forward"
+        ],
+        "attention without a bias": both["4x16x4096x128 full plain"],
+        "attention, causal, a bias that learns": both["4x16x4096x128 causal bias [1,h] gradient"],
+        "attention, a relative bias that learns": both["4x16x4096x64 full bias [table] gradient"],
+        "decoding, 8 sequences of 131,072 keys": steps["decode 8x32/8x1x131072x128 full plain"],
+    }
+    trained = {
+        f"training step, {name.partition(',')[0]}": (case, "step_ms")
+        for name, case in models.items()
+        if name.startswith(("GPT-2", "T5"))
+    }
+    return {label: (case, "microseconds") for label, case in cases.items()} | trained
 
 
-def compared(label: str, case: Case, figure: str = "microseconds") -> str:
+def speedup(case: Case, figure: str) -> float:
+    """How many times as fast as the fastest peer."""
+    return float(fastest_peer(case, figure)[figure]) / float(case[OURS][figure])
+
+
+def compared(label: str, case: Case, figure: str) -> str:
     """A line of the summary: our time, that of the fastest peer, and their ratio."""
     ours, peer = case[OURS], fastest_peer(case, figure)
     unit = "ms" if figure == "step_ms" else "µs"
-    ratio = float(peer[figure]) / float(ours[figure])
     cells = [
         label,
         f"{short(ours[figure])} {unit}",
         f"{peer['implementation']} {short(peer[figure])} {unit}",
-        f"{ratio:.2f}×",
+        f"{speedup(case, figure):.2f}×",
     ]
     return "| " + " | ".join(cells) + " |"
 

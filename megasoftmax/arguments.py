@@ -4,8 +4,9 @@ They are cheap: nothing is read and nothing is launched. An error names the argu
 expected and what came.
 """
 
+import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -194,24 +195,33 @@ def _check_attention_bias(
     _check_device(name, tensor, "query", query)
     batch, heads, queries, keys = shape
     target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
-    if tensor.dim() >= 2 * relative and _broadcasts_in_groups(tensor.shape, target):
+    shape_of_bias = tensor.shape
+    if _broadcasts_in_groups(shape_of_bias, target):
         return
     expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
+    explicit = (1,) * (len(target) - len(shape_of_bias)) + tuple(shape_of_bias)
+    hint = ""
+    if len(shape_of_bias) < len(target) and _broadcasts_in_groups(explicit, target):
+        hint = f"; pass it as {explicit} if neighbouring heads share an entry"
     raise ValueError(
-        f"{name}: expected {expected} that broadcasts to {target}, where the first two sizes may "
-        f"be divided, got {tuple(tensor.shape)}"
+        f"{name}: expected {expected} that broadcasts to {target}, or {len(target)} dimensions of "
+        f"which the first two divide {batch} and {heads}, got {tuple(shape_of_bias)}{hint}"
     )
 
 
-def _broadcasts_in_groups(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Batches and heads, which come first, may be multiples; a table's entries are all there."""
+def _broadcasts_in_groups(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether it broadcasts, or has all dimensions and divides batches and heads.
+
+    The entries of a table, its last dimension, do not broadcast.
+    """
     if len(shape) > len(target):
         return False
+    all_dims = len(shape) == len(target)
     for dim in range(-1, -len(shape) - 1, -1):
         size, wanted = shape[dim], target[dim]
         if size == wanted or (size == 1 and (len(target) == 4 or dim != -1)):
             continue
-        if len(target) + dim > 1 or size == 0 or wanted % size != 0:
+        if not all_dims or len(target) + dim > 1 or size == 0 or wanted % size != 0:
             return False
     return True
 
@@ -236,6 +246,34 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {_kind(tensor)}")
 
 
+def as_number(name: str, value: Any) -> Any:
+    """The Python number of a numpy scalar, or of a tensor without dimensions on a CPU.
+
+    Python numbers, and what is no number, are returned as they are.
+
+    Raises:
+        TypeError: a tensor that cannot be read without waiting for a device, or that needs a
+            gradient, which a number does not get.
+    """
+    if isinstance(value, (float, int)):
+        return value
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
+        return value
+    if value.requires_grad:
+        raise TypeError(
+            f"{name}: expected a number, which gets no gradient, got a tensor that requires one; "
+            "multiply the query or the scores by it"
+        )
+    if value.device.type != "cpu":
+        raise TypeError(
+            f"{name}: expected a number, got a tensor on {value.device}; reading it would wait for "
+            "the device: keep it on the CPU"
+        )
+    return value.item()
+
+
 def _check_scale(scale: float) -> None:
     if not isinstance(scale, (float, int)):
         raise TypeError(f"scale: expected a number, got {_kind(scale)}")
@@ -245,7 +283,13 @@ def _check_scale(scale: float) -> None:
 
 def _check_mask(mask: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a bool tensor, True = excluded, got {_kind(mask)}")
+        hint = ""
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            hint = "; pass a mask that is added to the scores as bias="
+        raise TypeError(
+            "mask: expected a bool tensor, True = excluded (in scaled_dot_product_attention "
+            f"True = keep), got {_kind(mask)}{hint}"
+        )
 
 
 def check_group(group: "ProcessGroup") -> None:

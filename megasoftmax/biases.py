@@ -24,11 +24,22 @@ class RelativeBias:
     Attention never makes an [m, n] tensor of it. The gradient goes to the table.
 
     Args:
-        table: floating, [heads, m + n - 1] or [batch, heads, m + n - 1]. Numbers of heads and
-            batches are 1 or divide those of the query, whose neighbours then share an entry.
+        table: floating, [heads, m + n - 1] or [batch, heads, m + n - 1]. The number of heads is 1
+            or that of the query. With all three dimensions, the numbers of batches and heads may
+            also divide those of the query, whose neighbours then share an entry.
+
+    Raises:
+        TypeError: table is not a floating tensor.
+        ValueError: table does not have 2 or 3 dimensions.
     """
 
     table: Tensor
+
+    def __post_init__(self) -> None:
+        expected = "[heads, m + n - 1] or [batch, heads, m + n - 1]"
+        _check_floating("table", self.table, expected)
+        if self.table.dim() not in (2, 3):
+            raise ValueError(f"table: expected {expected}, got shape {tuple(self.table.shape)}")
 
     def dense(self, queries: int, keys: int) -> Tensor:
         """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
@@ -152,9 +163,13 @@ def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distanc
     return bucket + per_side * (relative > 0) if bidirectional else bucket
 
 
-def _check_tensor(name: str, tensor: Tensor, rank: int, expected: str) -> None:
+def _check_floating(name: str, tensor: Tensor, expected: str) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: expected a floating tensor {expected}, got {kind}")
+
+
+def _check_tensor(name: str, tensor: Tensor, rank: int, expected: str) -> None:
+    _check_floating(name, tensor, expected)
     if tensor.dim() != rank:
         raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

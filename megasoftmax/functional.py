@@ -93,7 +93,8 @@ def softmax(
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
             on, any strides.
-        scale: factor of the scores, finite; never rounded to their type.
+        scale: factor of the scores, finite; never rounded to their type. A number, a numpy scalar
+            or a tensor without dimensions on a CPU.
         mask: bool, True = excluded, broadcastable to scores, any strides; not materialised.
         bias: floating, broadcastable to scores, any strides. Its gradient, in its own type, is
             summed in float32 over what was broadcast.
@@ -128,6 +129,7 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
+    scale = arguments.as_number("scale", scale)
     arguments.check_softmax(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
@@ -160,6 +162,7 @@ def softmax_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
     """
+    scale = arguments.as_number("scale", scale)
     arguments.check_softmax(probabilities, scale, None, None, causal, None, None, None, -1, None)
     arguments.check_gradient(gradient, probabilities)
     reasons_against = dispatch.reasons_against_fused_softmax
@@ -297,6 +300,7 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
+    scale = arguments.as_number("scale", scale)
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     implementation = autograd.topk.REFERENCE
     reasons_against = dispatch.reasons_against_fused_topk
@@ -419,16 +423,16 @@ def attention(
         key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
             head i reads key head i // (heads / key_heads).
         value: [batch, key_heads, keys, value_dim], of the same dtype.
-        bias: added to the scaled products. Either floating, up to [batch, heads, queries, keys]
-            with any strides, where leading dimensions may be missing, the last two may be 1, and
-            the first two may be divisors: each entry then serves as many neighbours as it takes,
-            example i having entry i // (batch / bias_batch). Or a `RelativeBias`. What is broadcast
-            is not materialised; kernels copy one whose rows are not as those of query. Its
-            gradient, in its own type, is summed in float32 over what was broadcast.
+        bias: added to the scaled products. Either floating, broadcastable to [batch, heads,
+            queries, keys], any strides. Or a `RelativeBias`. A bias with all four dimensions may
+            also have a batch and heads that divide those of the query: example i then reads entry
+            i // (batch / bias_batch). Broadcast dimensions are not materialised; kernels copy a
+            bias whose rows are not as those of query. Its gradient, in its own type, is summed in
+            float32 over what was broadcast.
         mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
             not materialised.
-        scale: factor of the products, finite; by default head_dim ** -0.5. Never rounded to their
-            type. Kernels take those above 0 up to 1e4.
+        scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
+            rounded to their type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
@@ -457,6 +461,7 @@ def attention(
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
     query, key, value = as_autocast(query, key, value)
+    scale = arguments.as_number("scale", scale)
     arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
@@ -586,6 +591,7 @@ def ring_attention(
     """
     arguments.check_group(group)
     query, key, value = as_autocast(query, key, value)
+    scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
         query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused
     )
@@ -791,14 +797,25 @@ def _call(through_autograd: Callable[..., Any], implementation: Any, *args: Any)
     return through_autograd(implementation, *args)
 
 
+def _bound(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults too. An error names the function."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
 _SIGNATURE = inspect.signature(softmax)
 
 
 def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _bound("softmax", _SIGNATURE, args, kwargs)
     del given["return_lse"]  # anything that is true or false, with kernels for both
+    given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
     sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
@@ -815,23 +832,37 @@ _TOPK_SIGNATURE = inspect.signature(softmax_topk)
 
 
 def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    bound = _TOPK_SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _bound("softmax_topk", _TOPK_SIGNATURE, args, kwargs)
     del given["return_lse"]
+    given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_topk(**given)
     del given["renormalize"], given["group"], given["fused"]
     return dispatch.reasons_against_fused_topk(**given)
 
 
 def _attention_reasons(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
 ) -> tuple[Reason, ...]:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     query, key, value = as_autocast(query, key, value)
-    arguments.check_attention(query, key, value, **options)
-    scale = _attention_scale(query, options.get("scale"))
+    scale = arguments.as_number("scale", scale)
+    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    scale = _attention_scale(query, scale)
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
+
+
+_attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
 
 
 def _attention_implementation(

@@ -1,5 +1,6 @@
 """A source distribution and the wheel that it builds are complete, and hold files, not links."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 )
-FILES = ("*.py", "*.md", "pyproject.toml", "MANIFEST.in", "LICENSE", "NOTICE", "CITATION.cff")
-IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
+IGNORED = shutil.ignore_patterns(
+    "__pycache__", "*.so", "*.egg-info", ".git", ".*_cache", ".hypothesis", ".nox", ".venv"
+)
+# Folders without code of the package that a source distribution has as they are.
+SURROUNDINGS = ("benchmarks", "docs", "examples", "tests")
+
+
+def ignored(folder, names):
+    """What git ignores; the folder `build` of the package is not the one at the root."""
+    outputs = {"build", "dist", "site"} if Path(folder) == ROOT else set()
+    return IGNORED(folder, names) | (outputs & set(names))
 
 
 def build(kind, source, folder):
@@ -26,7 +36,11 @@ def build(kind, source, folder):
     environment = {"MEGASOFTMAX_BUILD": "none", "PATH": "/usr/bin:/bin"}
     result = subprocess.run(line, cwd=source, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "would be ignored" not in result.stderr
+    found = [line for line in (result.stdout + result.stderr).splitlines() if line]
+    found = [line for line in found if "byte-compiling is disabled" not in line]
+    assert found == [
+        "megasoftmax: pure-Python installation, nothing is compiled: MEGASOFTMAX_BUILD=none"
+    ]
     (archive,) = folder.iterdir()
     return archive
 
@@ -34,14 +48,9 @@ def build(kind, source, folder):
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """(sdist, wheel); the wheel is built from the sdist, as `python -m build` does."""
-    source, unpacked, *folders = (
-        tmp_path_factory.mktemp(name) for name in ("source", "unpacked", "sdist", "wheel")
-    )
-    for pattern in FILES:
-        for file in ROOT.glob(pattern):
-            shutil.copy(file, source)
-    for name in ("csrc", "integrations", "megasoftmax"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=IGNORED)
+    unpacked, *folders = (tmp_path_factory.mktemp(name) for name in ("unpacked", "sdist", "wheel"))
+    source = unpacked.with_name("source")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     sdist = build("sdist", source, folders[0])
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
@@ -64,11 +73,10 @@ def contents(archives):
 
 
 def sources(folder, pattern):
-    """{path inside the package: text} of what the repository has in a folder."""
-    package = Path("megasoftmax") / folder
+    """{path: text} of what a folder of the package has."""
     return {
-        str(package / file.relative_to(ROOT / folder)): file.read_bytes()
-        for file in (ROOT / folder).rglob(pattern)
+        str(file.relative_to(ROOT)): file.read_bytes()
+        for file in (ROOT / "megasoftmax" / folder).rglob(pattern)
         if file.is_file() and "__pycache__" not in file.parts
     }
 
@@ -88,7 +96,33 @@ def test_every_module_is_in_both(contents):
     expected |= {"megasoftmax/py.typed", "megasoftmax/integrations/__init__.py"}
     for files in contents:
         assert expected <= files.keys()
-        assert not [name for name in files if name.startswith("tests/")]
+
+
+@pytest.mark.parametrize("folder", SURROUNDINGS)
+def test_surroundings_are_in_the_source_distribution_alone(contents, folder):
+    sdist, wheel = contents
+    expected = {
+        str(file.relative_to(ROOT)): file.read_bytes()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert len(expected) > 8
+    assert {name: sdist[name] for name in sdist if name.startswith(f"{folder}/")} == expected
+    assert not [name for name in wheel if name.startswith(f"{folder}/")]
+
+
+def test_metadata_and_readme_of_the_package(contents):
+    """A package index has no files beside the readme: no link, and no picture, may name one."""
+    _, wheel = contents
+    (metadata,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(metadata.decode())
+    assert fields["Author"] == "The megasoftmax authors"
+    assert "Programming Language :: Python :: 3.11" in fields.get_all("Classifier")
+    assert fields["Description-Content-Type"] == "text/markdown"
+    text = fields.get_payload()
+    assert "Install (docs/install.md) has the extras" in text
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
+    assert "<img" not in text
 
 
 def test_licence_and_version(contents):

@@ -853,7 +853,7 @@ def test_same_bits_from_run_to_run(
         None,
         normal(1, 4, m, n, device=device, dtype=dtype).requires_grad_(),
         normal(2, 1, 1, n, device=device, dtype=dtype).requires_grad_(),
-        RelativeBias(normal(2, m + n - 1, device=device, dtype=dtype).requires_grad_()),
+        RelativeBias(normal(1, 2, m + n - 1, device=device, dtype=dtype).requires_grad_()),
     )
     sink = normal(4, device=device).requires_grad_()
     before = torch.are_deterministic_algorithms_enabled()

@@ -398,7 +398,7 @@ RINGS: dict[str, Callable[[int], Ring]] = {
     "mask and sink": lambda n: of_ring(n) | {"mask": nothing_left(n), "sink": double(4, seed=3)},
     "bias": lambda n: of_ring(n) | {"causal": True, "bias": double(1, 4, n, n, seed=3)},
     "bias of keys": lambda n: of_ring(n) | {"bias": double(2, 1, 1, n, seed=3)},
-    "bias of queries": lambda n: of_ring(n) | {"bias": double(2, n, 1, seed=3)},
+    "bias of queries": lambda n: of_ring(n) | {"bias": double(1, 2, n, 1, seed=3)},
     "table": lambda n: of_ring(n) | {"table": double(4, 2 * n - 1, seed=3)},
     "table, window": lambda n: (
         of_ring(n) | {"table": double(2, 2, 2 * n - 1, seed=3), "window": (4, 1)}
@@ -735,7 +735,7 @@ def test_messages(ranks):
             lengths,
             lengths,
             "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
-            "(1, 2, 15), where the first two sizes may be divided",
+            "(1, 2, 15), or 3 dimensions of which the first two divide 1 and 2",
             "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
             "group: expected a process group",
             "query: expected the part of this rank, to_local()",

@@ -1,5 +1,6 @@
-"""The site builds without a warning and without a network, and its code runs."""
+"""The site builds without a warning and without a network; code and links of pages work."""
 
+import doctest
 import importlib.util
 import os
 import re
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+
+from megasoftmax.build import library
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -23,6 +27,29 @@ def test_marked_code_of_a_page_runs(page):
     for block in blocks:
         line = text[: text.index(block)].count("\n")
         exec(compile("\n" * line + block, page, "exec"), names)
+
+
+def test_blocks_of_the_readme_run_as_printed(tmp_path, monkeypatch):
+    """One after the other, with the names of those before. "gpt2" is a folder with a tiny model."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    ).save_pretrained(tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 5
+    names = {}
+    for block in blocks:
+        line = text[: text.index(block)].count("\n")
+        if block.startswith(">>> "):
+            example = doctest.DocTestParser().get_doctest(block, names, "README", None, line)
+            if library.status().reason == "torch sees no CUDA GPU":  # as printed
+                assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+        else:
+            exec(compile("\n" * line + block, ROOT / "README.md", "exec"), names)
+    assert names["model"].config._attn_implementation == "megasoftmax"
+    assert names["output"].shape == names["query"].shape
 
 
 def test_pages_hold_what_was_measured():
@@ -44,5 +71,46 @@ def test_site_builds_strictly_and_fetches_nothing(tmp_path):
         assert "--8<--" not in text
     assert "A query without a visible key" in (tmp_path / "api" / "index.html").read_text()
     assert "bottom-right aligned" in (tmp_path / "semantics" / "index.html").read_text()
-    assert (tmp_path / "speedup.png").exists()
     assert (tmp_path / "results" / "softmax.csv").exists()
+    _check_api(tmp_path / "api" / "index.html")
+
+
+def _check_api(page):
+    """Whole signatures, and one row for what a function returns."""
+    softmax = page.read_text().split('id="megasoftmax.softmax"')[1]
+    softmax = softmax.split('id="megasoftmax.softmax_topk"')[0]
+    signature = re.sub(r"<[^>]*>", "", softmax[: softmax.index("Softmax of attention scores")])
+    parts = ("scores: Tensor", "scale: float = 1.0", "dim: int = -1", "-&gt; Tensor | tuple")
+    assert all(part in signature for part in parts)
+    assert "= ..." not in signature
+    returned = softmax.split("Returns:")[1].split("</table>")[0]
+    assert returned.count("<tr") == 2  # the head and one row
+
+
+def _links(page):
+    """(file, anchor) of each link of a page to another file of the repository."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", text):
+        yield (page.parent / path).resolve() if path else page, anchor
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda page: page.name
+)
+def test_links_lead_to_the_text_in_the_repository_too(page):
+    """To a file that is there, and to a heading of it: no page of the site alone is named."""
+    for target, anchor in _links(page):
+        assert target.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+            assert anchor in anchors, f"{target.name}#{anchor}"
+
+
+def test_pictures_have_the_colours_of_the_page():
+    """No background, and text in a colour that follows the theme."""
+    for picture in ROOT.glob("docs/*.svg"):
+        text = picture.read_text()
+        assert "prefers-color-scheme: dark" in text
+        assert "currentColor" in text
+        assert not re.search(r"fill: #(000000|ffffff)", text)

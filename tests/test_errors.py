@@ -1,8 +1,10 @@
 """Bad input: TypeError or ValueError that names the argument, what was expected and what came."""
 
+import functools
 import math
 import re
 
+import numpy
 import pytest
 import torch
 
@@ -51,11 +53,25 @@ CASES = {
         "without dimensions",
     ),
     "scale is a tensor": (
-        {"scale": torch.tensor(0.5)},
+        {"scale": torch.tensor([0.5])},
         TypeError,
         "scale",
         "a number",
         "torch.float32",
+    ),
+    "scale elsewhere": (
+        {"scale": torch.zeros((), device="meta")},
+        TypeError,
+        "scale",
+        "a number",
+        "a tensor on meta; reading it would wait for the device",
+    ),
+    "scale that learns": (
+        {"scale": torch.tensor(0.5, requires_grad=True)},
+        TypeError,
+        "scale",
+        "a number, which gets no gradient",
+        "a tensor that requires one",
     ),
     "scale is None": ({"scale": None}, TypeError, "scale", "a number", "NoneType"),
     "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
@@ -64,8 +80,8 @@ CASES = {
         {"mask": floats(*SHAPE)},
         TypeError,
         "mask",
-        "a bool tensor, True = excluded",
-        "torch.float32",
+        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
+        "torch.float32; pass a mask that is added to the scores as bias=",
     ),
     "mask of bytes": (
         {"mask": torch.zeros(SHAPE, dtype=torch.uint8)},
@@ -257,8 +273,8 @@ TOPK_CASES = {
         {"mask": floats(*SHAPE)},
         TypeError,
         "mask",
-        "a bool tensor, True = excluded",
-        "torch.float32",
+        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
+        "torch.float32; pass a mask that is added to the scores as bias=",
     ),
     "mask of other columns": (
         {"mask": bools(4, 6)},
@@ -417,7 +433,7 @@ ATTENTION_CASES = {
         "(2, 4, 5, 6)",
     ),
     "scale is a tensor": (
-        {"scale": torch.tensor(0.5)},
+        {"scale": torch.tensor([0.5])},
         TypeError,
         "scale",
         "a number",
@@ -428,8 +444,8 @@ ATTENTION_CASES = {
         {"mask": floats(2, 4, 3, 5)},
         TypeError,
         "mask",
-        "a bool tensor, True = excluded",
-        "torch.float32",
+        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
+        "torch.float32; pass a mask that is added to the scores as bias=",
     ),
     "mask of key heads": (
         {"mask": bools(2, 2, 3, 5)},
@@ -465,8 +481,15 @@ ATTENTION_CASES = {
         {"bias": floats(2, 3, 3, 5)},
         ValueError,
         "bias",
-        "the first two sizes may be divided",
+        "or 4 dimensions of which the first two divide 2 and 4",
         "(2, 3, 3, 5)",
+    ),
+    "bias of two heads for four": (
+        {"bias": floats(2, 3, 5)},
+        ValueError,
+        "bias",
+        "broadcasts to (2, 4, 3, 5)",
+        "(2, 3, 5); pass it as (1, 2, 3, 5) if neighbouring heads share an entry",
     ),
     "bias of more batches": (
         {"bias": floats(4, 4, 3, 5)},
@@ -496,20 +519,6 @@ ATTENTION_CASES = {
         "device cpu, as query",
         "meta",
     ),
-    "table is a list": (
-        {"bias": megasoftmax.RelativeBias([0.0])},
-        TypeError,
-        "bias.table",
-        "a tensor",
-        "list",
-    ),
-    "table without heads": (
-        {"bias": megasoftmax.RelativeBias(floats(7))},
-        ValueError,
-        "bias.table",
-        "[heads, 7] or [batch, heads, 7]",
-        "(7,)",
-    ),
     "table that is too short": (
         {"bias": megasoftmax.RelativeBias(floats(4, 5))},
         ValueError,
@@ -531,12 +540,12 @@ ATTENTION_CASES = {
         "(2, 4, 7)",
         "(3, 7)",
     ),
-    "table of four dimensions": (
-        {"bias": megasoftmax.RelativeBias(floats(1, 2, 4, 7))},
+    "table of two heads for four": (
+        {"bias": megasoftmax.RelativeBias(floats(2, 7))},
         ValueError,
         "bias.table",
-        "[heads, 7] or [batch, heads, 7]",
-        "(1, 2, 4, 7)",
+        "(2, 4, 7)",
+        "(2, 7); pass it as (1, 2, 7) if neighbouring heads share an entry",
     ),
     "causal is a number": ({"causal": 1}, TypeError, "causal", "a bool", "int"),
     "window of three": ({"window": (1, 2, 3)}, ValueError, "window", "(left, right)", "(1, 2, 3)"),
@@ -574,6 +583,66 @@ def test_message_of_attention(case):
         megasoftmax.attention(**arguments)
     with pytest.raises(error, match=pattern):
         megasoftmax.why_not_fused(megasoftmax.attention, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "actual"),
+    [
+        ([1, 2], TypeError, "list"),
+        (torch.zeros(4, 7, dtype=torch.int64), TypeError, "torch.int64"),
+        (floats(7), ValueError, "(7,)"),
+        (floats(1, 2, 4, 7), ValueError, "(1, 2, 4, 7)"),
+    ],
+)
+def test_relative_bias_checks_its_table_when_made(table, error, actual):
+    expected = re.escape("[heads, m + n - 1] or [batch, heads, m + n - 1], got ")
+    with pytest.raises(error, match=rf"^table: expected .*{expected}.*{re.escape(actual)}"):
+        megasoftmax.RelativeBias(table)
+
+
+@pytest.mark.parametrize(
+    "scale", [numpy.float32(0.5), numpy.int64(2), torch.tensor(0.5), torch.tensor(2)]
+)
+def test_scale_that_is_read_without_waiting(scale):
+    scores = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    number = float(scale)
+    query = key = value = scores
+    for function, tensors in (
+        (megasoftmax.softmax, (scores,)),
+        (functools.partial(megasoftmax.softmax_topk, k=2), (scores,)),
+        (megasoftmax.attention, (query, key, value)),
+    ):
+        found = function(*tensors, scale=scale)
+        torch.testing.assert_close(found, function(*tensors, scale=number), rtol=0, atol=0)
+    assert megasoftmax.FusedAttention(3, scale=scale).scale == number
+    for function, tensors in (
+        (megasoftmax.softmax, (scores,)),
+        (megasoftmax.attention, (query, key, value)),
+    ):
+        found = megasoftmax.why_not_fused(function, *tensors, scale=scale)
+        assert found == megasoftmax.why_not_fused(function, *tensors, scale=number)
+
+
+@pytest.mark.gpu
+def test_scale_on_a_gpu_is_refused():
+    with pytest.raises(TypeError, match=r"^scale: expected a number, got a tensor on cuda:0"):
+        megasoftmax.softmax(floats(*SHAPE).cuda(), scale=torch.tensor(0.5, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (megasoftmax.softmax, ()),
+        (megasoftmax.softmax_topk, (floats(*SHAPE),)),
+        (megasoftmax.attention, (floats(*SHAPE), floats(*SHAPE))),
+    ],
+)
+def test_why_not_fused_names_the_function_that_was_asked_about(function, arguments):
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"^{name}\(\)"):
+        megasoftmax.why_not_fused(function, *arguments)
+    with pytest.raises(TypeError, match=rf"^{name}\(\).*'width'"):
+        megasoftmax.why_not_fused(function, *arguments, floats(*SHAPE), width=1)
 
 
 def test_options_of_attention_are_named():

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "csrc" / "kernels"
-BINDINGS = ROOT / "csrc" / "bindings"
 PACKAGE = ROOT / "megasoftmax"
-PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
+CSRC = (PACKAGE / "csrc").resolve()
+KERNELS, BINDINGS = CSRC / "kernels", CSRC / "bindings"
+# A set: csrc and integrations may be links, which rglob enters from Python 3.13 on.
+PYTHON_FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "integrations").rglob("*.py")})
 
 # A family of kernels -> the families that it may include beside itself.
 FAMILIES = {
@@ -83,9 +84,7 @@ HOT = {
 
 def _module(path: Path) -> str:
     """The dotted name of a file, as it is imported."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "megasoftmax" else ("megasoftmax", *parts)
-    return ".".join(parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {_module(path): path for path in PYTHON_FILES}

@@ -67,7 +67,7 @@ class FusedAttention(torch.nn.Module):
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
         self.heads = heads
-        self.scale = scale
+        self.scale = arguments.as_number("scale", scale)
         self.causal = causal
         self.window = arguments.checked_window("window", window)
         self.max_distance = max_distance

@@ -82,6 +82,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16, input_in_bf16: expected at most one, got both")
+        scale = arguments.as_number("scale", scale)
         if scale is not None and not isinstance(scale, (float, int)):
             raise TypeError(f"scale: expected None or a number, got {type(scale).__name__}")
         if scale is not None and not softmax_in_fp32:
