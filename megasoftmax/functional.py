@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, autograd, dispatch, ops
-from megasoftmax.arguments import Window
+from megasoftmax import arguments, autograd, dispatch, ops, ranges
+from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import context_parallel, sharding, vocabulary
+from megasoftmax.limits import kernel_limits
+from megasoftmax.masks import TileMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +30,7 @@ def softmax(
     bias: Tensor | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
@@ -45,6 +48,7 @@ def softmax(
     bias: Tensor | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
@@ -61,6 +65,7 @@ def softmax(
     bias: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
@@ -76,11 +81,11 @@ def softmax(
     same rules hold on GPU and CPU, fused or not. Below, a row is the slice that sums to 1: along
     the last dimension, unless `dim` says otherwise.
 
-    * An excluded entry (by mask, causal or window: their union) has probability exactly 0 and
-      gradient exactly 0, whatever scores, bias and incoming gradient hold there.
+    * An excluded entry (by mask, causal, window or visible: their union) has probability exactly 0
+      and gradient exactly 0, whatever scores, bias and incoming gradient hold there.
     * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where
-      mask, bias, causal or window is given, and with a sink a log-sum-exp of the sink. The plain
-      softmax of a row of -inf is NaN.
+      mask, bias, causal, window or visible is given, and with a sink a log-sum-exp of the sink. The
+      plain softmax of a row of -inf is NaN.
     * A NaN or +inf that is not excluded makes NaN of all that is not excluded in its row.
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
@@ -102,15 +107,19 @@ def softmax(
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
             side. A window of W tokens that ends at the query is (W - 1, 0).
+        visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
+            (int64 is converted), broadcastable to [..., heads, queries], any strides; see
+            `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
+            end <= first is empty. Kernels neither read nor compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
             scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
         dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
-            last, keys are not what it counts: neither causal nor window may be given, and a sink
-            is one for all. Without mask, bias and sink, scores and incoming gradients that are not
-            contiguous are copied; with one of them, the probabilities are.
+            last, keys are not what it counts: causal, window and visible may not be given, and a
+            sink is one for all. Without mask, bias and sink, scores and incoming gradients that
+            are not contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
 
@@ -130,10 +139,12 @@ def softmax(
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
+    arguments.check_softmax(
+        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible
+    )
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
-            scores, scale, mask, bias, causal, window, sink, dtype, return_lse, fused
+            scores, scale, mask, bias, causal, window, visible, sink, dtype, return_lse, fused
         )
     else:
         probabilities, lse = _softmax_over_earlier(
@@ -143,7 +154,12 @@ def softmax(
 
 
 def softmax_backward(
-    gradient: Tensor, probabilities: Tensor, *, scale: float = 1.0, causal: bool = False
+    gradient: Tensor,
+    probabilities: Tensor,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    visible: Ranges | None = None,
 ) -> Tensor:
     """The gradient of the scores of `softmax`, for code with an autograd function of its own.
 
@@ -155,6 +171,7 @@ def softmax_backward(
         probabilities: what `softmax` returned, in the type of the scores.
         scale: what `softmax` was given.
         causal: what `softmax` was given, or False; kernels then do without what it excludes.
+        visible: the same, or None.
 
     Returns:
         The gradient, contiguous, in the shape and type of the probabilities.
@@ -163,11 +180,14 @@ def softmax_backward(
         TypeError, ValueError: an argument is not as above; names the argument.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(probabilities, scale, None, None, causal, None, None, None, -1, None)
+    arguments.check_softmax(
+        probabilities, scale, None, None, causal, None, None, None, -1, None, visible
+    )
     arguments.check_gradient(gradient, probabilities)
+    first, end = _bounds(visible, probabilities.shape[-1])
     reasons_against = dispatch.reasons_against_fused_softmax
     is_fused = _is_fused(
-        None, reasons_against, probabilities, scale, None, None, causal, None, None
+        None, reasons_against, probabilities, scale, None, None, causal, None, None, (first, end)
     )
     implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
     d_scores, _, _ = implementation.backward(
@@ -180,6 +200,8 @@ def softmax_backward(
         causal,
         -1,
         -1,
+        first,
+        end,
         None,
         None,
         probabilities.dtype,
@@ -342,10 +364,11 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | None = ...,
+    mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
@@ -359,10 +382,11 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | None = ...,
+    mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
@@ -375,10 +399,11 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
@@ -393,12 +418,12 @@ def attention(
     kernels round P and gradients of z to the type of the query where matrix products take them.
     The same rules hold on GPU and CPU, fused or not.
 
-    * An excluded pair (by mask, causal or window: their union) has P exactly 0, and a gradient of z
-      exactly 0, whatever query, key, bias and incoming gradient make of it. So has one whose bias
-      is -inf, in a row without NaN.
+    * An excluded pair (by mask, causal, window or visible: their union) has P exactly 0, and a
+      gradient of z exactly 0, whatever query, key, bias and incoming gradient make of it. So has
+      one whose bias is -inf, in a row without NaN.
     * A query with nothing left has output 0, gradients 0 and a log-sum-exp of -inf where mask,
-      bias, causal or window is given or where there are no keys, and with a sink a log-sum-exp of
-      the sink. A plain row of -inf is NaN.
+      bias, causal, window or visible is given or where there are no keys, and with a sink a
+      log-sum-exp of the sink. A plain row of -inf is NaN.
     * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
     * Products with P and with gradients of z are plain matrix products: NaN or inf in a value can
       reach the output of queries that do not see it, as 0 * NaN.
@@ -430,13 +455,17 @@ def attention(
             bias whose rows are not as those of query. Its gradient, in its own type, is summed in
             float32 over what was broadcast.
         mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
-            not materialised.
+            not materialised. Or a `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
             rounded to their type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
             side. A window of W tokens that ends at the query is (W - 1, 0).
+        visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
+            (int64 is converted), broadcastable to [batch, heads, queries], any strides; see
+            `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
+            end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
             or a number. 0 gives the off-by-one softmax.
         return_lse: also return the log-sum-exp.
@@ -462,10 +491,14 @@ def attention(
     """
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
-    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    arguments.check_attention(
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+    )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
+    first, end = _bounds(visible, key.shape[2])
+    mask_tensor, note, block = _mask_operands(implementation, query, key, mask, visible)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
@@ -480,7 +513,7 @@ def attention(
         key,
         value,
         bias_tensor,
-        _with_rank(mask, 4),
+        mask_tensor,
         scale,
         causal,
         left,
@@ -488,8 +521,119 @@ def attention(
         sink_tensor,
         sink_value,
         isinstance(bias, RelativeBias),
+        _with_rank(first, 3),
+        _with_rank(end, 3),
+        note,
+        block,
     )
     return (output, statistics[2]) if return_lse else output
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    bias: RelativeBias | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    bias: RelativeBias | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    bias: RelativeBias | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several documents that lie one after the other, without padding.
+
+        cu_seqlens = torch.tensor([0, 3, 10], device="cuda")  # documents of 3 and 7 tokens
+        output = attention_varlen(query, key, value, cu_seqlens, causal=True)
+
+    It is `attention` over one batch, with the documents, causality and the window in `visible`:
+    everything that is said there holds here. Nothing is read by the host.
+
+    Args:
+        query: [tokens, heads, head_dim], of the types of `attention`, any strides.
+        key: [key_tokens, key_heads, head_dim], of the same dtype; key_heads divides heads.
+        value: [key_tokens, key_heads, value_dim], of the same dtype.
+        cu_seqlens_q: int32 or int64 [documents + 1], where the queries of each document begin, and
+            where those of the last end: from 0 on, not decreasing, up to tokens. That is checked
+            on a CPU. On a GPU, which keys a query sees is unspecified where it does not hold, but
+            nothing outside of the tensors is read. Queries after the last document see nothing.
+        cu_seqlens_k: the same of the keys; by default cu_seqlens_q.
+        bias: a `RelativeBias` by distance, without cu_seqlens_k or with the same tensor: its table
+            has 2 * length - 1 entries, [heads, ...] or [1, heads, ...], for distances from
+            1 - length to length - 1. Distances beyond them have bias 0. `t5_bias` and
+            `alibi_bias` of `length` queries and keys make such tables.
+        scale: factor of the products; by default head_dim ** -0.5.
+        causal: exclude keys after the query. The last query of a document stands at its last key.
+        window: (left, right), as in `attention`, within each document.
+        sink: as in `attention`.
+        return_lse: also return the log-sum-exp.
+        fused: as in `attention`.
+
+    Returns:
+        The output [tokens, heads, value_dim], contiguous, in the dtype of the query. With
+        return_lse also the log-sum-exp [heads, tokens], float32 (float64 for float64 queries).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `attention`.
+    """
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
+    window = arguments.checked_window("window", window)
+    tokens = query.shape[0]
+    if bias is not None:
+        surplus = tokens - (bias.table.shape[-1] + 1) // 2
+        bias = RelativeBias(torch.nn.functional.pad(bias.table, (surplus, surplus)))
+    output, lse = attention(
+        *(each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)),
+        bias=bias,
+        scale=scale,
+        visible=ranges.of_documents(cu_seqlens_q, cu_seqlens_k, tokens, causal, window),
+        sink=sink,
+        return_lse=True,
+        fused=fused,
+    )
+    output = output.squeeze(0).transpose(0, 1)
+    return (output, lse.squeeze(0)) if return_lse else output
 
 
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
@@ -532,6 +676,7 @@ def ring_attention(
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -570,6 +715,8 @@ def ring_attention(
         scale: factor of the products; by default head_dim ** -0.5.
         causal: exclude keys after the query.
         window: (left, right), as in `attention`.
+        visible: (first, end) of this rank's queries, [batch, heads, queries], as in `attention`,
+            counted in the keys of all ranks.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
         fused: of each block, as in `attention`.
@@ -593,13 +740,14 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
-        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused
+        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused, visible
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    first, end = _bounds(visible, sum(every))
     return context_parallel.attention(
         implementation,
         context_parallel.Ring(group, every),
@@ -608,6 +756,8 @@ def ring_attention(
         value,
         bias_tensor,
         _with_rank(mask, 4),
+        _with_rank(first, 3),
+        _with_rank(end, 3),
         sink_tensor,
         context_parallel.Options(
             scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)
@@ -622,6 +772,7 @@ def _softmax_over_last(
     bias: Tensor | None,
     causal: bool,
     window: Window | None,
+    visible: Ranges | None,
     sink: Tensor | float | None,
     dtype: torch.dtype | None,
     return_lse: bool,
@@ -629,7 +780,10 @@ def _softmax_over_last(
 ) -> tuple[Tensor, Tensor]:
     implementation = autograd.softmax.REFERENCE
     reasons_against = dispatch.reasons_against_fused_softmax
-    if _is_fused(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype):
+    first, end = _bounds(visible, scores.shape[-1])
+    if _is_fused(
+        fused, reasons_against, scores, scale, mask, bias, causal, window, dtype, (first, end)
+    ):
         implementation = ops.softmax.IMPLEMENTATION
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
@@ -654,6 +808,8 @@ def _softmax_over_last(
         causal,
         left,
         right,
+        first,
+        end,
         sink_tensor,
         sink_value,
         _dtype_of_probabilities(scores, dtype),
@@ -684,6 +840,7 @@ def _softmax_over_earlier(
         _moved_to_last(mask, dim, scores.dim()),
         _moved_to_last(bias, dim, scores.dim()),
         False,
+        None,
         None,
         sink,
         dtype,
@@ -729,6 +886,8 @@ def _softmax_of_columns(
         False,
         -1,
         -1,
+        None,
+        None,
         None,
         None,
         _dtype_of_probabilities(scores, dtype),
@@ -894,6 +1053,42 @@ def _operands(
     if implementation is ops.attention.IMPLEMENTATION:
         bias, sink = _as_kernels_take_it(query, bias, sink)
     return _with_rank(bias, rank), sink
+
+
+def _bounds(visible: Ranges | None, keys: int) -> Ranges:
+    """Both in int32."""
+    if visible is None:
+        return None, None
+    first, end = visible
+    return _bound(first, keys), _bound(end, keys)
+
+
+def _bound(bound: Tensor | None, keys: int) -> Tensor | None:
+    if bound is None or bound.dtype == torch.int32:
+        return bound
+    return bound.clamp(0, keys).to(torch.int32)
+
+
+def _mask_operands(
+    implementation: Implementation,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | TileMask | None,
+    visible: Ranges | None,
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """The mask, its note and its block as the implementation takes them."""
+    if not isinstance(mask, TileMask):
+        return _with_rank(mask, 4), None, 1
+    queries, keys = query.shape[2], key.shape[2]
+    if implementation is not ops.attention.IMPLEMENTATION:
+        return _with_rank(mask.tensor, 4), None, mask.block
+    if queries <= kernel_limits().attention["kMaxDecodeQueries"]:  # no tiles, so no blocks
+        return _with_rank(mask.to_mask(queries, keys), 4), None, 1
+    if visible is not None or not query.is_cuda or hasattr(query, "device_mesh"):
+        note = None
+    else:
+        note = mask.note(queries, keys, ops.attention.tile_note)
+    return _with_rank(mask.tensor, 4), note, mask.block
 
 
 def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:

@@ -335,7 +335,8 @@ def call_softmax(
     if bias is not None:
         bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
-    options = (False, *window, sink, sink_value, out)
+    visible = given.ranges(*shape[:-1], keys=columns) if is_ranged else (None, None)
+    options = (False, *window, *visible, sink, sink_value, out)
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
         excluded = given.mask(*given.beside(shape)) if mask else None

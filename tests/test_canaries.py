@@ -123,7 +123,8 @@ def test_softmax_forward(
         shape = (BATCHES, HEADS, QUERIES, length)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
-        options = (False, *window, sink, None, dtype, True)
+        visible = bounds(length, device) if beside == "mask" else (None, None)
+        options = (False, *window, *visible, sink, None, dtype, True)
         check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
 
 
@@ -142,7 +143,8 @@ def test_softmax_backward(
         bias = None
         if of_bias is not None:
             bias = normal(*SHAPES[of_bias](shape), device=device, dtype=dtype)
-        options = (False, *window, sink, None, dtype, bias is not None, True)
+        visible = bounds(length, device) if of_bias == "full" else (None, None)
+        options = (False, *window, *visible, sink, None, dtype, bias is not None, True)
         arguments = (gradient, probabilities, of_lse, lse, 0.7, bias, *options)
         check((OPS.softmax_backward, arguments), what=f"{length} keys")
 
@@ -221,7 +223,9 @@ def test_attention(
                 mask = coin(BATCHES, 1, 1 if number % 3 else queries, keys, device=device)
             sink = normal(HEADS, device=device)
             window = (-1, 0) if number % 3 == 1 else (-1, -1)
+            visible = bounds(keys, device, queries) if number % 4 == 2 else (None, None)
             options = (bias, mask, 0.3, False, *window, sink, None, of_bias == "relative")
+            options = (*options, *visible, None, 1)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
 

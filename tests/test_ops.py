@@ -62,6 +62,8 @@ FORWARD_CASES = {
     "sink": {"sink": (HEADS,), "return_lse": True},
     "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
     "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
+    "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "return_lse": True},
+    "end": {"visible": (None, (HEADS, 1)), "sink": (HEADS,), "return_lse": True, "causal": True},
     "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
 }
 
@@ -80,6 +82,7 @@ def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
         case.get("causal", False),
         case.get("left", -1),
         case.get("right", -1),
+        *bounds(device, *case.get("visible", (None, None))),
         floats("sink"),
         case.get("sink_value"),
         case.get("out", dtype),
@@ -87,7 +90,17 @@ def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
     )
 
 
-def backward_arguments(device, dtype=torch.float32, bias=None, sink=None, lse=True):
+def bounds(device, first, end):
+    """Ranges of these shapes, some empty, and some that reach beyond the keys."""
+    return (
+        None if first is None else torch.randint(-2, KEYS, first, device=device).int(),
+        None if end is None else torch.randint(0, KEYS + 3, end, device=device).int(),
+    )
+
+
+def backward_arguments(
+    device, dtype=torch.float32, bias=None, sink=None, lse=True, visible=(None, None)
+):
     def rows():
         return torch.randn(SHAPE[:-1], device=device, dtype=dtype, requires_grad=True)
 
@@ -103,6 +116,7 @@ def backward_arguments(device, dtype=torch.float32, bias=None, sink=None, lse=Tr
         False,
         -1,
         -1,
+        *bounds(device, *visible),
         None if sink is None else torch.randn(sink, device=device, dtype=dtype, requires_grad=True),
         None,
         dtype,
@@ -117,6 +131,7 @@ BACKWARD_CASES = {
     "bias": {"bias": (HEADS, 1, KEYS)},
     "sink": {"sink": (HEADS,)},
     "bias and one sink": {"bias": SHAPE, "sink": (1,)},
+    "visible": {"visible": ((QUERIES,), (BATCH, HEADS, QUERIES)), "bias": SHAPE, "sink": (HEADS,)},
 }
 
 
@@ -377,8 +392,8 @@ def test_vmap_of_the_plain_op(device):
     scores = torch.randn(4, QUERIES, KEYS, device=device)
 
     def op(example: Tensor) -> Tensor:
-        out = torch.float32
-        return softmax_forward(example, 1.0, None, None, True, -1, -1, None, None, out, False)[0]
+        options = (True, -1, -1, None, None, None, None, torch.float32, False)
+        return softmax_forward(example, 1.0, None, None, *options)[0]
 
     torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))
 

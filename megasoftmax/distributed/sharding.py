@@ -84,6 +84,8 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
                 scores=dim,
                 mask=_of_broadcast(given.mask, scores, dim),
                 bias=_of_broadcast(given.bias, scores, dim),
+                first=_of_broadcast(given.first, scores, dim, missing=1),
+                end=_of_broadcast(given.end, scores, dim, missing=1),
                 sink=_of_sink(given.sink, dim == scores.ndim - 3),
             ),
         )
@@ -106,6 +108,8 @@ def _softmax_backward(*args: Any) -> Iterator[_Split]:
                 lse_gradient=dim,
                 lse=dim,
                 bias=bias,
+                first=_of_broadcast(given.first, probabilities, dim, missing=1),
+                end=_of_broadcast(given.end, probabilities, dim, missing=1),
                 sink=_of_sink(given.sink, dim == probabilities.ndim - 3),
             ),
         )
@@ -166,6 +170,9 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
                 bias=_of_shared(given.bias, dim),
                 mask=_of_shared(given.mask, dim),
                 sink=_of_sink(given.sink, dim == 1),
+                first=_of_shared(given.first, dim),
+                end=_of_shared(given.end, dim),
+                note=_of_shared(given.note, dim),
             ),
         )
 
@@ -193,15 +200,18 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
                 bias=bias,
                 mask=_of_shared(given.mask, dim),
                 sink=_of_sink(given.sink, dim == 1),
+                first=_of_shared(given.first, dim),
+                end=_of_shared(given.end, dim),
+                note=_of_shared(given.note, dim),
             ),
         )
 
 
-def _of_broadcast(tensor: Any, scores: Any, dim: int) -> _Placement:
-    """Of what broadcasts to the scores, where they are split along a dimension."""
+def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int = 0) -> _Placement:
+    """Of what broadcasts to the scores, but for their last dimensions, where they are split."""
     if tensor is None:
         return None
-    own = dim - (scores.ndim - tensor.ndim)
+    own = dim - (scores.ndim - missing - tensor.ndim)
     return own if own >= 0 and tensor.shape[own] != 1 else _REPLICATED
 
 

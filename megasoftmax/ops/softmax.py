@@ -18,14 +18,14 @@ from megasoftmax.reference.softmax import (
 
 _forward = define(
     "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
-    "int window_left, int window_right, Tensor? sink, float? sink_value, ScalarType dtype, "
-    "bool return_lse) -> (Tensor, Tensor)",
+    "int window_left, int window_right, Tensor? first, Tensor? end, Tensor? sink, "
+    "float? sink_value, ScalarType dtype, bool return_lse) -> (Tensor, Tensor)",
 )
 _backward = define(
     "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
-    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? sink, "
-    "float? sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) "
-    "-> (Tensor, Tensor, Tensor)",
+    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? first, "
+    "Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, bool bias_gradient, "
+    "bool sink_gradient) -> (Tensor, Tensor, Tensor)",
 )
 
 # Below autograd.

@@ -52,15 +52,48 @@ def excluded_by_window(
     return (distance > right).logical_or_(distance < -left)
 
 
+def excluded_by_ranges(first: Tensor | None, end: Tensor | None, keys: int) -> Tensor | None:
+    """Bool [..., keys], True = before `first` or from `end` on; None when both are.
+
+    first, end: integers [...].
+    """
+    if first is None and end is None:
+        return None
+    given = first if end is None else end
+    assert given is not None
+    key = torch.arange(keys, device=given.device)
+    parts = (
+        None if first is None else key < first.unsqueeze(-1),
+        None if end is None else key >= end.unsqueeze(-1),
+    )
+    return union(*parts)
+
+
+def union(*parts: Tensor | None) -> Tensor | None:
+    """What is True in any of them; None where all are."""
+    found = None
+    for part in parts:
+        if part is not None:
+            found = part if found is None else found | part
+    return found
+
+
 def excluded_entries(
-    scores: Tensor, mask: Tensor | None, causal: bool, left: int, right: int
+    scores: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    left: int,
+    right: int,
+    first: Tensor | None,
+    end: Tensor | None,
 ) -> Tensor | None:
-    """Bool, broadcastable to `scores`, True = excluded by mask, causality or window; or None."""
-    queries = scores.shape[-2] if scores.dim() > 1 else 1
-    outside = excluded_by_window(queries, scores.shape[-1], causal, left, right, scores.device)
-    if mask is None or outside is None:
-        return outside if mask is None else mask
-    return mask | outside
+    """Bool, broadcastable to `scores`, True = excluded by mask, causality, window or range."""
+    queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
+    return union(
+        mask,
+        excluded_by_window(queries, keys, causal, left, right, scores.device),
+        excluded_by_ranges(first, end, keys),
+    )
 
 
 def sink_logit(
@@ -87,6 +120,8 @@ def softmax_forward(
     causal: bool,
     window_left: int,
     window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
     sink: Tensor | None,
     sink_value: float | None,
     dtype: torch.dtype,
@@ -102,6 +137,9 @@ def softmax_forward(
         causal: query i sees keys up to i + keys - queries.
         window_left: query i sees keys from i + keys - queries - window_left on; -1 = from 0 on.
         window_right: and up to i + keys - queries + window_right; -1 = up to the last.
+        first: int32, broadcastable to [..., heads, queries]: each query sees keys from there on; or
+            None, from 0 on. What lies outside of [0, keys] is cut.
+        end: likewise, and keys before it; None: up to the last.
         sink: [heads] or one element, a logit that joins the denominator; or None.
         sink_value: the same as a number; at most one of the two.
         dtype: of the probabilities.
@@ -111,9 +149,9 @@ def softmax_forward(
         Probabilities, contiguous, of the shape of scores, in `dtype`. Log-sum-exp, natural, sink
         included, [..., heads, queries], float32 (float64 for float64 scores), or (0,).
 
-        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window
-        or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN or +inf
-        makes the visible part of a row NaN.
+        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window,
+        first, end or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN
+        or +inf makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
     # Without a bias it is differences of scores that are scaled: so no product overflows.
@@ -124,7 +162,7 @@ def softmax_forward(
     z = z * before if z.dtype == compute else z.to(compute).mul_(before)  # a copy in either case
     if bias is not None:
         z.add_(bias)
-    excluded = excluded_entries(scores, mask, causal, window_left, window_right)
+    excluded = excluded_entries(scores, mask, causal, window_left, window_right, first, end)
     has_sink = sink is not None or sink_value is not None
     can_be_empty = excluded is not None or bias is not None or has_sink
     highest = None
@@ -175,6 +213,8 @@ def softmax_backward(
     causal: bool,
     window_left: int,
     window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
     sink: Tensor | None,
     sink_value: float | None,
     dtype: torch.dtype,
@@ -195,8 +235,8 @@ def softmax_backward(
         lse: what `softmax_forward` returned; needed for the gradient of the sink only.
         scale: as in `softmax_forward`.
         bias: read for its shape and dtype only.
-        causal, window_left, window_right: as in `softmax_forward`. What they exclude has
-            probability 0, so that nothing depends on them here; kernels skip it.
+        causal, window_left, window_right, first, end: as in `softmax_forward`. What they exclude
+            has probability 0, so that nothing depends on them here; kernels skip it.
         sink, sink_value: as in `softmax_forward`.
         dtype: of the scores and of their gradient.
         bias_gradient, sink_gradient: whether these are asked for.
@@ -240,7 +280,7 @@ def softmax_columns_forward(
         float32 (float64 for float64 scores), or (0,).
     """
     probabilities, lse = softmax_forward(
-        scores.mT, scale, None, None, False, -1, -1, None, None, dtype, return_lse
+        scores.mT, scale, None, None, False, -1, -1, None, None, None, None, dtype, return_lse
     )
     return probabilities.mT.contiguous(), lse
 
@@ -272,6 +312,8 @@ def softmax_columns_backward(
         False,
         -1,
         -1,
+        None,
+        None,
         None,
         None,
         dtype,
