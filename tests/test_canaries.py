@@ -18,7 +18,7 @@ OPS = torch.ops.megasoftmax
 LENGTHS = (1, 7, 8, 9, 33, 257, 2049)
 BATCHES, HEADS, QUERIES = 2, 2, 3
 CANARIES = 64  # elements before and behind a tensor
-CANARY = {torch.bool: True, torch.int64: 2**62}  # of other types: NaN
+CANARY = {torch.bool: True, torch.int32: 2**30, torch.int64: 2**62}  # of other types: NaN
 
 # Elements before the first one, from a multiple of 16 bytes on, between rows, and behind the last.
 LAYOUTS = {
@@ -108,6 +108,15 @@ def mask_and_bias(
     bias_dtype = torch.float32 if is_float else dtype
     bias = normal(*SHAPES[of_bias](shape), device=device, dtype=bias_dtype) if of_bias else None
     return mask, bias
+
+
+def bounds(keys: int, device: str, queries: int = QUERIES) -> tuple[Tensor, Tensor]:
+    """Ranges, some of them empty, and some that reach beyond the keys."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (BATCHES, 1, queries)
+    first = torch.randint(-2, keys + 2, shape, generator=generator)
+    length = torch.randint(-2, keys + 2, shape, generator=generator)
+    return first.int().to(device), (first + length).int().to(device)
 
 
 # Rows and columns

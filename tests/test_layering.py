@@ -55,7 +55,7 @@ LAYERS = {
         "ranges",
     },
     "layers": {"functional"},
-    "modules": {"arguments", "biases", "dispatch", "functional"},
+    "modules": {"arguments", "biases", "dispatch", "functional", "masks"},
     "megasoftmax": {
         "biases",
         "dispatch",

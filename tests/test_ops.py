@@ -62,7 +62,7 @@ FORWARD_CASES = {
     "sink": {"sink": (HEADS,), "return_lse": True},
     "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
     "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
-    "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "return_lse": True},
+    "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "mask": (BATCH, 1, QUERIES, KEYS)},
     "end": {"visible": (None, (HEADS, 1)), "sink": (HEADS,), "return_lse": True, "causal": True},
     "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
 }

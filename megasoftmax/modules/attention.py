@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from megasoftmax import arguments, biases, functional
-from megasoftmax.arguments import Window
+from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
+from megasoftmax.masks import TileMask
 
 
 class FusedAttention(torch.nn.Module):
@@ -94,7 +95,8 @@ class FusedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         bias: Tensor | RelativeBias | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | TileMask | None = None,
+        visible: Ranges | None = None,
     ) -> Tensor:
         """Attention of heads that come before the tokens: [batch, heads, tokens, head_dim].
 
@@ -105,7 +107,9 @@ class FusedAttention(torch.nn.Module):
             bias: added to the scaled scores, see `megasoftmax.attention`; differentiable. Where
                 the module has a bias of its own the sum of the two is written, with heads 1 or as
                 many as the module's: [heads, m, n] values, unless this one is a RelativeBias too.
-            mask: bool, True = excluded, broadcastable to [batch, heads, m, n].
+            mask: bool, True = excluded, broadcastable to [batch, heads, m, n]; or a `TileMask`.
+            visible: (first, end), the range of keys that each query sees, broadcastable to
+                [batch, heads, m], as in `megasoftmax.attention`.
 
         Returns:
             [batch, heads, m, dv] of the type of query; in memory [batch, m, heads, dv].
@@ -113,7 +117,8 @@ class FusedAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
-        return functional.attention(query, key, value, **self._options(query, key, bias, mask))
+        options = self._options(query, key, bias, mask, visible)
+        return functional.attention(query, key, value, **options)
 
     def why_not_fused(
         self,
@@ -121,14 +126,15 @@ class FusedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         bias: Tensor | RelativeBias | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | TileMask | None = None,
+        visible: Ranges | None = None,
     ) -> tuple[Reason, ...]:
         """Why `forward` of the same arguments would not run fused; empty: it would.
 
         Raises:
             TypeError, ValueError: as `forward` would.
         """
-        options = self._options(query, key, bias, mask)
+        options = self._options(query, key, bias, mask, visible)
         return functional.why_not_fused(functional.attention, query, key, value, **options)
 
     def extra_repr(self) -> str:
@@ -145,7 +151,12 @@ class FusedAttention(torch.nn.Module):
         return ", ".join([str(self.heads), *shown])
 
     def _options(
-        self, query: Tensor, key: Tensor, bias: Tensor | RelativeBias | None, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        bias: Tensor | RelativeBias | None,
+        mask: Tensor | TileMask | None,
+        visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
         arguments.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
@@ -161,6 +172,7 @@ class FusedAttention(torch.nn.Module):
             "scale": self.scale,
             "causal": self.causal,
             "window": self.window,
+            "visible": visible,
             "sink": self.sink,
         }
 
