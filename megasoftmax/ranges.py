@@ -182,11 +182,10 @@ def chunks(size: int, tokens: int, *, device: torch.device | str | None = None) 
     """
     arguments.check_count("size", size, 1)
     arguments.check_count("tokens", tokens)
+    size = min(size, max(tokens, 1))
     position = torch.arange(tokens, device=device, dtype=torch.int32)
-    first = position - position % size
-    return first.view(1, 1, tokens), (first + min(size, tokens)).clamp(max=tokens).view(
-        1, 1, tokens
-    )
+    first = (position - position % size).view(1, 1, tokens)
+    return first, (first + size).clamp(max=tokens)
 
 
 def prefix(n: Tensor, tokens: int) -> tuple[None, Tensor]:
