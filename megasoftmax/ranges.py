@@ -112,9 +112,10 @@ def segments(ids: Tensor) -> Range:
     differs = ids[:, 1:] != ids[:, :-1]
     pad = torch.nn.functional.pad
     begins = pad(position[:, 1:].where(differs, 0), (1, 0))
-    ends = pad(position[:, 1:].where(differs, tokens), (0, 1), value=tokens)
+    # Less the tokens: torch.compile makes a constant of a number that `where` or `pad` fills in.
+    ends = pad((position[:, 1:] - tokens).where(differs, 0), (0, 1))
     first = begins.cummax(-1).values
-    end = ends.flip(-1).cummin(-1).values.flip(-1)
+    end = ends.flip(-1).cummin(-1).values.flip(-1) + tokens
     return first.unsqueeze(1), end.unsqueeze(1)
 
 
