@@ -615,22 +615,11 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, NotImplementedError: as `attention`.
     """
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
-    window = arguments.checked_window("window", window)
-    tokens = query.shape[0]
-    if bias is not None:
-        surplus = tokens - (bias.table.shape[-1] + 1) // 2
-        bias = RelativeBias(torch.nn.functional.pad(bias.table, (surplus, surplus)))
+    tensors, limits = _as_one_batch(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
+    )
     output, lse = attention(
-        *(each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)),
-        bias=bias,
-        scale=scale,
-        visible=ranges.of_documents(cu_seqlens_q, cu_seqlens_k, tokens, causal, window),
-        sink=sink,
-        return_lse=True,
-        fused=fused,
+        *tensors, **limits, scale=scale, sink=sink, return_lse=True, fused=fused
     )
     output = output.squeeze(0).transpose(0, 1)
     return (output, lse.squeeze(0)) if return_lse else output
@@ -640,8 +629,8 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
-        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`, or a
-            module of this package.
+        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`,
+            `megasoftmax.attention_varlen`, or a module of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
@@ -656,11 +645,13 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
         return _topk_reasons(*args, **kwargs)
     if function is attention:
         return _attention_reasons(*args, **kwargs)
+    if function is attention_varlen:
+        return _varlen_reasons(*args, **kwargs)
     if hasattr(function, "why_not_fused"):
         return function.why_not_fused(*args, **kwargs)
     raise TypeError(
-        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention "
-        f"or a module of megasoftmax, got {function!r}"
+        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
+        f"megasoftmax.attention_varlen or a module of megasoftmax, got {function!r}"
     )
 
 
@@ -1022,6 +1013,50 @@ def _attention_reasons(
 
 
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
+
+
+def _varlen_reasons(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    bias: RelativeBias | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    **options: Any,
+) -> tuple[Reason, ...]:
+    tensors, limits = _as_one_batch(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
+    )
+    return _attention_reasons(*tensors, **limits, **options)
+
+
+def _as_one_batch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    bias: RelativeBias | None,
+    causal: bool,
+    window: Window | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """From what `attention_varlen` takes: query, key and value of `attention`, and its limits."""
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
+    if causal is not False and causal is not True:
+        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+    window = arguments.checked_window("window", window)
+    tokens = query.shape[0]
+    if bias is not None:
+        surplus = tokens - (bias.table.shape[-1] + 1) // 2
+        bias = RelativeBias(torch.nn.functional.pad(bias.table, (surplus, surplus)))
+    visible = ranges.of_documents(cu_seqlens_q, cu_seqlens_k, tokens, causal, window)
+    query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    return (query, key, value), {"bias": bias, "visible": visible}
 
 
 def _attention_implementation(

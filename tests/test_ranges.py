@@ -33,7 +33,8 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any)
 
 
 def check_softmax(scores: Tensor, **arguments: Any) -> Any:
-    fused = True if scores.is_cuda else None
+    # Leading dimensions of a range of fewer dimensions do not merge.
+    fused = True if scores.is_cuda and scores.dim() < 5 else None
     return oracle.check(functools.partial(megasoftmax.softmax, fused=fused), scores, **arguments)
 
 
@@ -397,7 +398,7 @@ def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
     """Of ranges that each example has, or all share; and gradients of each example."""
     softmax, attention, _ = functions
     examples, dtype = 3, dtype_of(device)
-    scores = normal(examples, 2, 4, 5, 13, device=device, dtype=dtype)[:, :, :, :, :]
+    scores = normal(examples, 2, 4, 5, 13, device=device, dtype=dtype)
     given = [
         torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype, lengths=(5, 13))
     ]
@@ -783,6 +784,17 @@ def test_varlen(documents: str, options: dict[str, Any], device: str) -> None:
         torch.testing.assert_close(actual, wanted, **tolerance)
 
 
+def test_why_varlen_is_not_fused(device: str) -> None:
+    given = [normal(7, 2, dim, device=device, dtype=torch.float16) for dim in (512, 512, 64)]
+    cu_seqlens = torch.tensor([0, 3, 7], device=device)
+    reasons = megasoftmax.why_not_fused(
+        megasoftmax.attention_varlen, *given, cu_seqlens, causal=True, sink=0.5
+    )
+    assert "head dimension of query and key" in [each.constraint for each in reasons]
+    with pytest.raises(ValueError, match=r"fused: cannot be True here\. .*head dimension of query"):
+        megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
+
+
 @pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
 def test_varlen_with_a_relative_bias(columns: int, device: str) -> None:
     """A table of fewer distances than there are has 0 for the others."""
@@ -1066,6 +1078,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (of_varlen(CU, shapes=((7, 2, 8), (7, 2, 9), (7, 2, 8))), ValueError, "key: expected shape"),
     (of_varlen(CU, window=(-2, 0)), ValueError, "window"),
+    (of_varlen(CU, causal=1), TypeError, "causal: expected a bool, got int"),
     (of_varlen(CU, bias=TABLE), TypeError, "bias: expected None or a RelativeBias, got a tensor"),
     (
         of_varlen(CU, CU.clone(), bias=RelativeBias(TABLE)),
