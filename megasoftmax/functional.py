@@ -1027,10 +1027,10 @@ def _varlen_reasons(
     window: Window | None = None,
     **options: Any,
 ) -> tuple[Reason, ...]:
-    tensors, limits = _as_one_batch(
+    (query, key, value), limits = _as_one_batch(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
-    return _attention_reasons(*tensors, **limits, **options)
+    return _attention_reasons(query, key, value, **limits, **options)
 
 
 def _as_one_batch(
