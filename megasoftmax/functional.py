@@ -996,10 +996,11 @@ def _attention_reasons(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
@@ -1007,7 +1008,9 @@ def _attention_reasons(
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
-    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    arguments.check_attention(
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+    )
     scale = _attention_scale(query, scale)
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
 
