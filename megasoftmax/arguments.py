@@ -222,7 +222,7 @@ def check_varlen(
             f"bias: expected as many keys as queries, {query.shape[0]}, got {key.shape[0]}"
         )
     _check_floating("bias.table", bias.table)
-    if bias.table.dim() < 2 or bias.table.shape[-1] % 2 == 0:
+    if bias.table.shape[-1] % 2 == 0:
         raise ValueError(
             "bias.table: expected [heads, 2 * length - 1] or [batch, heads, 2 * length - 1], "
             f"got shape {tuple(bias.table.shape)}"

@@ -1098,10 +1098,10 @@ def _bounds(visible: Ranges | None, keys: int) -> Ranges:
     if visible is None:
         return None, None
     first, end = visible
-    return _bound(first, keys), _bound(end, keys)
+    return _as_int32(first, keys), _as_int32(end, keys)
 
 
-def _bound(bound: Tensor | None, keys: int) -> Tensor | None:
+def _as_int32(bound: Tensor | None, keys: int) -> Tensor | None:
     if bound is None or bound.dtype == torch.int32:
         return bound
     return bound.clamp(0, keys).to(torch.int32)
