@@ -1,17 +1,16 @@
 """attention: autograd, torch.compile, export, vmap, checkpoints, streams and CUDA graphs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import op_checks
 import pytest
 import torch
 from einops import repeat
-from inputs import bits_equal
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
-from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
 from megasoftmax import RelativeBias, autograd, dispatch, ops, reference
@@ -41,9 +40,10 @@ def dtype_on(device):
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def assert_close(actual, expected, dtype):
-    tolerance = {} if dtype != torch.bfloat16 else {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close(actual, expected, **tolerance)
+def assert_close_on(device):
+    """assert_close(found, wanted) with the tolerance of the type of `dtype_on`."""
+    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+    return functools.partial(torch.testing.assert_close, **tolerance)
 
 
 def make_inputs(device="cpu", dtype=None):
@@ -247,23 +247,18 @@ def test_gradients_of_forward(case):
 def test_ops_agree_between_cpu_and_gpu(case):
     assert library.load().available
     torch.manual_seed(0)
-    on_cpu = forward_arguments("cpu", torch.bfloat16, **CASES[case])
-    on_gpu = [
-        each.detach().cuda().requires_grad_(each.requires_grad)
-        if isinstance(each, Tensor)
-        else each
-        for each in on_cpu
-    ]
-    results = []
-    for arguments in (on_cpu, on_gpu):
+    arguments = forward_arguments("cpu", torch.bfloat16, **CASES[case])
+
+    def op(*arguments: Any) -> tuple[Tensor, Tensor]:
         output, statistics = attention_forward(*arguments)
-        left = statistics[2].isfinite()
-        loss = (output.float() * torch.linspace(-1, 1, VALUE_DIM, device=output.device)).sum()
-        inputs = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
-        loss = loss + statistics[2].masked_fill(~left, 0).sum()
-        found = torch.autograd.grad(loss, inputs)
-        results.append((output, statistics.masked_fill(~left, 0), *found))
-    for cpu, gpu in zip(*results, strict=True):
+        return output, statistics.masked_fill(~statistics[2].isfinite(), 0)
+
+    def loss(results: tuple[Tensor, Tensor]) -> Tensor:
+        output, statistics = results
+        weights = torch.linspace(-1, 1, VALUE_DIM, device=output.device)
+        return (output.float() * weights).sum() + statistics[2].sum()
+
+    for cpu, gpu in op_checks.on_cpu_and_gpu(op, loss, arguments):
         assert cpu.stride() == gpu.stride()
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=0.02, atol=0.02)
 
@@ -378,14 +373,10 @@ def test_types_of_bias_and_sink(attention, device, bias_dtype):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(attention, device, dynamic, monkeypatch):
     *inputs, mask = make_inputs(device)
-    function = full_call(attention, mask)
-    backend = "aot_eager" if device == "cpu" else "inductor"
     if torch.__version__.startswith("2.11."):  # see docs/limits.md
         monkeypatch.setattr(inductor_config.triton, "coalesce_tiling_analysis", False)
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    expected = gradients_of(function, *inputs)
-    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-        assert_close(actual, wanted, inputs[0].dtype)
+    function = full_call(attention, mask)
+    op_checks.check_compiled(function, gradients_of, inputs, dynamic, assert_close_on(device))
 
 
 def test_compiled_in_blocks(monkeypatch):
@@ -395,23 +386,17 @@ def test_compiled_in_blocks(monkeypatch):
     torch.compiler.reset()
     *inputs, mask = make_inputs()
     function = full_call(functools.partial(megasoftmax.attention, fused=False), mask)
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    expected = gradients_of(function, *inputs)
-    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-        assert_close(actual, wanted, inputs[0].dtype)
+    op_checks.check_compiled(function, gradients_of, inputs, dynamic=True)
 
 
 def test_compiled_once_for_all_lengths(attention, device):
-    backend = CompileCounterWithBackend("aot_eager")
-
-    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor) -> Tensor:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor
+    ) -> tuple[Tensor]:
         one = attention(query, key, value, bias=bias, causal=True)
-        return one + attention(query, key, value, bias=RelativeBias(table), window=(3, -1))
+        return (one + attention(query, key, value, bias=RelativeBias(table), window=(3, -1)),)
 
-    function = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    compilations = set()
-    dtype = dtype_on(device)
-    for batch, queries, keys in ((3, 5, 7), (5, 6, 9), (6, 9, 12)):
+    def draw(batch: int, queries: int, keys: int) -> list[Tensor]:
         shapes = [
             (batch, HEADS, queries, DIM),
             (batch, KEY_HEADS, keys, DIM),
@@ -419,16 +404,10 @@ def test_compiled_once_for_all_lengths(attention, device):
             (1, HEADS, queries, keys),
             (HEADS, queries + keys - 1),
         ]
-        inputs = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
-        actual, expected = function(*inputs), call(*inputs)
-        assert_close(actual, expected, dtype)
-        found = (
-            torch.autograd.grad(each.float().square().sum(), inputs) for each in (actual, expected)
-        )
-        for one, other in zip(*found, strict=True):
-            assert_close(one, other, dtype)
-        compilations.add(backend.frame_count)
-    assert len(compilations) == 1
+        dtype = dtype_on(device)
+        return [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+
+    op_checks.check_compiled_once(call, draw, assert_close_on(device))
 
 
 class Attention(torch.nn.Module):
@@ -458,7 +437,7 @@ def test_export(attention, device, strict):
         strict=strict,
     )
     more = [torch.cat([each, each, each]) for each in inputs]
-    assert_close(program.module()(*more), module(*more), query.dtype)
+    assert_close_on(device)(program.module()(*more), module(*more))
 
 
 @pytest.mark.parametrize("through_ops", ["fused"], indirect=True)
@@ -477,7 +456,6 @@ NAMES = ("query", "key", "value", "bias", "table", "sink", "mask")
     "batched", ["query", "key", "value", "bias", "table", "sink", "mask", "all"]
 )
 def test_vmap(attention, device, batched):
-    examples = 3
     inputs, dims = [], []
     for position, (name, each) in enumerate(zip(NAMES, make_inputs(device), strict=True)):
         is_batched = batched in (name, "all")
@@ -498,27 +476,17 @@ def test_vmap(attention, device, batched):
 
         return torch.func.grad(loss, argnums=tuple(range(6)))(*inputs[:-1])
 
-    def example(i: int) -> list[Tensor]:
-        return [
-            each if dim is None else each.select(dim, i)
-            for each, dim in zip(inputs, dims, strict=True)
-        ]
-
     for each in (function, gradient):
-        found = torch.vmap(each, in_dims=tuple(dims))(*inputs)
-        expected = [each(*example(i)) for i in range(examples)]
-        for actual, *wanted in zip(found, *expected, strict=True):
-            assert_close(actual, torch.stack(wanted), inputs[0].dtype)
+        op_checks.check_vmap(each, inputs, dims, assert_close_on(device))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_vmap_of_the_plain_ops(case, device):
-    given = detached(forward_arguments(device, **CASES[case]))
-    query = torch.stack([given[0], -given[0], 2 * given[0]])
-    found = torch.vmap(lambda x: attention_forward(x, *given[1:]))(query)
-    expected = [attention_forward(x, *given[1:]) for x in query]
-    for actual, *wanted in zip(found, *expected, strict=True):
-        assert_close(actual, torch.stack(wanted), query.dtype)
+    query, *rest = detached(forward_arguments(device, **CASES[case]))
+    queries = torch.stack([query, -query, 2 * query])
+    op_checks.check_vmap(
+        lambda x: attention_forward(x, *rest), [queries], [0], assert_close_on(device)
+    )
 
 
 def test_second_derivatives_by_transforms():
@@ -536,27 +504,21 @@ def test_second_derivatives_by_transforms():
 # Training
 
 
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(attention, through_ops, device, reentrant):
     *inputs, mask = make_inputs(device)
-    function = full_call(attention, mask)
-
-    def again(*tensors: Tensor) -> Any:
-        return checkpoint(function, *tensors, use_reentrant=reentrant)
-
-    found = []
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(through_ops)  # cuBLAS would ask for a setting
-    try:
-        for each in (again, function):
-            for tensor in inputs:
-                tensor.grad = None
-            loss_of(each(*inputs)).backward()  # reentrant checkpoints refuse autograd.grad
-            found.append([tensor.grad for tensor in inputs])
-    finally:
-        torch.use_deterministic_algorithms(before)
-    for one, other in zip(*found, strict=True):
-        assert bits_equal(one, other)
+    with deterministic(through_ops):  # for the reference cuBLAS would ask for a setting
+        op_checks.check_checkpoint(full_call(attention, mask), loss_of, inputs, reentrant)
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
@@ -570,8 +532,7 @@ def test_autocast_changes_nothing_but_types(attention, device, cast, backward_to
     with torch.autocast(device, dtype=cast, enabled=backward_too):
         found = torch.autograd.grad(actual.float().square().sum(), (query, key, value))
     assert actual.equal(expected)
-    for one, other in zip(found, wanted, strict=True):
-        assert_close(one, other, query.dtype)
+    op_checks.assert_all_close(found, wanted, assert_close_on(device))
 
 
 # CUDA
@@ -583,19 +544,12 @@ def random_halves(*shapes, **options):
 
 @pytest.mark.gpu
 def test_side_stream():
-    """The input is ready late on the side stream: work on another stream would come too early."""
-    query = torch.zeros(2, 8, 512, 64, device="cuda", dtype=torch.bfloat16)
-    expected, key, value = random_halves(*[(2, 8, 512, 64)] * 3)
-    megasoftmax.attention(query, key, value, fused=True)
-    wanted = megasoftmax.attention(expected, key, value, fused=True)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        query.copy_(expected)
-        output = megasoftmax.attention(query, key, value, fused=True)
-    stream.synchronize()
-    assert torch.equal(output, wanted)
+    query, key, value = random_halves(*[(2, 8, 512, 64)] * 3)
+
+    def function(query: Tensor) -> Tensor:
+        return megasoftmax.attention(query, key, value, fused=True)
+
+    assert torch.equal(op_checks.on_late_input(function, query), function(query))
 
 
 @pytest.mark.gpu
@@ -613,25 +567,8 @@ def test_cuda_graph(lengths):
         loss = output.float().square().sum() + lse.sum()
         return output, lse, *torch.autograd.grad(loss, inputs)
 
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        for _ in range(2):  # what a launch leaves behind must suit the next
-            with torch.no_grad():
-                for each in inputs:
-                    each.copy_(torch.randn_like(each))
-            graph.replay()
-            for found, wanted in zip(captured, step(), strict=True):
-                assert found.equal(wanted)
-    finally:
-        torch.use_deterministic_algorithms(before)
+    with deterministic(True):
+        op_checks.check_cuda_graph(step, inputs)
 
 
 @pytest.mark.gpu
@@ -640,13 +577,9 @@ def test_never_synchronises(fused):
     *inputs, mask = make_inputs("cuda")
     function = full_call(functools.partial(megasoftmax.attention, fused=fused), mask)
     function(*inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with op_checks.without_synchronisation():
         outputs = function(*inputs)
         torch.autograd.grad(outputs, inputs, outputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu
@@ -654,12 +587,8 @@ def test_never_synchronises(fused):
 def test_other_device_is_current():
     *inputs, mask = make_inputs("cuda:1")
     function = full_call(megasoftmax.attention, mask)
-    actual = gradients_of(function, *inputs)
-    with torch.cuda.device(1):
-        expected = gradients_of(function, *inputs)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.device == torch.device("cuda:1")
-        assert_close(found, wanted, inputs[0].dtype)
+    run = functools.partial(gradients_of, function, *inputs)
+    op_checks.check_other_device(run, assert_close_on("cuda:1"))
 
 
 @pytest.mark.gpu

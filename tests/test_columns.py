@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import oracle
 import pytest
 import torch
@@ -653,18 +654,7 @@ def test_cuda_graph() -> None:
         p = megasoftmax.softmax(scores, dim=1, fused=True)
         return p, torch.autograd.grad(p, scores, g)[0]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    with torch.no_grad():
-        scores.copy_(torch.randn_like(scores))
-    graph.replay()
-    for found, wanted in zip(captured, run(), strict=True):
-        assert found.equal(wanted)
+    op_checks.check_cuda_graph(run, [scores])
 
 
 # Errors

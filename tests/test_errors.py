@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megasoftmax
+from megasoftmax import autograd
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (2, 3, 4, 5)
@@ -22,8 +23,37 @@ def bools(*shape):
     return torch.zeros(shape, dtype=torch.bool)
 
 
+VALID = {
+    "softmax": {"scores": floats(*SHAPE)},
+    "softmax_topk": {"logits": floats(*SHAPE), "k": 2},
+    "attention": {
+        "query": floats(2, 4, 3, 8),
+        "key": floats(2, 2, 5, 8),
+        "value": floats(2, 2, 5, 6),
+    },
+}
+
 # name: (arguments, exception, argument named, expected, actual)
-CASES = {
+SHARED_CASES = {
+    "scale is a tensor": (
+        {"scale": torch.tensor([0.5])},
+        TypeError,
+        "scale",
+        "a number",
+        "torch.float32",
+    ),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
+    "mask is additive": (
+        {"mask": floats(5)},
+        TypeError,
+        "mask",
+        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
+        "torch.float32; pass a mask that is added to the scores as bias=",
+    ),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
+    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
+}
+SOFTMAX_CASES = {
     "scores are a list": (
         {"scores": [[0.0]]},
         TypeError,
@@ -52,13 +82,6 @@ CASES = {
         "at least 1 dimension",
         "without dimensions",
     ),
-    "scale is a tensor": (
-        {"scale": torch.tensor([0.5])},
-        TypeError,
-        "scale",
-        "a number",
-        "torch.float32",
-    ),
     "scale elsewhere": (
         {"scale": torch.zeros((), device="meta")},
         TypeError,
@@ -74,15 +97,7 @@ CASES = {
         "a tensor that requires one",
     ),
     "scale is None": ({"scale": None}, TypeError, "scale", "a number", "NoneType"),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
     "scale is infinite": ({"scale": -math.inf}, ValueError, "scale", "a finite number", "-inf"),
-    "mask is additive": (
-        {"mask": floats(*SHAPE)},
-        TypeError,
-        "mask",
-        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
-        "torch.float32; pass a mask that is added to the scores as bias=",
-    ),
     "mask of bytes": (
         {"mask": torch.zeros(SHAPE, dtype=torch.uint8)},
         TypeError,
@@ -126,7 +141,6 @@ CASES = {
         "a tensor of float16, bfloat16, float32 or float64",
         "torch.int32",
     ),
-    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
     "bias of other queries": (
         {"bias": floats(3, 5, 5)},
         ValueError,
@@ -230,22 +244,9 @@ CASES = {
         "float16, bfloat16",
         "'float16'",
     ),
-    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_message_names_argument_expected_and_actual(case):
-    arguments, error, name, expected, actual = CASES[case]
-    pattern = f"^{name}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
-    arguments = {"scores": floats(*SHAPE)} | arguments
-    with pytest.raises(error, match=pattern):
-        megasoftmax.softmax(**arguments)
-    with pytest.raises(error, match=pattern):
-        megasoftmax.why_not_fused(megasoftmax.softmax, **arguments)
-
-
-# Of softmax_topk: what it shares with softmax is checked by the same code
 TOPK_CASES = {
     "logits are a list": ({"logits": [[0.0]]}, TypeError, "logits", "a tensor", "list"),
     "logits are integers": (
@@ -268,14 +269,6 @@ TOPK_CASES = {
     "k is None": ({"k": None}, TypeError, "k", "an integer from 0 to 5", "NoneType"),
     "k is negative": ({"k": -1}, ValueError, "k", "an integer from 0 to 5", "-1"),
     "k above V": ({"k": 6}, ValueError, "k", "an integer from 0 to 5", "6"),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
-    "mask is additive": (
-        {"mask": floats(*SHAPE)},
-        TypeError,
-        "mask",
-        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
-        "torch.float32; pass a mask that is added to the scores as bias=",
-    ),
     "mask of other columns": (
         {"mask": bools(4, 6)},
         ValueError,
@@ -290,7 +283,6 @@ TOPK_CASES = {
         "device cpu, as logits",
         "meta",
     ),
-    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
     "bias of other rows": (
         {"bias": floats(3, 5, 5)},
         ValueError,
@@ -306,43 +298,7 @@ TOPK_CASES = {
         "float16, bfloat16, float32 or float64",
         "torch.int8",
     ),
-    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
 }
-
-
-@pytest.mark.parametrize("case", TOPK_CASES)
-def test_message_of_topk(case):
-    arguments, error, name, expected, actual = TOPK_CASES[case]
-    pattern = f"^{name}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
-    arguments = {"logits": floats(*SHAPE), "k": 2} | arguments
-    with pytest.raises(error, match=pattern):
-        megasoftmax.softmax_topk(**arguments)
-    with pytest.raises(error, match=pattern):
-        megasoftmax.why_not_fused(megasoftmax.softmax_topk, **arguments)
-
-
-def test_options_of_topk_are_named():
-    with pytest.raises(TypeError, match="positional"):
-        megasoftmax.softmax_topk(floats(*SHAPE), 2, 0.5)
-
-
-def test_bad_input_of_topk_launches_nothing(monkeypatch):
-    def forbidden(*arguments):
-        raise AssertionError("something ran")
-
-    monkeypatch.setattr(megasoftmax.autograd.topk, "call", forbidden)
-    for arguments, error, *_ in TOPK_CASES.values():
-        with pytest.raises(error):
-            megasoftmax.softmax_topk(**({"logits": floats(*SHAPE), "k": 2} | arguments))
-
-
-# Of attention
-ATTENTION_SHAPES = {"query": (2, 4, 3, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 6)}
-
-
-def attention_arguments(**changes):
-    tensors = {name: floats(*shape) for name, shape in ATTENTION_SHAPES.items()}
-    return tensors | changes
 
 
 ATTENTION_CASES = {
@@ -432,21 +388,6 @@ ATTENTION_CASES = {
         "[2, 2, 5, value_dim]",
         "(2, 4, 5, 6)",
     ),
-    "scale is a tensor": (
-        {"scale": torch.tensor([0.5])},
-        TypeError,
-        "scale",
-        "a number",
-        "torch.float32",
-    ),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
-    "mask is additive": (
-        {"mask": floats(2, 4, 3, 5)},
-        TypeError,
-        "mask",
-        "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
-        "torch.float32; pass a mask that is added to the scores as bias=",
-    ),
     "mask of key heads": (
         {"mask": bools(2, 2, 3, 5)},
         ValueError,
@@ -461,7 +402,6 @@ ATTENTION_CASES = {
         "(2, 4, 3, 5)",
         "(2, 1, 1, 6)",
     ),
-    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
     "bias of bools": ({"bias": bools(3, 5)}, TypeError, "bias", "float16", "torch.bool"),
     "bias of other queries": (
         {"bias": floats(4, 5, 5)},
@@ -570,19 +510,46 @@ ATTENTION_CASES = {
         "device cpu, as query",
         "meta",
     ),
-    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
 }
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES)
-def test_message_of_attention(case):
-    arguments, error, name, expected, actual = ATTENTION_CASES[case]
+CASES = [
+    (function, case, expectation)
+    for function, cases in (
+        ("softmax", SOFTMAX_CASES),
+        ("softmax_topk", TOPK_CASES),
+        ("attention", ATTENTION_CASES),
+    )
+    for case, expectation in (SHARED_CASES | cases).items()
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "expectation"),
+    [(function, expectation) for function, _, expectation in CASES],
+    ids=[f"{function}: {case}" for function, case, _ in CASES],
+)
+def test_message_names_argument_expected_and_actual(function, expectation, monkeypatch):
+    """Nothing is computed before."""
+
+    def forbidden(*arguments):
+        raise AssertionError("something ran")
+
+    for module in (autograd.softmax, autograd.topk, autograd.attention):
+        monkeypatch.setattr(module, "call", forbidden)
+    arguments, error, name, expected, actual = expectation
     pattern = f"^{re.escape(name)}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
-    arguments = attention_arguments(**arguments)
+    called = getattr(megasoftmax, function)
     with pytest.raises(error, match=pattern):
-        megasoftmax.attention(**arguments)
+        called(**(VALID[function] | arguments))
     with pytest.raises(error, match=pattern):
-        megasoftmax.why_not_fused(megasoftmax.attention, **arguments)
+        megasoftmax.why_not_fused(called, **(VALID[function] | arguments))
+
+
+@pytest.mark.parametrize("function", VALID)
+def test_options_are_named(function):
+    with pytest.raises(TypeError, match="positional"):
+        getattr(megasoftmax, function)(*VALID[function].values(), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -645,27 +612,12 @@ def test_why_not_fused_names_the_function_that_was_asked_about(function, argumen
         megasoftmax.why_not_fused(function, *arguments, floats(*SHAPE), width=1)
 
 
-def test_options_of_attention_are_named():
-    with pytest.raises(TypeError, match="positional"):
-        megasoftmax.attention(*attention_arguments().values(), floats(3, 5))
-
-
-def test_bad_input_of_attention_launches_nothing(monkeypatch):
-    def forbidden(*arguments):
-        raise AssertionError("something ran")
-
-    monkeypatch.setattr(megasoftmax.autograd.attention, "call", forbidden)
-    for arguments, error, *_ in ATTENTION_CASES.values():
-        with pytest.raises(error):
-            megasoftmax.attention(**attention_arguments(**arguments))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["key", "value", "bias", "mask", "sink"])
 def test_attention_of_two_devices(name):
-    arguments = {each: tensor.cuda() for each, tensor in attention_arguments().items()}
+    arguments = {each: tensor.cuda() for each, tensor in VALID["attention"].items()}
     others = {"bias": floats(3, 5), "mask": bools(3, 5), "sink": floats(4)}
-    arguments[name] = (others | attention_arguments())[name]
+    arguments[name] = (others | VALID["attention"])[name]
     with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as query, got cpu"):
         megasoftmax.attention(**arguments)
 
@@ -684,26 +636,11 @@ def test_tensors_of_two_devices(arguments, name):
         megasoftmax.softmax(floats(*SHAPE).cuda(), **arguments)
 
 
-def test_options_are_named():
-    with pytest.raises(TypeError, match="positional"):
-        megasoftmax.softmax(floats(*SHAPE), 0.5)
-
-
 def test_fused_on_a_cpu_says_every_reason():
     with pytest.raises(ValueError, match=r"^fused: cannot be True here") as error:
         megasoftmax.softmax(floats(*SHAPE).double(), scale=0, fused=True)
     for reason in ("device: expected a CUDA device, got cpu", "torch.float64", "scale"):
         assert reason in str(error.value)
-
-
-def test_bad_input_launches_nothing(monkeypatch):
-    def forbidden(*arguments):
-        raise AssertionError("something ran")
-
-    monkeypatch.setattr(megasoftmax.autograd.softmax, "call", forbidden)
-    for arguments, error, *_ in CASES.values():
-        with pytest.raises(error):
-            megasoftmax.softmax(**({"scores": floats(*SHAPE)} | arguments))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,9 +45,9 @@ def run(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("name", "options"), [("train_gpt.py", TINY), ("generate.py", SAMPLE)])
-def test_example_runs_from_the_command_line(name, options, tmp_path):
-    command = [sys.executable, EXAMPLES / name, *options]
+def test_example_runs_from_the_command_line(tmp_path):
+    """In a process of its own, which finds the modules beside the example. Others run below."""
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *TINY]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "megasoftmax: " in result.stdout

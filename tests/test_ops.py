@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
 from megasoftmax import autograd, dispatch, ops
@@ -40,11 +39,16 @@ def make_inputs(device="cpu", dtype=torch.float32):
     return scores, bias, sink, mask
 
 
-def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-    probabilities, lse = function(*inputs)
+def loss_of(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    probabilities, lse = outputs
     loss = (probabilities.float() * WEIGHTS.to(probabilities.device)).sum()
-    loss = loss + lse.masked_fill(lse == -torch.inf, 0).square().sum()
-    return probabilities.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)
+    return loss + lse.masked_fill(lse == -torch.inf, 0).square().sum()
+
+
+def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+    outputs = function(*inputs)
+    gradients = torch.autograd.grad(loss_of(outputs), inputs)
+    return *(each.detach() for each in outputs), *gradients
 
 
 WEIGHTS = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
@@ -178,20 +182,13 @@ def test_sink_gradient_of_the_op_needs_lse():
 def test_ops_agree_between_cpu_and_gpu(case):
     assert library.load().available
     torch.manual_seed(0)
-    on_cpu = forward_arguments("cpu", **FORWARD_CASES[case])
-    on_gpu = [
-        each.detach().cuda().requires_grad_(each.requires_grad)
-        if isinstance(each, Tensor)
-        else each
-        for each in on_cpu
-    ]
-    results = []
-    for arguments in (on_cpu, on_gpu):
-        probabilities, lse = softmax_forward(*arguments)
-        loss = (probabilities.float() * WEIGHTS.to(probabilities.device)).sum() + lse.sum()
-        inputs = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
-        results.append((probabilities, lse, *torch.autograd.grad(loss, inputs)))
-    for cpu, gpu in zip(*results, strict=True):
+    arguments = forward_arguments("cpu", **FORWARD_CASES[case])
+
+    def loss(results: tuple[Tensor, Tensor]) -> Tensor:
+        probabilities, lse = results
+        return (probabilities.float() * WEIGHTS.to(probabilities.device)).sum() + lse.sum()
+
+    for cpu, gpu in op_checks.on_cpu_and_gpu(softmax_forward, loss, arguments):
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-3, atol=1e-5)
 
 
@@ -288,34 +285,19 @@ def test_nothing_is_recorded_without_need(softmax):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(softmax, device, dynamic):
     *inputs, mask = make_inputs(device)
-    function = full_call(softmax, mask)
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    expected = gradients_of(function, *inputs)
-    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    op_checks.check_compiled(full_call(softmax, mask), gradients_of, inputs, dynamic)
 
 
 def test_compiled_once_for_all_lengths(softmax, device):
-    backend = CompileCounterWithBackend("aot_eager")
+    def function(scores: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor]:
+        return (softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0)),)
 
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
-    def function(scores: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        return softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0))
-
-    compilations = set()
-    for batch, queries, keys in ((2, 5, 7), (3, 6, 9), (4, 9, 12)):
+    def draw(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
         scores = torch.randn(batch, HEADS, queries, keys, device=device, requires_grad=True)
         bias = torch.randn(1, HEADS, queries, keys, device=device, requires_grad=True)
-        mask = torch.rand(batch, 1, 1, keys, device=device) < 0.4
-        actual = function(scores, mask, bias)
-        expected = softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0))
-        torch.testing.assert_close(actual, expected)
-        found = (torch.autograd.grad(p.square().sum(), (scores, bias)) for p in (actual, expected))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
-        compilations.add(backend.frame_count)
-    assert len(compilations) == 1
+        return scores, torch.rand(batch, 1, 1, keys, device=device) < 0.4, bias
+
+    op_checks.check_compiled_once(function, draw)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -351,41 +333,19 @@ def test_export_contains_the_op(monkeypatch):
 
 @pytest.mark.parametrize("batched", ["scores", "mask", "bias", "sink", "all"])
 def test_vmap(softmax, device, batched):
-    examples = 3
-    names = ("scores", "mask", "bias", "sink")
     shapes = {
         "scores": (HEADS, QUERIES, KEYS),
         "mask": (QUERIES, KEYS),
         "bias": (1, KEYS),
         "sink": (HEADS,),
     }
-    dims = {name: 0 if batched in (name, "all") else None for name in names}
-    if batched in ("scores", "all"):
-        dims["scores"] = 2
-    inputs = []
-    for name in names:
-        shape = list(shapes[name])
-        if dims[name] is not None:
-            shape.insert(dims[name], examples)
-        values = torch.randn(shape, device=device)
-        inputs.append(values < -0.3 if name == "mask" else values)
 
     def function(scores: Tensor, mask: Tensor, bias: Tensor, sink: Tensor) -> Any:
         return softmax(
             scores, scale=0.5, mask=mask, bias=bias, causal=True, sink=sink, return_lse=True
         )
 
-    def each(i: int) -> Any:
-        return function(
-            *(
-                value if dims[name] is None else value.select(dims[name], i)
-                for name, value in zip(names, inputs, strict=True)
-            )
-        )
-
-    actual = torch.vmap(function, in_dims=tuple(dims.values()))(*inputs)
-    for found, *expected in zip(actual, *map(each, range(examples)), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected))
+    op_checks.check_vmap(function, *op_checks.draw_examples(shapes, batched, device))
 
 
 def test_vmap_of_the_plain_op(device):
@@ -416,17 +376,7 @@ def test_gradients_per_example(softmax, device, batched):
         probabilities, lse = softmax(scores, bias=bias, causal=True, sink=sink, return_lse=True)
         return probabilities.square().sum() + lse.sin().sum()
 
-    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
-    actual = torch.vmap(gradient, in_dims=dims)(scores, bias, sink)
-    for i in range(4):
-        example = [
-            value if dim is None else value.select(dim, i)
-            for value, dim in zip((scores, bias, sink), dims, strict=True)
-        ]
-        leaves = [value.detach().clone().requires_grad_() for value in example]
-        expected = torch.autograd.grad(loss(*leaves), leaves)
-        for found, wanted in zip(actual, expected, strict=True):
-            torch.testing.assert_close(found[i], wanted)
+    op_checks.check_gradients_per_example(loss, (scores, bias, sink), dims)
 
 
 def test_second_derivatives_by_transforms(softmax, device):
@@ -446,33 +396,14 @@ def test_second_derivatives_by_transforms(softmax, device):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(softmax, device, reentrant):
     *inputs, mask = make_inputs(device)
-    function = full_call(softmax, mask)
-    actual = gradients_of if not reentrant else _gradients_by_backward
-
-    def again(*tensors: Tensor) -> Any:
-        return checkpoint(function, *tensors, use_reentrant=reentrant)
-
-    for found, wanted in zip(actual(again, *inputs), actual(function, *inputs), strict=True):
-        assert found.equal(wanted)
-
-
-def _gradients_by_backward(function, *inputs):
-    """The same as `gradients_of`: reentrant checkpoints refuse autograd.grad."""
-    for each in inputs:
-        each.grad = None
-    probabilities, lse = function(*inputs)
-    (probabilities.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
-    return probabilities.detach(), lse.detach(), *(each.grad for each in inputs)
+    op_checks.check_checkpoint(full_call(softmax, mask), loss_of, inputs, reentrant)
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(softmax, device, cast):
     *inputs, mask = make_inputs(device)
-    expected = gradients_of(full_call(softmax, mask), *inputs)
-    with torch.autocast(device, dtype=cast):
-        actual = gradients_of(full_call(softmax, mask), *inputs)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.equal(wanted)
+    function = full_call(softmax, mask)
+    op_checks.check_autocast_changes_nothing(lambda: gradients_of(function, *inputs), device, cast)
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16, torch.float64])
@@ -496,18 +427,9 @@ def test_mixed_types(softmax, device, bias_dtype, sink_dtype):
 
 @pytest.mark.gpu
 def test_side_stream():
-    """The input is ready late on the side stream: work on another stream would come too early."""
-    scores = torch.zeros(64, 1024, device="cuda")
-    expected = torch.randn(64, 1024, device="cuda")
-    megasoftmax.softmax(scores, fused=True)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        scores.copy_(expected)
-        actual = megasoftmax.softmax(scores, fused=True)
-    stream.synchronize()
-    torch.testing.assert_close(actual, expected.softmax(-1))
+    scores = torch.randn(64, 1024, device="cuda")
+    actual = op_checks.on_late_input(lambda x: megasoftmax.softmax(x, fused=True), scores)
+    torch.testing.assert_close(actual, scores.softmax(-1))
 
 
 @pytest.mark.gpu
@@ -521,18 +443,7 @@ def test_cuda_graph():
         loss = (probabilities * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
         return probabilities, *torch.autograd.grad(loss, inputs)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        inputs[0].copy_(torch.randn(SHAPE))
-    graph.replay()
-    for found, wanted in zip(captured, step(), strict=True):
-        assert found.equal(wanted)
+    op_checks.check_cuda_graph(step, inputs[:1])
 
 
 @pytest.mark.gpu
@@ -540,34 +451,24 @@ def test_never_synchronises():
     *inputs, mask = make_inputs("cuda")
     function = full_call(megasoftmax.softmax, mask)
     function(*inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with op_checks.without_synchronisation():
         probabilities, lse = function(*inputs)
         torch.autograd.grad((probabilities, lse), inputs, (probabilities, lse))
         megasoftmax.softmax(inputs[0], mask=mask, sink=0.0, fused=False)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_other_device_is_current():
     *inputs, mask = make_inputs("cuda:1")
-    actual = gradients_of(full_call(megasoftmax.softmax, mask), *inputs)
-    with torch.cuda.device(1):
-        expected = gradients_of(full_call(megasoftmax.softmax, mask), *inputs)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.device == torch.device("cuda:1")
-        assert found.equal(wanted)
+    function = full_call(megasoftmax.softmax, mask)
+    op_checks.check_other_device(lambda: gradients_of(function, *inputs))
 
 
 def test_fused_path_calls_the_ops():
     arguments = forward_arguments("cpu", **FORWARD_CASES["sink value"])
     with torch.no_grad():
-        for found, wanted in zip(
+        op_checks.assert_all_equal(
             ops.softmax.IMPLEMENTATION.forward(*arguments),
             autograd.softmax.REFERENCE.forward(*arguments),
-            strict=True,
-        ):
-            assert found.equal(wanted)
+        )

@@ -81,11 +81,10 @@ def test_run_writes_a_row(tmp_path, capsys):
     assert "python benchmarks/soak.py" not in capsys.readouterr().out
 
 
-def test_run_in_processes(tmp_path):
-    outcomes = soak.in_processes(2, ["softmax"], "cpu", 2.0, FIRST)
-    tally = soak.soak(outcomes, ["softmax"], "cpu")["softmax"]
-    assert tally.configurations > 2
-    assert tally.failures == 0
+def test_run_in_processes():
+    outcomes = [*soak.in_processes(2, ["softmax"], "cpu", 0.5, FIRST)]
+    assert {(outcome.seed - FIRST) // soak.SEEDS for outcome in outcomes} == {0, 1}
+    assert not any(outcome.has_failed for outcome in outcomes)
 
 
 # Faults

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import op_checks
 import oracle
 import pytest
 import torch
@@ -1009,14 +1010,7 @@ def test_cuda_graph(columns: int) -> None:
         )
         return p, *torch.autograd.grad(p, (scores, bias, sink), g)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = op_checks.capture(run)
     for seed in (10, 20):
         with torch.no_grad():
             scores.copy_(normal(*shape, device="cuda", seed=seed))

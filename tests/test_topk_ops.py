@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
 from megasoftmax import autograd, dispatch, ops
@@ -187,21 +186,14 @@ def test_candidates_have_no_gradient():
 def test_ops_agree_between_cpu_and_gpu(case):
     assert library.load().available
     torch.manual_seed(0)
-    on_cpu = forward_arguments("cpu", **CASES[case])
-    on_gpu = [
-        each.detach().cuda().requires_grad_(each.requires_grad)
-        if isinstance(each, Tensor)
-        else each
-        for each in on_cpu
-    ]
-    results = []
-    for arguments in (on_cpu, on_gpu):
-        p, indices, statistics = topk_forward(*arguments)
-        loss = (p.float() * torch.linspace(-1, 1, p.shape[-1], device=p.device)).sum()
-        inputs = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
-        found = torch.autograd.grad(loss + statistics[2].sum(), inputs)
-        results.append((p, indices, statistics, *found))
-    for cpu, gpu in zip(*results, strict=True):
+    arguments = forward_arguments("cpu", **CASES[case])
+
+    def loss(results: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        p, _, statistics = results
+        weights = torch.linspace(-1, 1, p.shape[-1], device=p.device)
+        return (p.float() * weights).sum() + statistics[2].sum()
+
+    for cpu, gpu in op_checks.on_cpu_and_gpu(topk_forward, loss, arguments):
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
 
 
@@ -291,35 +283,19 @@ def test_mixed_types(topk, device, bias_dtype):
 def test_compile(topk, device, dynamic, renormalize):
     *inputs, mask = make_inputs(device)
     function = full_call(topk, mask, renormalize)
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    expected = gradients_of(function, *inputs)
-    for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    op_checks.check_compiled(function, gradients_of, inputs, dynamic)
 
 
 def test_compiled_once_for_all_lengths(topk, device):
-    backend = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
     def function(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return topk(logits, 4, scale=0.5, mask=mask, bias=bias)
 
-    compilations = set()
-    for batch, rows, columns in ((2, 5, 7), (3, 6, 9), (4, 9, 12)):
+    def draw(batch: int, rows: int, columns: int) -> tuple[Tensor, ...]:
         logits = torch.randn(batch, rows, columns, device=device, requires_grad=True)
         bias = torch.randn(1, rows, columns, device=device, requires_grad=True)
-        mask = torch.rand(batch, 1, columns, device=device) < 0.4
-        actual = function(logits, mask, bias)
-        expected = topk(logits, 4, scale=0.5, mask=mask, bias=bias)
-        torch.testing.assert_close(actual, expected)
-        found = (
-            torch.autograd.grad(p.square().sum(), (logits, bias)) for p, _ in (actual, expected)
-        )
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
-        compilations.add(backend.frame_count)
-    assert len(compilations) == 1
+        return logits, torch.rand(batch, 1, columns, device=device) < 0.4, bias
+
+    op_checks.check_compiled_once(function, draw)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -354,43 +330,17 @@ def test_export_contains_the_op(monkeypatch):
 
 @pytest.mark.parametrize("batched", ["logits", "mask", "bias", "all"])
 def test_vmap(topk, device, batched):
-    examples = 3
-    names = ("logits", "mask", "bias")
     shapes = {"logits": (2, ROWS, COLUMNS), "mask": (ROWS, COLUMNS), "bias": (1, COLUMNS)}
-    dims = {name: 0 if batched in (name, "all") else None for name in names}
-    if batched in ("logits", "all"):
-        dims["logits"] = 2
-    inputs = []
-    for name in names:
-        shape = list(shapes[name])
-        if dims[name] is not None:
-            shape.insert(dims[name], examples)
-        values = torch.randn(shape, device=device)
-        inputs.append(values < -0.3 if name == "mask" else values)
 
     def function(logits: Tensor, mask: Tensor, bias: Tensor) -> Any:
         return topk(logits, scale=0.5, mask=mask, bias=bias, return_lse=True)
 
-    def each(i: int) -> Any:
-        return function(
-            *(
-                value if dims[name] is None else value.select(dims[name], i)
-                for name, value in zip(names, inputs, strict=True)
-            )
-        )
-
-    actual = torch.vmap(function, in_dims=tuple(dims.values()))(*inputs)
-    for found, *expected in zip(actual, *map(each, range(examples)), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected))
+    op_checks.check_vmap(function, *op_checks.draw_examples(shapes, batched, device))
 
 
 def test_vmap_of_the_plain_ops(device):
-    arguments = forward_arguments(device)
-    logits, rest = arguments[0].detach(), arguments[1:]
-    found = torch.vmap(lambda x: topk_forward(x, *rest))(logits)
-    expected = [topk_forward(x, *rest) for x in logits]
-    for actual, *wanted in zip(found, *expected, strict=True):
-        torch.testing.assert_close(actual, torch.stack(wanted))
+    logits, *rest = forward_arguments(device)
+    op_checks.check_vmap(lambda x: topk_forward(x, *rest), [logits.detach()], [0])
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -409,16 +359,7 @@ def test_gradients_per_example(topk, device, batched, renormalize):
         p, _, lse = topk(logits, bias=bias, renormalize=renormalize, return_lse=True)
         return p.square().sum() + lse.sin().sum()
 
-    gradient = torch.func.grad(loss, argnums=(0, 1))
-    actual = torch.vmap(gradient, in_dims=dims)(logits, bias)
-    for i in range(4):
-        leaves = [
-            (value if dim is None else value.select(dim, i)).detach().clone().requires_grad_()
-            for value, dim in zip((logits, bias), dims, strict=True)
-        ]
-        expected = torch.autograd.grad(loss(*leaves), leaves)
-        for found, wanted in zip(actual, expected, strict=True):
-            torch.testing.assert_close(found[i], wanted)
+    op_checks.check_gradients_per_example(loss, (logits, bias), dims)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -443,29 +384,14 @@ def test_second_derivatives_by_transforms(topk, device, renormalize):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(topk, device, reentrant):
     *inputs, mask = make_inputs(device)
-    function = full_call(topk, mask)
-
-    def again(*tensors: Tensor) -> Any:
-        return checkpoint(function, *tensors, use_reentrant=reentrant)
-
-    found = []
-    for each in (again, function):
-        for tensor in inputs:
-            tensor.grad = None
-        loss_of(each(*inputs)).backward()  # reentrant checkpoints refuse autograd.grad
-        found.append([tensor.grad for tensor in inputs])
-    for one, other in zip(*found, strict=True):
-        assert one.equal(other)
+    op_checks.check_checkpoint(full_call(topk, mask), loss_of, inputs, reentrant)
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(topk, device, cast):
     *inputs, mask = make_inputs(device)
-    expected = gradients_of(full_call(topk, mask), *inputs)
-    with torch.autocast(device, dtype=cast):
-        actual = gradients_of(full_call(topk, mask), *inputs)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.equal(wanted)
+    function = full_call(topk, mask)
+    op_checks.check_autocast_changes_nothing(lambda: gradients_of(function, *inputs), device, cast)
 
 
 # CUDA
@@ -473,19 +399,12 @@ def test_autocast_changes_nothing(topk, device, cast):
 
 @pytest.mark.gpu
 def test_side_stream():
-    """The input is ready late on the side stream: work on another stream would come too early."""
-    logits = torch.zeros(64, 4096, device="cuda")
-    expected = torch.randn(64, 4096, device="cuda")
-    megasoftmax.softmax_topk(logits, 8, fused=True)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        logits.copy_(expected)
-        p, indices = megasoftmax.softmax_topk(logits, 8, fused=True)
-    stream.synchronize()
-    torch.testing.assert_close(p, expected.softmax(-1).gather(-1, indices))
-    assert torch.equal(indices, expected.sort(-1, descending=True).indices[:, :8])
+    logits = torch.randn(64, 4096, device="cuda")
+    p, indices = op_checks.on_late_input(
+        lambda x: megasoftmax.softmax_topk(x, 8, fused=True), logits
+    )
+    torch.testing.assert_close(p, logits.softmax(-1).gather(-1, indices))
+    assert torch.equal(indices, logits.sort(-1, descending=True).indices[:, :8])
 
 
 @pytest.mark.gpu
@@ -497,19 +416,7 @@ def test_cuda_graph(rows):
         p, indices, lse = megasoftmax.softmax_topk(logits, 20, return_lse=True, fused=True)
         return p, indices, lse, *torch.autograd.grad(p.square().sum() + lse.sum(), logits)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(2):  # what a launch leaves behind must suit the next
-        with torch.no_grad():
-            logits.copy_(torch.randn_like(logits))
-        graph.replay()
-        for found, wanted in zip(captured, step(), strict=True):
-            assert found.equal(wanted)
+    op_checks.check_cuda_graph(step, [logits])
 
 
 @pytest.mark.gpu
@@ -518,13 +425,9 @@ def test_never_synchronises(fused):
     *inputs, mask = make_inputs("cuda")
     function = full_call(lambda *a, **k: megasoftmax.softmax_topk(*a, **k, fused=fused), mask)
     function(*inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with op_checks.without_synchronisation():
         p, _, lse = function(*inputs)
         torch.autograd.grad((p, lse), inputs, (p, lse))
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu
@@ -532,20 +435,13 @@ def test_never_synchronises(fused):
 def test_other_device_is_current():
     *inputs, mask = make_inputs("cuda:1")
     function = full_call(megasoftmax.softmax_topk, mask)
-    actual = gradients_of(function, *inputs)
-    with torch.cuda.device(1):
-        expected = gradients_of(function, *inputs)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.device == torch.device("cuda:1")
-        assert found.equal(wanted)
+    op_checks.check_other_device(lambda: gradients_of(function, *inputs))
 
 
 def test_fused_path_calls_the_ops():
     arguments = forward_arguments("cpu", **CASES["broadcast bias"])
     with torch.no_grad():
-        for found, wanted in zip(
+        op_checks.assert_all_equal(
             ops.topk.IMPLEMENTATION.forward(*arguments),
             autograd.topk.REFERENCE.forward(*arguments),
-            strict=True,
-        ):
-            assert found.equal(wanted)
+        )

@@ -289,11 +289,20 @@ def test_bfloat16_is_as_accurate_as_eager(implementation, family, autocast, devi
     assert errors[0] < 0.02 * expected.abs().max()
 
 
-@pytest.mark.parametrize("member", ["gpt2", "llama", "gemma2", "bloom"])
-def test_compiles_without_graph_breaks(implementation, member):
-    if member in ("gemma2", "bloom") and implementation == "megasoftmax_softmax":
-        pytest.skip("takes long, and differs little")
-    ours, eager = build_pair(implementation, member)
+@pytest.mark.parametrize(
+    ("implementation", "member", "layers"),
+    [
+        (integration.NAME, "gpt2", {"n_layer": 1}),
+        (integration.NAME, "llama", {"num_hidden_layers": 1}),
+        (integration.NAME, "gemma2", {}),  # two kinds of layers
+        (integration.NAME, "bloom", {"n_layer": 1}),
+        (integration.SOFTMAX_NAME, "gpt2", {"n_layer": 1}),
+        (integration.SOFTMAX_NAME, "llama", {"num_hidden_layers": 1}),
+    ],
+)
+def test_compiles_without_graph_breaks(implementation, member, layers):
+    """One layer of a kind: each is traced by itself, and takes long."""
+    ours, eager = build_pair(implementation, member, **layers)
     torch.compiler.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     for padding in ("none", "left"):

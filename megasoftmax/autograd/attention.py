@@ -6,15 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax.autograd.function import (
-    Implementation,
-    Rules,
-    batch_first,
-    differentiable,
-    one_by_one,
-    plain_torch_only,
-    why_only_without_kernels,
-)
+from megasoftmax.autograd import function
 from megasoftmax.reference.attention import (
     BackwardArguments,
     ForwardArguments,
@@ -23,7 +15,7 @@ from megasoftmax.reference.attention import (
 )
 from megasoftmax.reference.softmax import sum_over_rows
 
-REFERENCE = Implementation(attention_forward, attention_backward)
+REFERENCE = function.Implementation(attention_forward, attention_backward)
 
 _COUNT = len(ForwardArguments._fields)
 _TENSORS = ("query", "key", "value", "bias", "mask", "sink", "first", "end", "note")
@@ -39,7 +31,7 @@ def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def gradients(
-    implementation: Implementation,
+    implementation: function.Implementation,
     ctx: Any,
     d_output: Tensor | None,
     d_statistics: Tensor | None,
@@ -95,7 +87,7 @@ def batch_forward(
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
     count = info.batch_size
     if dims.sink is not None:
-        return one_by_one(forward, count, in_dims, args), (0, 0)
+        return function.one_by_one(forward, count, in_dims, args), (0, 0)
     output, statistics = forward(*_examples_as_batches(given, dims, count))
     return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
 
@@ -107,7 +99,7 @@ def batch_backward(
     given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
     count = info.batch_size
     if dims.sink is not None:
-        return one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
+        return function.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
     outputs = backward(*_examples_as_batches(given, dims, count))
     asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
     return (
@@ -130,7 +122,7 @@ def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
         tensor, dim = getattr(given, name), getattr(dims, name)
         if tensor is None or (name in broadcast and dim is None and tensor.shape[0] == 1):
             return tensor
-        tensor = batch_first(tensor, dim, count)
+        tensor = function.batch_first(tensor, dim, count)
         if name == "statistics":
             return tensor.movedim(1, 0).flatten(1, 2)
         if name in broadcast:
@@ -143,8 +135,10 @@ def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
     return given._replace(**changed, note=None)
 
 
-FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
-IN_FORWARD_MODE = why_only_without_kernels("attention")
+FORWARD = function.Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
+IN_FORWARD_MODE = function.why_only_without_kernels("attention")
 
 # The reference's backward is differentiable by itself; that of the ops refuses.
-call = differentiable("Attention", FORWARD, plain_torch_only(REFERENCE, IN_FORWARD_MODE))
+call = function.differentiable(
+    "Attention", FORWARD, function.plain_torch_only(REFERENCE, IN_FORWARD_MODE)
+)

@@ -1,0 +1,255 @@
+"""What is asked of every op and its public function: GPUs, compilation, transforms, checkpoints.
+
+A function takes tensors and returns a tuple of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from inputs import bits_equal
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+Results = tuple[Tensor, ...]
+Function = Callable[..., Any]
+EXAMPLES = 3  # of a batch that vmap goes over
+
+
+def assert_equal(found: Tensor, wanted: Tensor) -> None:
+    assert found.equal(wanted)
+
+
+def assert_all_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    assert_all_close(found, wanted, assert_equal)
+
+
+def assert_all_close(
+    found: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
+) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+
+
+# Arguments
+
+
+def in_need(arguments: Sequence[Any]) -> list[Tensor]:
+    """The arguments that require a gradient."""
+    return [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+
+
+def on_cpu_and_gpu(
+    op: Function, loss_of: Callable[[Results], Tensor], arguments: Sequence[Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each result and each gradient of the loss by the op for CPUs, and by that for GPUs."""
+    on_gpu = [
+        each.detach().cuda().requires_grad_(each.requires_grad)
+        if isinstance(each, Tensor)
+        else each
+        for each in arguments
+    ]
+    found = []
+    for given in (arguments, on_gpu):
+        results = op(*given)
+        found.append((*results, *torch.autograd.grad(loss_of(results), in_need(given))))
+    return zip(*found, strict=True)
+
+
+def select(inputs: Sequence[Tensor], dims: Sequence[int | None], i: int) -> list[Tensor]:
+    """Example i of inputs that have their examples at `dims`, None where all share the tensor."""
+    return [
+        each if dim is None else each.select(dim, i) for each, dim in zip(inputs, dims, strict=True)
+    ]
+
+
+def draw_examples(
+    shapes: dict[str, tuple[int, ...]], batched: str, device: str
+) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """Inputs of these shapes and where their examples are.
+
+    `batched` names the input that has examples, or is "all". The first has them at 2, others at 0.
+    A "mask" is of bools.
+    """
+    inputs, dims = [], []
+    for position, (name, shape) in enumerate(shapes.items()):
+        dim = None if batched not in (name, "all") else 0 if position else 2
+        sizes = [*shape]
+        if dim is not None:
+            sizes.insert(dim, EXAMPLES)
+        values = torch.randn(sizes, device=device)
+        inputs.append(values < -0.3 if name == "mask" else values)
+        dims.append(dim)
+    return inputs, tuple(dims)
+
+
+# Compilation
+
+
+def check_compiled(
+    function: Function,
+    results: Callable[..., Results],
+    inputs: Sequence[Tensor],
+    dynamic: bool,
+    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
+) -> None:
+    """`results(function, *inputs)`, gradients among them, are those of the compiled function."""
+    backend = "inductor" if inputs[0].is_cuda else "aot_eager"
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    expected = results(function, *inputs)
+    assert_all_close(results(compiled, *inputs), expected, assert_close)
+
+
+def check_compiled_once(
+    function: Function,
+    draw: Callable[[int, int, int], Sequence[Tensor]],
+    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
+) -> None:
+    """One graph serves all sizes: `draw(batch, rows, columns)` gives inputs of theirs."""
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    compilations = set()
+    # A size that equals another one in the first call is taken as the same one.
+    for sizes in ((5, 7, 9), (6, 9, 12), (7, 10, 13)):
+        inputs = draw(*sizes)
+        found = []
+        for each in (compiled, function):
+            results = each(*inputs)
+            gradients = torch.autograd.grad(results[0].float().square().sum(), in_need(inputs))
+            found.append((*results, *gradients))
+        assert_all_close(*found, assert_close)
+        compilations.add(backend.frame_count)
+    assert len(compilations) == 1
+
+
+# Transforms
+
+
+def check_vmap(
+    function: Function,
+    inputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
+) -> None:
+    """All examples at once give what each gives alone."""
+    found = torch.vmap(function, in_dims=tuple(dims))(*inputs)
+    count = next(each.shape[dim] for each, dim in zip(inputs, dims, strict=True) if dim is not None)
+    expected = [function(*select(inputs, dims, i)) for i in range(count)]
+    for actual, *wanted in zip(found, *expected, strict=True):
+        assert_close(actual, torch.stack(wanted))
+
+
+def check_gradients_per_example(
+    loss: Callable[..., Tensor], inputs: Sequence[Tensor], dims: Sequence[int | None]
+) -> None:
+    """vmap of grad gives each example its gradient of every input, shared or not."""
+    gradient = torch.func.grad(loss, argnums=tuple(range(len(inputs))))
+
+    def one_by_one(*example: Tensor) -> Results:
+        leaves = [each.detach().clone().requires_grad_() for each in example]
+        return torch.autograd.grad(loss(*leaves), leaves)
+
+    found = torch.vmap(gradient, in_dims=tuple(dims))(*inputs)
+    for i in range(len(found[0])):
+        expected = one_by_one(*select(inputs, dims, i))
+        assert_all_close([each[i] for each in found], expected)
+
+
+# Training
+
+
+def check_checkpoint(
+    function: Function,
+    loss_of: Callable[[Results], Tensor],
+    inputs: Sequence[Tensor],
+    reentrant: bool,
+) -> None:
+    """Gradients through a checkpoint are the same to the last bit."""
+
+    def again(*tensors: Tensor) -> Any:
+        return checkpoint(function, *tensors, use_reentrant=reentrant)
+
+    found = []
+    for each in (again, function):
+        for tensor in inputs:
+            tensor.grad = None
+        loss_of(each(*inputs)).backward()  # reentrant checkpoints refuse autograd.grad
+        found.append([tensor.grad for tensor in inputs])
+    assert all(map(bits_equal, *found))
+
+
+def check_autocast_changes_nothing(run: Callable[[], Results], device: str, cast: Any) -> None:
+    expected = run()
+    with torch.autocast(device, dtype=cast):
+        actual = run()
+    assert_all_equal(actual, expected)
+
+
+# GPUs
+
+
+def on_late_input(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+    """function(value) on a side stream, where the value arrives late.
+
+    Work on another stream comes too early, and reads zeros.
+    """
+    late = torch.zeros_like(value)
+    function(late)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(value)
+        results = function(late)
+    stream.synchronize()
+    return results
+
+
+def capture(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """A graph of the step, which ran once before, and the results that a replay fills."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
+def check_cuda_graph(step: Callable[[], Results], inputs: Sequence[Tensor]) -> None:
+    """Replays with other inputs. What a launch leaves behind must suit the next."""
+    graph, captured = capture(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for each in inputs:
+                each.copy_(torch.randn_like(each))
+        graph.replay()
+        assert_all_equal(captured, step())
+
+
+@contextmanager
+def without_synchronisation() -> Iterator[None]:
+    """A block in which an operation that waits for the GPU raises."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def check_other_device(
+    run: Callable[[], Results], assert_close: Callable[[Tensor, Tensor], None] = assert_equal
+) -> None:
+    """What runs on cuda:1 gives the same while cuda:0 is current, and stays there."""
+    actual = run()
+    with torch.cuda.device(1):
+        expected = run()
+    assert all(each.device == torch.device("cuda:1") for each in actual)
+    assert_all_close(actual, expected, assert_close)
