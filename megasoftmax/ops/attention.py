@@ -148,7 +148,8 @@ def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
 
 def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
     of_queries, of_keys = -(-queries // _TILE), -(-keys // _TILE)
-    words = 2 * of_queries * -(-of_keys // 32) + 2 * of_keys * -(-of_queries // 32)
+    words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
+    words += words % 2  # the bits of pairs begin at an even one
     if block == 1:
         words += (1 if mask.shape[2] == 1 else queries) * 2 * of_keys
     return mask.new_empty((*mask.shape[:2], words), dtype=torch.int32)

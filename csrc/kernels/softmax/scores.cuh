@@ -10,19 +10,23 @@
 
 namespace megasoftmax {
 
-// Columns [begin, end) that window and causality leave to a row. What lies outside may be read, as
-// part of the chunks at the borders, where the storage holds them, but is never used.
+// Columns [begin, end) that window, causality and range leave to a row. What lies outside may be
+// read, as part of the chunks at the borders, where the storage holds them, but is never used.
 struct Bounds {
   int begin, end;
 
-  __host__ __device__ static Bounds of(const Window& window, const Shape& shape, int query) {
-    const int columns = static_cast<int>(shape.columns);
-    if (!window.is_limited()) return {0, columns};
-    const int diagonal = query + columns - static_cast<int>(shape.queries);
-    int begin = diagonal - static_cast<int>(window.left),
-        end = diagonal + static_cast<int>(window.right) + 1;
-    begin = window.left < 0 || begin < 0 ? 0 : begin;
-    end = window.right < 0 || end > columns ? columns : end;
+  template <class Params>
+  __device__ static Bounds of(const Params& params, const RowIndex& index) {
+    const int columns = static_cast<int>(params.shape.columns);
+    if (!params.is_limited) return {0, columns};
+    const auto [left, right] = params.window;
+    const int diagonal = index.query + columns - static_cast<int>(params.shape.queries);
+    int begin = left < 0 ? 0 : max(diagonal - static_cast<int>(left), 0);
+    int end = right < 0 ? columns : min(diagonal + static_cast<int>(right) + 1, columns);
+    const auto& [first_of, end_of] = params.visible;
+    if (first_of.data != nullptr)
+      begin = max(begin, first_of.at(index.batch, index.head, index.query));
+    if (end_of.data != nullptr) end = min(end, end_of.at(index.batch, index.head, index.query));
     return end > begin ? Bounds{begin, end} : Bounds{0, 0};
   }
   __host__ __device__ bool contains(int column) const { return column >= begin && column < end; }
