@@ -108,6 +108,8 @@ def check_attention(
     sink: Tensor | float | None = None,
     fused: bool | None = None,
     visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_floating("query", query)
     if query.dim() != 4:
@@ -141,6 +143,7 @@ def check_attention(
     if sink is not None:
         _check_sink(sink, "query", query)
     _check_fused(fused)
+    _check_dropout(dropout, seed, "query", query)
 
 
 def check_ring(
@@ -157,9 +160,25 @@ def check_ring(
     sink: Tensor | float | None,
     fused: bool | None,
     visible: Ranges | None,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[int, ...]:
     """Returns the number of keys of each rank."""
-    check_attention(query, key, value, None, None, scale, causal, window, sink, fused, visible)
+    check_attention(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
+    )
     if hasattr(query, "device_mesh"):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
@@ -451,6 +470,22 @@ def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
 def _check_fused(fused: bool | None) -> None:
     if fused is not None and not isinstance(fused, bool):
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
+
+
+def _check_dropout(
+    dropout: float, seed: Tensor | None, name_of_scores: str, scores: Tensor
+) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
+        raise TypeError(f"dropout: expected a number from 0 to 1, got {_kind(dropout)}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout: expected a number from 0 to 1, got {dropout}")
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        raise TypeError(f"seed: expected None or a tensor of int64, got {_kind(seed)}")
+    if seed.numel() != 1:
+        raise ValueError(f"seed: expected one element, got shape {tuple(seed.shape)}")
+    _check_device("seed", seed, name_of_scores, scores)
 
 
 def _check_companion(

@@ -370,6 +370,8 @@ def attention(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
@@ -388,6 +390,8 @@ def attention(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -405,6 +409,8 @@ def attention(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -435,7 +441,7 @@ def attention(
     everywhere under torch.use_deterministic_algorithms.
 
     DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
-    differentiable once.
+    differentiable once. Under torch.vmap each example drops what it would drop alone.
 
     Under torch.autocast query, key and value are cast to its type, as for torch's
     scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
@@ -468,6 +474,13 @@ def attention(
             end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
             or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
+            as 0; what is kept is divided by the probability to be kept. 16 bits decide an entry, so
+            that both are exact for the nearest multiple of 2^-16. The log-sum-exp is that without.
+        seed: int64, one element, on the device of the query, which with the place of an entry,
+            batch * heads + head, query and key, decides whether it is dropped: fused or not,
+            forward and backward, and in `softmax` too. None: drawn there by torch's generator.
+            Without dropout it has no effect.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch, a block of batches, heads and queries after the other.
@@ -492,7 +505,7 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
@@ -525,6 +538,8 @@ def attention(
         _with_rank(end, 3),
         note,
         block,
+        dropout,
+        _seed(dropout, seed, query),
     )
     return (output, statistics[2]) if return_lse else output
 
@@ -542,6 +557,8 @@ def attention_varlen(
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
@@ -560,6 +577,8 @@ def attention_varlen(
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -577,6 +596,8 @@ def attention_varlen(
     causal: bool = False,
     window: Window | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -605,6 +626,7 @@ def attention_varlen(
         causal: exclude keys after the query. The last query of a document stands at its last key.
         window: (left, right), as in `attention`, within each document.
         sink: as in `attention`.
+        dropout, seed: as in `attention`, of one batch: entries are counted in all tokens.
         return_lse: also return the log-sum-exp.
         fused: as in `attention`.
 
@@ -619,7 +641,14 @@ def attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
     output, lse = attention(
-        *tensors, **limits, scale=scale, sink=sink, return_lse=True, fused=fused
+        *tensors,
+        **limits,
+        scale=scale,
+        sink=sink,
+        dropout=dropout,
+        seed=seed,
+        return_lse=True,
+        fused=fused,
     )
     output = output.squeeze(0).transpose(0, 1)
     return (output, lse.squeeze(0)) if return_lse else output
@@ -669,6 +698,8 @@ def ring_attention(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence of which each rank of a group has a part: context parallelism.
@@ -710,6 +741,10 @@ def ring_attention(
             counted in the keys of all ranks.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
+        dropout: as in `attention`.
+        seed: as in `attention`; ranks may have the same or others. The queries of rank r and the
+            keys of rank k drop what `attention` of these alone drops with the seed
+            seed + r * ranks + k, where seed is that of rank r.
         fused: of each block, as in `attention`.
 
     Returns:
@@ -731,7 +766,21 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
-        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused, visible
+        query,
+        key,
+        value,
+        group,
+        lengths,
+        bias,
+        mask,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
@@ -750,8 +799,9 @@ def ring_attention(
         _with_rank(first, 3),
         _with_rank(end, 3),
         sink_tensor,
+        _seed(dropout, seed, query),
         context_parallel.Options(
-            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)
+            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias), dropout
         ),
     )
 
@@ -1091,6 +1141,15 @@ def _operands(
     if implementation is ops.attention.IMPLEMENTATION:
         bias, sink = _as_kernels_take_it(query, bias, sink)
     return _with_rank(bias, rank), sink
+
+
+def _seed(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
+    """As ops take it: None without dropout."""
+    if dropout == 0:
+        return None
+    if seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=scores.device)
+    return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
 
 
 def _bounds(visible: Ranges | None, keys: int) -> Ranges:

@@ -109,6 +109,7 @@ class Inputs:
         self.sinks = itertools.cycle((None, "heads", 0.5))
         self.scales = itertools.cycle((1.0, -0.7))
         self.flags = itertools.cycle((True, True, False))
+        self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 1.0))
         self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
         self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
 
@@ -151,6 +152,11 @@ class Inputs:
         if sink != "heads":
             return None, sink
         return self.floats(1, heads, dtype=torch.float32, layout="offset")[0], None
+
+    def dropout(self) -> tuple[float, Tensor | None]:
+        """With the seed, as operators take it."""
+        dropout = next(self.dropouts)
+        return dropout, torch.tensor([7], device=self.device) if dropout else None
 
 
 def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
@@ -533,7 +539,8 @@ def attention(
         if masking == "blocks" and queries <= 16:  # kernels of few queries know of no blocks
             mask, block = None, 1
         options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
-        options = (*options, *visible, note, block)
+        dropout, seed = given.dropout()
+        options = (*options, *visible, note, block, dropout, seed)
         output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
         OPS.attention_backward(

@@ -38,6 +38,21 @@ def prepare(tensor: Tensor) -> bool:
     return True
 
 
+def seed_of_shards(seed: Tensor, scores: Any) -> Tensor:
+    """A seed for each shard of scores, or of a query, which drop other entries than each other.
+
+    Shards on devices that have the same part get the same one. It claims to be replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = scores.device_mesh
+    number = 0
+    for of_mesh, placement in enumerate(scores.placements):
+        if placement.is_shard():
+            number = number * mesh.size(of_mesh) + mesh.get_local_rank(of_mesh)
+    return DTensor.from_local(seed + number, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def register() -> None:
     """Tells DTensor, once, how each op is split."""
     if _registered:
@@ -173,6 +188,7 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
                 first=_of_shared(given.first, dim),
                 end=_of_shared(given.end, dim),
                 note=_of_shared(given.note, dim),
+                seed=_REPLICATED,
             ),
         )
 
@@ -203,6 +219,7 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
                 first=_of_shared(given.first, dim),
                 end=_of_shared(given.end, dim),
                 note=_of_shared(given.note, dim),
+                seed=_REPLICATED,
             ),
         )
 
