@@ -37,6 +37,8 @@ def check_softmax(
     dim: int,
     fused: bool | None,
     visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_scores("scores", scores, scale, mask, bias)
     if causal is not False:
@@ -50,8 +52,9 @@ def check_softmax(
         _check_sink(sink, "scores", scores)
     if visible is not None:
         _check_visible(visible, "scores", scores, scores.shape[:-1])
+    _check_dropout(dropout, seed, "scores", scores)
     if not isinstance(dim, int) or dim != -1:
-        _check_dim(dim, scores, causal, window, sink, visible)
+        _check_dim(dim, scores, causal, window, sink, visible, dropout)
     _check_choices(dtype, fused)
 
 
@@ -577,6 +580,7 @@ def _check_dim(
     window: Window | None,
     sink: Tensor | float | None,
     visible: Ranges | None,
+    dropout: float,
 ) -> None:
     rank = scores.dim()
     expected = f"dim: expected an integer from {-rank} to {rank - 1}"
@@ -590,6 +594,7 @@ def _check_dim(
         ("causal", causal),
         ("window", window is not None),
         ("visible", visible is not None),
+        ("dropout", dropout > 0),
     ):
         if is_given:
             raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")

@@ -32,6 +32,8 @@ def softmax(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
     dim: int = ...,
@@ -50,6 +52,8 @@ def softmax(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
     dim: int = ...,
@@ -67,6 +71,8 @@ def softmax(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
     dim: int = -1,
@@ -93,7 +99,8 @@ def softmax(
     (torch.func.jvp) is supported, but not over reverse mode (torch.func.hessian).
 
     DTensors stay split along the dimensions before queries and keys, see
-    `megasoftmax.distributed.sharding`.
+    `megasoftmax.distributed.sharding`. Under torch.vmap each example drops what it would drop
+    alone.
 
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
@@ -113,13 +120,21 @@ def softmax(
             end <= first is empty. Kernels neither read nor compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
+            the probability to be kept. 16 bits decide an entry, so that both are exact for the
+            nearest multiple of 2^-16. The log-sum-exp is that without. For the backward pass scores
+            and log-sum-exp are kept in place of the probabilities, and no mask.
+        seed: int64, one element, on the device of the scores, which with the place of an entry,
+            (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
+            and backward, and in `attention` too. None: drawn there by torch's generator. Without
+            dropout it has no effect.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
             scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
         dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
-            last, keys are not what it counts: causal, window and visible may not be given, and a
-            sink is one for all. Without mask, bias and sink, scores and incoming gradients that
-            are not contiguous are copied; with one of them, the probabilities are.
+            last, keys are not what it counts: causal, window, visible and dropout may not be
+            given, and a sink is one for all. Without mask, bias and sink, scores and incoming
+            gradients that are not contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
 
@@ -140,11 +155,12 @@ def softmax(
     """
     scale = arguments.as_number("scale", scale)
     arguments.check_softmax(
-        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible
+        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
     )
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
-            scores, scale, mask, bias, causal, window, visible, sink, dtype, return_lse, fused
+            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
+            *(dtype, return_lse, fused),
         )
     else:
         probabilities, lse = _softmax_over_earlier(
@@ -815,21 +831,25 @@ def _softmax_over_last(
     window: Window | None,
     visible: Ranges | None,
     sink: Tensor | float | None,
+    dropout: float,
+    seed: Tensor | None,
     dtype: torch.dtype | None,
     return_lse: bool,
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    implementation = autograd.softmax.REFERENCE
+    function = autograd.dropout if dropout > 0 else autograd.softmax
+    kernels = ops.softmax.WITH_DROPOUT if dropout > 0 else ops.softmax.IMPLEMENTATION
+    implementation = function.REFERENCE
     reasons_against = dispatch.reasons_against_fused_softmax
     first, end = _bounds(visible, scores.shape[-1])
     if _is_fused(
         fused, reasons_against, scores, scale, mask, bias, causal, window, dtype, (first, end)
     ):
-        implementation = ops.softmax.IMPLEMENTATION
+        implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
         arguments.check_shards("scores", scores)
-        implementation = ops.softmax.IMPLEMENTATION
+        implementation = kernels
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -839,7 +859,7 @@ def _softmax_over_last(
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
     return _call(
-        autograd.softmax.call,
+        function.call,
         implementation,
         needs_gradient,
         scores,
@@ -854,7 +874,9 @@ def _softmax_over_last(
         sink_tensor,
         sink_value,
         _dtype_of_probabilities(scores, dtype),
-        return_lse or (sink_tensor is not None and needs_gradient),
+        return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
+        dropout,
+        _seed(dropout, seed, scores),
     )
 
 
@@ -884,6 +906,8 @@ def _softmax_over_earlier(
         None,
         None,
         sink,
+        0.0,
+        None,
         dtype,
         return_lse,
         fused,
@@ -933,6 +957,8 @@ def _softmax_of_columns(
         None,
         _dtype_of_probabilities(scores, dtype),
         return_lse,
+        0.0,
+        None,
     )
     return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
 
@@ -1017,7 +1043,7 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
-    sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "dropout", "seed"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):

@@ -73,6 +73,13 @@ def kept(
     return found.narrow(-2, first_query % 16, queries).narrow(-1, 0, keys)
 
 
+def kept_of_scores(seed: Tensor, dropout: float, scores: Tensor) -> Tensor:
+    """Of all entries of scores [..., queries, keys]: heads are counted over what comes before."""
+    queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
+    heads = torch.arange(scores.shape[:-2].numel(), device=seed.device)
+    return kept(seed, dropout, heads, 0, queries, keys).view(scores.shape)
+
+
 def _in_parts(
     part: Callable[[Tensor, Tensor], Tensor], numbers: Tensor, rows: Tensor, columns: int
 ) -> Tensor:
