@@ -86,7 +86,8 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
           Memory::kTile.blocks_per_sm * (Memory::bytes(kStages) + kReserved) <= shared_bytes
               ? kStages
               : 1;
-      return launch_tiles(attention_forward_kernel<T, kBias, kIndex>,
+      return launch_tiles(is_plain(params) ? attention_forward_kernel<T, kBias, true, kIndex>
+                                           : attention_forward_kernel<T, kBias, false, kIndex>,
                           divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
                           Memory::kThreads, Memory::bytes(launched.bias_stages), stream, launched);
     });
@@ -129,8 +130,9 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
       static_assert(Memory::bytes(1) <= kMinSharedBytes);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
       MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
-          attention_backward_kernel<T, kBias, kIndex>, key_tiles * Memory::kSlices,
-          params.key_heads, params.batches, stream, params));
+          is_plain(params) ? attention_backward_kernel<T, kBias, true, kIndex>
+                           : attention_backward_kernel<T, kBias, false, kIndex>,
+          key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params));
       if (!has_sums) {
         using OfQueries = QueryGradientMemory<T, kBias, kIndex>;
         static_assert(OfQueries::kBytes <= kMinSharedBytes);

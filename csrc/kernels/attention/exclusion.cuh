@@ -49,20 +49,8 @@ __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int
   }
   return count;
 }
-// The first tile of keys from `key` on, which is its first, that queries of `first_query` and of
-// the kQueries from there on see, by the note.
-template <int kQueries>
-__device__ inline int next_key_tile(const AttentionParams& params, int batch, int head,
-                                    int first_query, int key) {
-  const NoteLayout& layout = params.note.layout;
-  const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_query();
-  const int tile = first_query / kNoteTile;
-  const int last = min(tile + kQueries / kNoteTile, layout.query_tiles) - 1;
-  return next_seen(lines + tile * layout.words_of_keys(), lines + last * layout.words_of_keys(),
-                   key / kNoteTile, layout.key_tiles) *
-         kNoteTile;
-}
-// The same of queries.
+// The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
+// `first_key` on, by the note.
 template <int kKeys>
 __device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
                                       int first_key, int query) {
@@ -75,6 +63,67 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
                    layout.query_tiles) *
          kNoteTile;
 }
+
+// The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
+// one. Of 32 tiles from a multiple of 32 on it has the bits of those that are seen, and of those of
+// which some pair is excluded.
+template <int kQueries>
+class KeyTiles {
+ public:
+  // The first key, which begins a tile, of the first tile from `key` on.
+  __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
+                      int key) {
+    if (params.note.words == nullptr) return key;
+    int tile = key / kNoteTile;
+    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
+    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+  }
+  // The same of the tile after that of `key`, the one that was found last. `block` tells what
+  // `from` takes, when it is needed.
+  template <class Block>
+  __device__ int after(const AttentionParams& params, int key, Block&& block) {
+    int tile = key / kNoteTile + 1;
+    const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
+    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+    tile = divide_up(tile, 32) * 32;
+    if (params.note.words == nullptr) return tile * kNoteTile;
+    const auto [first_query, head, batch] = block();
+    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
+    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+  }
+  // Of the tile that was found last.
+  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }
+
+ private:
+  __device__ int first_from(const AttentionParams& params, int batch, int head, int first_query,
+                            int tile) {
+    const int count = params.note.layout.key_tiles;
+    while (tile < count) {
+      const uint32_t rest = seen_ >> tile % 32;
+      if (rest != 0) return tile + __ffs(static_cast<int>(rest)) - 1;
+      tile = (tile / 32 + 1) * 32;
+      if (tile < count) load(params, batch, head, first_query, tile / 32);
+    }
+    return count;
+  }
+  __device__ void load(const AttentionParams& params, int batch, int head, int first_query,
+                       int word) {
+    const NoteLayout& layout = params.note.layout;
+    const uint32_t* const note = params.note.of(batch, head) + word;
+    seen_ = mixed_ = 0;
+#pragma unroll
+    for (int i = 0; i < kQueries / kNoteTile; ++i) {
+      const int line = first_query / kNoteTile + i;
+      if (line >= layout.query_tiles) continue;
+      const uint32_t* const words = note + line * layout.words_of_keys();
+      const uint32_t seen = __ldg(words + layout.seen_by_query());
+      seen_ |= seen;
+      mixed_ |= __ldg(words + layout.mixed_by_query()) | ~seen;
+    }
+  }
+
+  uint32_t seen_ = ~0u, mixed_ = 0;
+};
 
 // A bit for each of a lane's elements. Element i of tile (m, n) is bit 4 * m + i of byte n.
 template <int kM, int kN>
@@ -94,12 +143,12 @@ struct Excluded {
   // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
   // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
   // `is_cut`: length or window may exclude some.
-  template <bool kKeysInRows>
+  template <bool kKeysInRows, bool kIsPlain = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
     const FirstElement mine;
     bool is_mixed = false;
-    if (params.note.words != nullptr) {
+    if (!kIsPlain && params.note.words != nullptr) {
       const NoteLayout& layout = params.note.layout;
       const uint32_t* const note = params.note.of(batch, head);
       const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
@@ -119,19 +168,38 @@ struct Excluded {
       is_mixed = is_mixed && params.visible.are_given();
     }
     if (!is_cut && !is_mixed) return;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    const auto range_of = [&](int query) {
+      if (query >= params.queries) return KeyRange{0, 0};
+      return is_mixed ? visible_keys(params, batch, head, query) : visible_keys(params, query);
+    };
+    if constexpr (kKeysInRows) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = mine.row + row_offset(m, i), column = mine.column + column_offset(n, i);
-          const int query = first_query + (kKeysInRows ? column : row);
-          const int key = first_key + (kKeysInRows ? row : column);
-          const int stored = min(query, params.queries - 1);
-          const KeyRange visible =
-              is_mixed ? visible_keys(params, batch, head, stored) : visible_keys(params, query);
-          if (!visible.contains(key) || query >= params.queries) add(m, n, i);
+        for (int right = 0; right < 2; ++right) {
+          const KeyRange visible = range_of(first_query + mine.column + column_offset(n, right));
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int i = right; i < 4; i += 2) {
+              if (!visible.contains(first_key + mine.row + row_offset(m, i))) add(m, n, i);
+            }
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const KeyRange visible = range_of(first_query + mine.row + row_offset(m, 2 * half));
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+              if (!visible.contains(first_key + mine.column + column_offset(n, i))) add(m, n, i);
+            }
+          }
         }
       }
     }
@@ -140,9 +208,9 @@ struct Excluded {
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& elements, float value) const {
     if (!any()) return;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+      for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if ((words[n / 4] & bit_of(m, n, i)) != 0) elements[m][n][i] = value;

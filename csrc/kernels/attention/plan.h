@@ -65,6 +65,11 @@ inline int forward_splits(const AttentionParams& params, int multiprocessors) {
       std::max(splits_for(1, kFewestKeysOfSplit), splits_for(kMaxDecodeBlocksPerSm, kKeysOfSplit)));
 }
 
+// Such launches have kernels of their own, which lose no time over masks and dropout.
+inline bool is_plain(const AttentionParams& params) {
+  return params.note.words == nullptr && params.dropout.seed == nullptr;
+}
+
 inline bool is_valid(const AttentionParams& params) {
   return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
          params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&

@@ -100,7 +100,8 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-template <class T, BiasKind kBias, int kIndex>
+// Plain: without mask, ranges and dropout.
+template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   // The first place from `query` on, which may be behind the last of the head.
   const auto place_from = [&](int head, int query) {
     for (const int last_head = (key_head + 1) * group; head < last_head; ++head, query = begin) {
-      if (params.note.words != nullptr)
+      if (!kIsPlain && params.note.words != nullptr)
         query = next_query_tile<kKeys>(params, batch, head, first_key, query);
       if (query < end) break;
     }
@@ -194,12 +195,13 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
     Excluded<2, 4> excluded;
     const bool is_cut = query < all_visible_begin || query > all_visible_end;
-    if (is_cut || params.note.words != nullptr) {
+    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
       const BackwardWarp warp;
-      excluded.template find<true>(params, batch, head, query + warp.query, first_key + warp.key,
-                                   is_cut);
+      excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
+                                             first_key + warp.key, is_cut);
     }
-    const Excluded<2, 4> dropped = find_dropped(params, batch, head, query, first_key);
+    Excluded<2, 4> dropped;
+    if (!kIsPlain) dropped = find_dropped(params, batch, head, query, first_key);
     ScoresOfWarp weights = {}, gradients = {};
     find_score_gradients<T, kBias, Memory>(params, shared_memory, stage_of(step),
                                            rows + step % 2 * kQueries, excluded, dropped, weights,

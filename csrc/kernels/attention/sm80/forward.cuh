@@ -45,7 +45,8 @@ struct TileOfQueries {
   }
 };
 
-template <class T, BiasKind kBias, int kIndex>
+// Plain: without mask, ranges and dropout.
+template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
     attention_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const KeyTile key_tile{query_tile.address + QueryTile::kBytes};
   const KeyTile value_tile{key_tile.address + KeyTile::kBytes};
 
+  [[maybe_unused]] KeyTiles<kQueries> tiles;
   int begin, end, all_visible_begin, all_visible_end, first_query;
   const T *key_rows, *value_rows;
   [[maybe_unused]] const T* bias_rows = nullptr;
@@ -75,8 +77,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     end = last_sees.end;
     all_visible_begin = last_sees.begin;
     all_visible_end = first_sees.end - kKeys;
-    if (params.note.words != nullptr)
-      begin = next_key_tile<kQueries>(params, block.batch, block.head, first_query, begin);
+    if constexpr (!kIsPlain)
+      begin = tiles.from(params, block.batch, block.head, first_query, begin);
     int key_head, rest;
     params.heads_per_key_head.split(block.head, key_head, rest);
     key_rows = params.key.row<const T>(block.batch, key_head, 0);
@@ -89,11 +91,6 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
           params.query.row<const T>(block.batch, block.head, block.first_query),
           params.query.query_stride, params.queries - block.first_query, params.head_dim);
   }
-  const auto next_key = [&](int key) {
-    if (params.note.words == nullptr) return key + kKeys;
-    const TileOfQueries block(params, kQueries);
-    return next_key_tile<kQueries>(params, block.batch, block.head, block.first_query, key + kKeys);
-  };
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
   // which has the keys.
   const bool is_bias_ahead = Memory::kMaxBiasStages == 2 && params.bias_stages == 2;
@@ -132,7 +129,14 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
 
 #pragma unroll 1
   for (int key = begin, next = 0; key < end; key = next) {
-    next = next_key(key);
+    const bool is_cut = key < all_visible_begin || key > all_visible_end;
+    bool may_exclude = is_cut;
+    if constexpr (kIsPlain) {
+      next = key + kKeys;
+    } else {
+      may_exclude = is_cut || tiles.may_exclude(key);
+      next = tiles.after(params, key, [&] { return TileOfQueries(params, kQueries); });
+    }
     wait_for_copies();
     __syncthreads();  // keys and bias are there, the values before are used up
     value_tile.template start_copy<kThreads>(value_rows + key * params.value.query_stride,
@@ -145,11 +149,11 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
 
     Excluded<kM, kN> excluded;
-    const bool is_cut = key < all_visible_begin || key > all_visible_end;
-    if (is_cut || params.note.words != nullptr) {
+    if (may_exclude) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
-      excluded.template find<false>(params, block.batch, block.head, first_query, key, is_cut);
+      excluded.template find<false, kIsPlain>(params, block.batch, block.head, first_query, key,
+                                              is_cut);
     }
     float scores[kM][kN][4] = {};
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     if (is_bias_ahead) bias_stage ^= 1;
     softmax.template step<kBias != BiasKind::kNone>(scores, output);
-    if (params.dropout.seed != nullptr) {
+    if (!kIsPlain && params.dropout.seed != nullptr) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
       for_each_dropped<false, kM, kN>(params, block.batch, block.head, first_query, key,
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       const int row = mine.row + row_offset(m, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
-      factors[m][half] = row_end.factor * params.dropout.factor;
+      factors[m][half] = kIsPlain ? row_end.factor : row_end.factor * params.dropout.factor;
     }
   }
   // Through what held this warp's queries.

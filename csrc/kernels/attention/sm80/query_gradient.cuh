@@ -66,14 +66,16 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
   __syncthreads();
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   float query_gradient[1][kColumns][4] = {};
-  const auto key_from = [&](int key) {
-    return params.note.words == nullptr
-               ? key
-               : next_key_tile<kQueries>(params, batch, head, first_query, key);
+  KeyTiles<kQueries> tiles;
+  const auto block = [&] {
+    struct Block {
+      int first_query, head, batch;
+    };
+    return Block{first_query, head, batch};
   };
 #pragma unroll 1
-  for (int key = key_from(first_sees.begin / kKeys * kKeys); key < last_sees.end;
-       key = key_from(key + kKeys)) {
+  for (int key = tiles.from(params, batch, head, first_query, first_sees.begin / kKeys * kKeys);
+       key < last_sees.end; key = tiles.after(params, key, block)) {
     copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
     copy(value_tile, params.value, key_head, key, params.keys, params.value_dim);
     if constexpr (kBias != BiasKind::kNone)
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
     Excluded<1, kN> excluded;
     const bool is_cut = key < last_sees.begin || key + kKeys > first_sees.end ||
                         first_query + kQueries > params.queries;
-    if (is_cut || params.note.words != nullptr)
+    if (is_cut || tiles.may_exclude(key))
       excluded.template find<false>(params, batch, head, first_query + warp_row, key, is_cut);
     float weights[1][kN][4] = {}, gradients[1][kN][4] = {};
     multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
