@@ -23,7 +23,8 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
                                    int64_t window_right, std::optional<Tensor> first,
                                    std::optional<Tensor> end, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, ScalarType dtype,
-                                   bool return_lse) {
+                                   bool return_lse, double dropout, std::optional<Tensor>) {
+  check(dropout == 0, "softmax has no kernels with dropout");
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   scores = with_aligned_storage(scores);
