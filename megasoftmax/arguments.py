@@ -37,6 +37,8 @@ def check_softmax(
     dim: int,
     fused: bool | None,
     visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_scores("scores", scores, scale, mask, bias)
     if causal is not False:
@@ -50,8 +52,9 @@ def check_softmax(
         _check_sink(sink, "scores", scores)
     if visible is not None:
         _check_visible(visible, "scores", scores, scores.shape[:-1])
+    _check_dropout(dropout, seed, "scores", scores)
     if not isinstance(dim, int) or dim != -1:
-        _check_dim(dim, scores, causal, window, sink, visible)
+        _check_dim(dim, scores, causal, window, sink, visible, dropout)
     _check_choices(dtype, fused)
 
 
@@ -108,6 +111,8 @@ def check_attention(
     sink: Tensor | float | None = None,
     fused: bool | None = None,
     visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_floating("query", query)
     if query.dim() != 4:
@@ -141,6 +146,7 @@ def check_attention(
     if sink is not None:
         _check_sink(sink, "query", query)
     _check_fused(fused)
+    _check_dropout(dropout, seed, "query", query)
 
 
 def check_ring(
@@ -157,9 +163,25 @@ def check_ring(
     sink: Tensor | float | None,
     fused: bool | None,
     visible: Ranges | None,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[int, ...]:
     """Returns the number of keys of each rank."""
-    check_attention(query, key, value, None, None, scale, causal, window, sink, fused, visible)
+    check_attention(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
+    )
     if hasattr(query, "device_mesh"):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
@@ -453,6 +475,26 @@ def _check_fused(fused: bool | None) -> None:
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
+def check_dropout(dropout: float) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
+        raise TypeError(f"dropout: expected a number from 0 to 1, got {_kind(dropout)}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout: expected a number from 0 to 1, got {dropout}")
+
+
+def _check_dropout(
+    dropout: float, seed: Tensor | None, name_of_scores: str, scores: Tensor
+) -> None:
+    check_dropout(dropout)
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        raise TypeError(f"seed: expected None or a tensor of int64, got {_kind(seed)}")
+    if seed.numel() != 1:
+        raise ValueError(f"seed: expected one element, got shape {tuple(seed.shape)}")
+    _check_device("seed", seed, name_of_scores, scores)
+
+
 def _check_companion(
     name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
 ) -> None:
@@ -542,6 +584,7 @@ def _check_dim(
     window: Window | None,
     sink: Tensor | float | None,
     visible: Ranges | None,
+    dropout: float,
 ) -> None:
     rank = scores.dim()
     expected = f"dim: expected an integer from {-rank} to {rank - 1}"
@@ -555,6 +598,7 @@ def _check_dim(
         ("causal", causal),
         ("window", window is not None),
         ("visible", visible is not None),
+        ("dropout", dropout > 0),
     ):
         if is_given:
             raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")

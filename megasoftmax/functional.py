@@ -32,6 +32,8 @@ def softmax(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
     dim: int = ...,
@@ -50,6 +52,8 @@ def softmax(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
     dim: int = ...,
@@ -67,6 +71,8 @@ def softmax(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
     dim: int = -1,
@@ -93,7 +99,8 @@ def softmax(
     (torch.func.jvp) is supported, but not over reverse mode (torch.func.hessian).
 
     DTensors stay split along the dimensions before queries and keys, see
-    `megasoftmax.distributed.sharding`.
+    `megasoftmax.distributed.sharding`. Under torch.vmap each example drops what it would drop
+    alone.
 
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
@@ -113,13 +120,21 @@ def softmax(
             end <= first is empty. Kernels neither read nor compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
+            the probability to be kept. 16 bits decide an entry, so that both are exact for the
+            nearest multiple of 2^-16. The log-sum-exp is that without. For the backward pass scores
+            and log-sum-exp are kept in place of the probabilities, and no mask.
+        seed: int64, one element, on the device of the scores, which with the place of an entry,
+            (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
+            and backward, and in `attention` too. None: drawn there by torch's generator. Without
+            dropout it has no effect.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
             scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
         dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
-            last, keys are not what it counts: causal, window and visible may not be given, and a
-            sink is one for all. Without mask, bias and sink, scores and incoming gradients that
-            are not contiguous are copied; with one of them, the probabilities are.
+            last, keys are not what it counts: causal, window, visible and dropout may not be
+            given, and a sink is one for all. Without mask, bias and sink, scores and incoming
+            gradients that are not contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
 
@@ -140,11 +155,12 @@ def softmax(
     """
     scale = arguments.as_number("scale", scale)
     arguments.check_softmax(
-        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible
+        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
     )
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
-            scores, scale, mask, bias, causal, window, visible, sink, dtype, return_lse, fused
+            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
+            *(dtype, return_lse, fused),
         )
     else:
         probabilities, lse = _softmax_over_earlier(
@@ -370,6 +386,8 @@ def attention(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
@@ -388,6 +406,8 @@ def attention(
     window: Window | None = ...,
     visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -405,6 +425,8 @@ def attention(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -435,7 +457,7 @@ def attention(
     everywhere under torch.use_deterministic_algorithms.
 
     DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
-    differentiable once.
+    differentiable once. Under torch.vmap each example drops what it would drop alone.
 
     Under torch.autocast query, key and value are cast to its type, as for torch's
     scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
@@ -468,6 +490,13 @@ def attention(
             end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
             or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
+            as 0; what is kept is divided by the probability to be kept. 16 bits decide an entry, so
+            that both are exact for the nearest multiple of 2^-16. The log-sum-exp is that without.
+        seed: int64, one element, on the device of the query, which with the place of an entry,
+            batch * heads + head, query and key, decides whether it is dropped: fused or not,
+            forward and backward, and in `softmax` too. None: drawn there by torch's generator.
+            Without dropout it has no effect.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch, a block of batches, heads and queries after the other.
@@ -492,7 +521,7 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
@@ -525,6 +554,8 @@ def attention(
         _with_rank(end, 3),
         note,
         block,
+        dropout,
+        _seed(dropout, seed, query),
     )
     return (output, statistics[2]) if return_lse else output
 
@@ -542,6 +573,8 @@ def attention_varlen(
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
@@ -560,6 +593,8 @@ def attention_varlen(
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -577,6 +612,8 @@ def attention_varlen(
     causal: bool = False,
     window: Window | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -605,6 +642,7 @@ def attention_varlen(
         causal: exclude keys after the query. The last query of a document stands at its last key.
         window: (left, right), as in `attention`, within each document.
         sink: as in `attention`.
+        dropout, seed: as in `attention`, of one batch: entries are counted in all tokens.
         return_lse: also return the log-sum-exp.
         fused: as in `attention`.
 
@@ -619,7 +657,14 @@ def attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
     output, lse = attention(
-        *tensors, **limits, scale=scale, sink=sink, return_lse=True, fused=fused
+        *tensors,
+        **limits,
+        scale=scale,
+        sink=sink,
+        dropout=dropout,
+        seed=seed,
+        return_lse=True,
+        fused=fused,
     )
     output = output.squeeze(0).transpose(0, 1)
     return (output, lse.squeeze(0)) if return_lse else output
@@ -669,6 +714,8 @@ def ring_attention(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence of which each rank of a group has a part: context parallelism.
@@ -710,6 +757,10 @@ def ring_attention(
             counted in the keys of all ranks.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
+        dropout: as in `attention`.
+        seed: as in `attention`; ranks may have the same or others. The queries of rank r and the
+            keys of rank k drop what `attention` of these alone drops with the seed
+            seed + r * ranks + k, where seed is that of rank r.
         fused: of each block, as in `attention`.
 
     Returns:
@@ -731,7 +782,21 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
-        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused, visible
+        query,
+        key,
+        value,
+        group,
+        lengths,
+        bias,
+        mask,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
@@ -750,8 +815,9 @@ def ring_attention(
         _with_rank(first, 3),
         _with_rank(end, 3),
         sink_tensor,
+        _seed(dropout, seed, query),
         context_parallel.Options(
-            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)
+            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias), dropout
         ),
     )
 
@@ -765,21 +831,25 @@ def _softmax_over_last(
     window: Window | None,
     visible: Ranges | None,
     sink: Tensor | float | None,
+    dropout: float,
+    seed: Tensor | None,
     dtype: torch.dtype | None,
     return_lse: bool,
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    implementation = autograd.softmax.REFERENCE
+    function = autograd.dropout if dropout > 0 else autograd.softmax
+    kernels = ops.softmax.WITH_DROPOUT if dropout > 0 else ops.softmax.IMPLEMENTATION
+    implementation = function.REFERENCE
     reasons_against = dispatch.reasons_against_fused_softmax
     first, end = _bounds(visible, scores.shape[-1])
     if _is_fused(
         fused, reasons_against, scores, scale, mask, bias, causal, window, dtype, (first, end)
     ):
-        implementation = ops.softmax.IMPLEMENTATION
+        implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
         arguments.check_shards("scores", scores)
-        implementation = ops.softmax.IMPLEMENTATION
+        implementation = kernels
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -789,7 +859,7 @@ def _softmax_over_last(
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
     return _call(
-        autograd.softmax.call,
+        function.call,
         implementation,
         needs_gradient,
         scores,
@@ -804,7 +874,9 @@ def _softmax_over_last(
         sink_tensor,
         sink_value,
         _dtype_of_probabilities(scores, dtype),
-        return_lse or (sink_tensor is not None and needs_gradient),
+        return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
+        dropout,
+        _seed(dropout, seed, scores),
     )
 
 
@@ -834,6 +906,8 @@ def _softmax_over_earlier(
         None,
         None,
         sink,
+        0.0,
+        None,
         dtype,
         return_lse,
         fused,
@@ -883,6 +957,8 @@ def _softmax_of_columns(
         None,
         _dtype_of_probabilities(scores, dtype),
         return_lse,
+        0.0,
+        None,
     )
     return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
 
@@ -967,7 +1043,7 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
-    sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "dropout", "seed"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
@@ -1091,6 +1167,20 @@ def _operands(
     if implementation is ops.attention.IMPLEMENTATION:
         bias, sink = _as_kernels_take_it(query, bias, sink)
     return _with_rank(bias, rank), sink
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of dropout, int64 [1], drawn there by torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+
+
+def _seed(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
+    """As ops take it: None without dropout."""
+    if dropout == 0:
+        return None
+    if seed is None:
+        seed = new_seed(scores.device)
+    return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
 
 
 def _bounds(visible: Ranges | None, keys: int) -> Ranges:

@@ -109,6 +109,7 @@ class Inputs:
         self.sinks = itertools.cycle((None, "heads", 0.5))
         self.scales = itertools.cycle((1.0, -0.7))
         self.flags = itertools.cycle((True, True, False))
+        self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 1.0))
         self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
         self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
 
@@ -151,6 +152,11 @@ class Inputs:
         if sink != "heads":
             return None, sink
         return self.floats(1, heads, dtype=torch.float32, layout="offset")[0], None
+
+    def dropout(self) -> tuple[float, Tensor | None]:
+        """With the seed, as operators take it."""
+        dropout = next(self.dropouts)
+        return dropout, torch.tensor([7], device=self.device) if dropout else None
 
 
 def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
@@ -357,7 +363,9 @@ def call_softmax(
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
         excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_forward(scores, scale, excluded, bias_tensor, *options, has_lse)
+        OPS.softmax_forward(
+            *(scores, scale, excluded, bias_tensor, *options, has_lse, *given.dropout())
+        )
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
@@ -365,6 +373,14 @@ def call_softmax(
         *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias_tensor),
         *(*options, bias is not None, has_sink),
     )
+    dropout, seed = given.dropout()
+    if seed is not None:
+        excluded = given.mask(*given.beside(shape)) if mask else None
+        OPS.softmax_dropout_backward(
+            *(gradient.to(out), probabilities, lse_gradient if has_lse else None, lse, scale),
+            *(excluded, bias_tensor, *options[:-1], element, bias is not None, has_sink),
+            *(dropout, seed),
+        )
 
 
 # Softmax over an earlier dimension
@@ -533,7 +549,8 @@ def attention(
         if masking == "blocks" and queries <= 16:  # kernels of few queries know of no blocks
             mask, block = None, 1
         options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
-        options = (*options, *visible, note, block)
+        dropout, seed = given.dropout()
+        options = (*options, *visible, note, block, dropout, seed)
         output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
         OPS.attention_backward(

@@ -108,6 +108,7 @@ CASES = {
     "visible": {"visible": ((BATCH, 1, QUERIES), (1, HEADS, 1))},
     "end": {"visible": (None, (1, 1, QUERIES)), "bias": (1, HEADS, QUERIES, KEYS), "causal": True},
     "blocks": {"mask": (BATCH, 1, 1, 1), "block": 64},
+    "dropout": {"dropout": 0.4, "bias": (1, HEADS, QUERIES, KEYS), "sink": (HEADS,)},
     "[b, s, h, d]": {"is_transposed": True, "bias": (1, 1, QUERIES, KEYS)},
 }
 
@@ -141,6 +142,8 @@ def forward_arguments(device, dtype=None, **case):
         *bounds(device, *case.get("visible", (None, None))),
         None,
         case.get("block", 1),
+        case.get("dropout", 0.0),
+        torch.tensor([5], device=device) if "dropout" in case else None,
     )
 
 

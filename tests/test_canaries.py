@@ -133,7 +133,8 @@ def test_softmax_forward(
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
         visible = bounds(length, device) if beside == "mask" else (None, None)
-        options = (False, *window, *visible, sink, None, dtype, True)
+        drop = (0.3, torch.tensor([length], device=device)) if length % 2 else (0.0, None)
+        options = (False, *window, *visible, sink, None, dtype, True, *drop)
         check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
 
 
@@ -234,7 +235,12 @@ def test_attention(
             window = (-1, 0) if number % 3 == 1 else (-1, -1)
             visible = bounds(keys, device, queries) if number % 4 == 2 else (None, None)
             options = (bias, mask, 0.3, False, *window, sink, None, of_bias == "relative")
-            options = (*options, *visible, None, 1)
+            drop = (
+                (0.3, torch.tensor([number], device=device))
+                if number % 4 in (1, 2)
+                else (0.0, None)
+            )
+            options = (*options, *visible, None, 1, *drop)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
 

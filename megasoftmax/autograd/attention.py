@@ -26,7 +26,7 @@ from megasoftmax.reference.softmax import sum_over_rows
 REFERENCE = Implementation(attention_forward, attention_backward)
 
 _COUNT = len(ForwardArguments._fields)
-_TENSORS = ("query", "key", "value", "bias", "mask", "sink", "first", "end", "note")
+_TENSORS = ("query", "key", "value", "bias", "mask", "sink", "first", "end", "note", "seed")
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -50,7 +50,7 @@ def gradients(
     """
     given = ctx.given
     output, statistics, *tensors = ctx.saved_tensors
-    query, key, value, bias, mask, sink, first, end, note = tensors
+    query, key, value, bias, mask, sink, first, end, note, seed = tensors
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
     wants_bias = bias is not None and needs.bias
     wants_sink = sink is not None and needs.sink
@@ -75,6 +75,8 @@ def gradients(
         end,
         note,
         given.block,
+        given.dropout,
+        seed,
         wants_bias,
         wants_sink,
         torch.are_deterministic_algorithms_enabled(),
@@ -91,10 +93,13 @@ def gradients(
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """`forward` under vmap: examples join the batches."""
+    """`forward` under vmap: examples join the batches.
+
+    With dropout they go one by one: each drops what it would drop alone, from its own seed.
+    """
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None:
+    if dims.sink is not None or given.dropout > 0:
         return one_by_one(forward, count, in_dims, args), (0, 0)
     output, statistics = forward(*_examples_as_batches(given, dims, count))
     return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
@@ -106,7 +111,7 @@ def batch_backward(
     """`backward` under vmap."""
     given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None:
+    if dims.sink is not None or given.dropout > 0:
         return one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
     outputs = backward(*_examples_as_batches(given, dims, count))
     asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)

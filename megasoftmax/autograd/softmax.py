@@ -141,9 +141,12 @@ def double_gradients(
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
-    """`forward` under vmap: batches become the first dimension of the scores."""
+    """`forward` under vmap: batches become the first dimension of the scores.
+
+    With dropout they go one by one: each drops what it would drop alone, from its own seed.
+    """
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
-    if dims.sink is not None or has_no_room(given.scores, dims.scores):
+    if dims.sink is not None or given.dropout or has_no_room(given.scores, dims.scores):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
     scores = batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
@@ -206,7 +209,8 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
             )
 
     def call(implementation: Implementation, *args: Any) -> Any:
-        return InForwardMode.apply(*args[:-1], True, implementation)
+        given = ForwardArguments(*args)._replace(return_lse=True)
+        return InForwardMode.apply(*given, implementation)
 
     return call
 

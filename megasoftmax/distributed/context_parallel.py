@@ -118,6 +118,7 @@ class Options(NamedTuple):
     window_right: int
     sink_value: float | None
     relative: bool
+    dropout: float
 
 
 def attention(
@@ -131,6 +132,7 @@ def attention(
     first: Tensor | None,
     end: Tensor | None,
     sink: Tensor | None,
+    seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, h, m, dv] and log-sum-exp [b, h, m] of this rank's queries and all keys.
@@ -142,6 +144,8 @@ def attention(
         query, key, value: of this rank, as in `reference.attention.attention_forward`.
         bias, mask, first, end, sink: the same; of this rank's queries and the keys of all ranks. A
             table is one of all queries and all keys.
+        seed: of this rank, or None where options.dropout is 0. A block's own is as many more as its
+            number among the pairs of ranks, that of the queries first.
     """
     if is_in_forward_mode():
         raise NotImplementedError(
@@ -152,7 +156,7 @@ def attention(
     # Nothing overflows when the first key of a block is subtracted.
     first, end = (None if bound is None else bound.clamp(0, total) for bound in (first, end))
     return _RingFunction.apply(
-        query, key, value, bias, mask, first, end, sink, options, implementation, ring
+        query, key, value, bias, mask, first, end, sink, seed, options, implementation, ring
     )
 
 
@@ -168,6 +172,7 @@ class _Block(NamedTuple):
     window_right: int
     first_key: int  # where they begin in the sequence
     first_entry: int  # where theirs begin in a table
+    number: int  # among all pairs of ranks
 
     def of_pairs(self, tensor: Tensor | None, relative: bool) -> Any:
         """A view of the part of a mask, bias or table that belongs to the block."""
@@ -193,6 +198,7 @@ class _Block(NamedTuple):
         mask: Tensor | None,
         first: Tensor | None,
         end: Tensor | None,
+        seed: Tensor | None,
         options: Options,
     ) -> Any:
         """Those of forward and backward from the bias on.
@@ -214,6 +220,8 @@ class _Block(NamedTuple):
             self.of_queries(end),
             None,
             1,
+            options.dropout,
+            None if seed is None else seed + self.number,
         )
 
 
@@ -234,7 +242,8 @@ def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | N
     left = -1 if left < 0 or left - surplus >= keys - 1 else left - surplus
     right = -1 if right < 0 or right + surplus >= queries - 1 else right + surplus
     first_entry = sum(ring.lengths) - diagonal - queries
-    return _Block(queries, keys, left, right, first_key, first_entry)
+    number = ring.rank * len(ring.lengths) + owner
+    return _Block(queries, keys, left, right, first_key, first_entry, number)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -249,6 +258,7 @@ class _RingFunction(torch.autograd.Function):
         first: Tensor | None,
         end: Tensor | None,
         sink: Tensor | None,
+        seed: Tensor | None,
         options: Options,
         implementation: Implementation,
         ring: Ring,
@@ -266,7 +276,7 @@ class _RingFunction(torch.autograd.Function):
             of_block, found = implementation.forward(
                 query[:, :, : block.queries],
                 *(each[:, :, : block.keys] for each in held),
-                *block.arguments(bias, mask, first, end, options),
+                *block.arguments(bias, mask, first, end, seed, options),
             )
             statistics.append(found)
             rows = slice(block.queries)
@@ -280,7 +290,7 @@ class _RingFunction(torch.autograd.Function):
         output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            *(query, key, value, bias, mask, first, end, sink, output, lse, *statistics)
+            *(query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics)
         )
         ctx.given = options, implementation, ring
         return output, lse
@@ -293,7 +303,7 @@ class _RingFunction(torch.autograd.Function):
             raise NotImplementedError(
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
-        query, key, value, bias, mask, first, end, sink, output, lse, *statistics = (
+        query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics = (
             ctx.saved_tensors
         )
         options, implementation, ring = ctx.given
@@ -320,7 +330,7 @@ class _RingFunction(torch.autograd.Function):
                     *(each[:, :, : block.keys] for each in held),
                     output[:, :, rows],
                     of_block,
-                    *block.arguments(bias, mask, first, end, options),
+                    *block.arguments(bias, mask, first, end, seed, options),
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),
@@ -351,6 +361,7 @@ class _RingFunction(torch.autograd.Function):
             None,
             None,
             d_sink,
+            None,
             None,
             None,
             None,

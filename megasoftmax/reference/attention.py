@@ -19,6 +19,7 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
+from megasoftmax.reference.dropout import dropped, kept
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
     arguments_of,
@@ -52,6 +53,8 @@ def attention_forward(
     end: Tensor | None,
     note: Tensor | None,
     block: int,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of values for each query, and statistics of its weights.
 
@@ -70,6 +73,9 @@ def attention_forward(
         note: what `megasoftmax::tile_note` made of the mask, or None. Serves kernels alone.
         block: 1, or a multiple of 64: the mask then has an entry for each block x block pairs,
             [b or 1, h or 1, ceil(m / block), ceil(n / block)].
+        dropout: the probability to drop an entry of P, where it weighs the values: it counts as 0,
+            and what is kept as `dropout.factor` times P.
+        seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
 
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
@@ -83,13 +89,13 @@ def attention_forward(
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative, first, end, note, block),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
     )
     compute = accumulation_dtype(query.dtype)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
-        output = _times(p, block.value.to(compute))
+        output = _times(_dropped(p, _kept(block, given), given), block.value.to(compute))
         return output, torch.stack([largest, relative_lse, lse], -1)
 
     with _full_precision(query.device.type):
@@ -122,6 +128,8 @@ def attention_backward(
     end: Tensor | None,
     note: Tensor | None,
     block: int,
+    dropout: float,
+    seed: Tensor | None,
     bias_gradient: bool,
     sink_gradient: bool,
     deterministic: bool,
@@ -132,7 +140,8 @@ def attention_backward(
         dk = scale dz q,  dv = P dO,  dbias = dz summed over what was broadcast,
         dsink = -exp(sink - lse) D
 
-    Where P is exactly 0, dz is exactly 0, whatever dO and v hold.
+    With dropout, the P of dv and the dO v of dz are dropped like the P of the output. Where P is
+    exactly 0, dz is exactly 0, whatever dO and v hold.
 
     Args:
         d_output: of the output, with its shape and dtype, any strides.
@@ -149,7 +158,7 @@ def attention_backward(
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative, first, end, note, block),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
     )
     compute = accumulation_dtype(query.dtype)
 
@@ -161,10 +170,12 @@ def attention_backward(
         d = (g * block.output.to(compute)).sum(-1)
         if block.d_lse is not None:
             d = d - block.d_lse
-        dz = torch.where(p == 0, 0, p * (_times(g, block.value.to(compute).mT) - d.unsqueeze(-1)))
+        keep = _kept(block, given)
+        dp = _dropped(_times(g, block.value.to(compute).mT), keep, given)
+        dz = torch.where(p == 0, 0, p * (dp - d.unsqueeze(-1)))
         d_query = scale * _times(dz, block.key.to(compute))
         d_key = scale * _summed_times(dz, block.query.to(compute), block.key.shape[1])
-        d_value = _summed_times(p, g, block.key.shape[1])
+        d_value = _summed_times(_dropped(p, keep, given), g, block.key.shape[1])
         d_bias, d_sink = d.new_empty(0), d.new_empty(0)
         if bias_gradient:
             assert block.bias is not None
@@ -211,7 +222,8 @@ def _full_precision(device_type: str) -> AbstractContextManager[Any]:
 class _Block(NamedTuple):
     """What the logits of some batches, heads and queries are made from, shaped as in the ops.
 
-    Query i of the block stands at key i + diagonal. It is query i + first_query of all.
+    Query i of the block stands at key i + diagonal. It is query i + first_query of all, and so with
+    batches and heads.
     """
 
     query: Tensor
@@ -223,6 +235,8 @@ class _Block(NamedTuple):
     first: Tensor | None
     end: Tensor | None
     diagonal: int
+    first_batch: int
+    first_head: int
     first_query: int
     mask_block: int  # the mask has an entry for each mask_block x mask_block pairs
     output: Tensor | None = None
@@ -247,7 +261,7 @@ def _block(given: Any) -> _Block:
     diagonal = given.key.shape[-2] - given.query.shape[-2]
     return _Block(
         *(given.query, given.key, given.value, given.bias, given.mask, given.sink),
-        *(given.first, given.end, diagonal, 0, given.block),
+        *(given.first, given.end, diagonal, 0, 0, 0, given.block),
     )
 
 
@@ -311,6 +325,8 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
         first=part(block.first),
         end=part(block.end),
         diagonal=block.diagonal + start if dim == 2 else block.diagonal,
+        first_batch=block.first_batch + start if dim == 0 else block.first_batch,
+        first_head=block.first_head + start if dim == 1 else block.first_head,
         first_query=block.first_query + start if dim == 2 else block.first_query,
         mask_block=block.mask_block,
         output=part(block.output),
@@ -378,6 +394,22 @@ def _weights(
         p = p.masked_fill(excluded, 0)
     log_total = divisor.log().masked_fill(nothing, -torch.inf)
     return p, largest, log_total + (highest - largest), log_total + highest
+
+
+def _kept(block: _Block, given: Any) -> Tensor | None:
+    """Bool [b, h, m, n], True = not dropped; None without dropout."""
+    if given.dropout == 0:
+        return None
+    batches, heads, queries, _ = block.query.shape
+    batch = torch.arange(block.first_batch, block.first_batch + batches, device=given.seed.device)
+    head = torch.arange(block.first_head, block.first_head + heads, device=given.seed.device)
+    number = batch.unsqueeze(-1) * given.query.shape[1] + head
+    keys = block.key.shape[2]
+    return kept(given.seed, given.dropout, number, block.first_query, queries, keys)
+
+
+def _dropped(weights: Tensor, keep: Tensor | None, given: Any) -> Tensor:
+    return weights if keep is None else dropped(weights, keep, given.dropout)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasoftmax.reference.dropout import drop_, kept_of_scores
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of logits, sums and log-sum-exp: float32, or float64 for float64 scores."""
@@ -126,6 +128,8 @@ def softmax_forward(
     sink_value: float | None,
     dtype: torch.dtype,
     return_lse: bool,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities and log-sum-exp.
 
@@ -144,6 +148,9 @@ def softmax_forward(
         sink_value: the same as a number; at most one of the two.
         dtype: of the probabilities.
         return_lse: False saves the work of the log-sum-exp.
+        dropout: the probability to drop an entry: it becomes 0, and what is kept is multiplied by
+            `dropout.factor`, before it is rounded to `dtype`.
+        seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
 
     Returns:
         Probabilities, contiguous, of the shape of scores, in `dtype`. Log-sum-exp, natural, sink
@@ -197,6 +204,9 @@ def softmax_forward(
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
         _clear_(probabilities, keep=highest)
+    if dropout > 0:
+        assert seed is not None
+        drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
     probabilities, lse = probabilities.to(dtype), lse.to(compute)
     if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
         probabilities, lse = probabilities.clone(), lse.clone()
@@ -248,7 +258,27 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    dz = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
+
+
+def _backward_(
+    dz: Tensor,
+    p: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_backward` in place of dz, which is g where p is not 0, else 0."""
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
@@ -266,6 +296,88 @@ def softmax_backward(
     return d_scores, d_bias, d_sink
 
 
+def softmax_dropout_backward(
+    gradient: Tensor,
+    scores: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `softmax_forward` with dropout, from those of what it returned, g and h.
+
+        p = exp(scale * scores + bias - lse),  dp = g / kept probability, 0 where dropped,
+        D = sum(dp * p) - h,  dz = p * (dp - D),  dscores = scale * dz,
+        dbias = dz summed over what was broadcast,  dsink = -exp(sink - lse) * D
+
+    Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there.
+
+    Args:
+        gradient: of the probabilities, with their shape and dtype, any strides.
+        lse_gradient: of the log-sum-exp, or None.
+        lse: what `softmax_forward` returned.
+        dtype: of the scores and of their gradient.
+        bias_gradient, sink_gradient: whether these are asked for.
+        The others: as in `softmax_forward`.
+
+    Returns:
+        As `softmax_backward`.
+    """
+    given = ForwardArguments(
+        *(scores, scale, mask, bias, causal, window_left, window_right, first, end),
+        *(sink, sink_value, gradient.dtype, True, dropout, seed),
+    )
+    p = probabilities_again(given, lse, in_place=True)
+    keep = kept_of_scores(seed, dropout, scores)
+    g = drop_(torch.empty_like(p).copy_(gradient), keep, dropout)
+    _clear_(g, keep=p)
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
+
+
+def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> Tensor:
+    """What `softmax_forward` computes without dropout, not rounded, from its log-sum-exp.
+
+    Args:
+        given: the arguments of `softmax_forward`.
+        lse: what it returned.
+        in_place: makes one buffer, and is not differentiable.
+    """
+    excluded = excluded_entries(
+        *(given.scores, given.mask, given.causal, given.window_left, given.window_right),
+        *(given.first, given.end),
+    )
+    has_sink = given.sink is not None or given.sink_value is not None
+    if excluded is not None or given.bias is not None or has_sink:
+        empty = (lse == -torch.inf).unsqueeze(-1)
+        excluded = empty if excluded is None else excluded | empty
+    z = given.scores.to(lse.dtype) * given.scale
+    if in_place:
+        z = z if given.bias is None else z.add_(given.bias)
+        z.sub_(lse.unsqueeze(-1))
+        z = z if excluded is None else z.masked_fill_(excluded, -torch.inf)
+        return z.exp_()
+    z = z if given.bias is None else (z + given.bias).to(lse.dtype)
+    z = z - lse.unsqueeze(-1)
+    z = z if excluded is None else z.masked_fill(excluded, -torch.inf)
+    return z.exp()
+
+
 def softmax_columns_forward(
     scores: Tensor, scale: float, dtype: torch.dtype, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -280,7 +392,8 @@ def softmax_columns_forward(
         float32 (float64 for float64 scores), or (0,).
     """
     probabilities, lse = softmax_forward(
-        scores.mT, scale, None, None, False, -1, -1, None, None, None, None, dtype, return_lse
+        *(scores.mT, scale, None, None, False, -1, -1, None, None, None, None),
+        *(dtype, return_lse, 0.0, None),
     )
     return probabilities.mT.contiguous(), lse
 
@@ -460,3 +573,4 @@ def arguments_of(function: Callable[..., Any]) -> Any:
 
 ForwardArguments = arguments_of(softmax_forward)
 BackwardArguments = arguments_of(softmax_backward)
+DropoutBackwardArguments = arguments_of(softmax_dropout_backward)
