@@ -1078,6 +1078,8 @@ def _attention_reasons(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> tuple[Reason, ...]:
@@ -1085,7 +1087,7 @@ def _attention_reasons(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
     return dispatch.reasons_against_fused_attention(query, key, value, scale)

@@ -665,3 +665,19 @@ def test_columns_are_not_dropped():
         softmax(torch.zeros(2, 3, 4), dim=1, dropout=0.1)
     with pytest.raises(ValueError, match=r"^dropout: expected a number from 0 to 1, got 2$"):
         FusedAttention(2, dropout=2)
+
+
+def test_dropout_is_no_reason_against_running_fused():
+    x = torch.zeros(1, 2, 3, 4)
+    options = {"dropout": 0.1, "seed": seed_of(1, "cpu")}
+    for function, given in (
+        (softmax, (x,)),
+        (attention, (x, x, x)),
+        (megasoftmax.attention_varlen, (x[0], x[0], x[0], torch.tensor([0, 2]))),
+    ):
+        reasons = megasoftmax.why_not_fused(function, *given)
+        assert megasoftmax.why_not_fused(function, *given, **options) == reasons
+    plain, dropping = FusedAttention(2), FusedAttention(2, dropout=0.1)
+    assert megasoftmax.why_not_fused(dropping, x, x, x) == plain.why_not_fused(x, x, x)
+    with pytest.raises(ValueError, match=r"^dropout: "):
+        megasoftmax.why_not_fused(attention, x, x, x, dropout=2)
