@@ -475,13 +475,17 @@ def _check_fused(fused: bool | None) -> None:
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
-def _check_dropout(
-    dropout: float, seed: Tensor | None, name_of_scores: str, scores: Tensor
-) -> None:
+def check_dropout(dropout: float) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
         raise TypeError(f"dropout: expected a number from 0 to 1, got {_kind(dropout)}")
     if not 0 <= dropout <= 1:
         raise ValueError(f"dropout: expected a number from 0 to 1, got {dropout}")
+
+
+def _check_dropout(
+    dropout: float, seed: Tensor | None, name_of_scores: str, scores: Tensor
+) -> None:
+    check_dropout(dropout)
     if seed is None:
         return
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:

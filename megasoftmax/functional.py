@@ -1078,6 +1078,8 @@ def _attention_reasons(
     window: Window | None = None,
     visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> tuple[Reason, ...]:
@@ -1085,7 +1087,7 @@ def _attention_reasons(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
@@ -1169,12 +1171,17 @@ def _operands(
     return _with_rank(bias, rank), sink
 
 
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of dropout, int64 [1], drawn there by torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+
+
 def _seed(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
     """As ops take it: None without dropout."""
     if dropout == 0:
         return None
     if seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=scores.device)
+        seed = new_seed(scores.device)
     return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
 
 

@@ -363,7 +363,9 @@ def call_softmax(
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
         excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_forward(scores, scale, excluded, bias_tensor, *options, has_lse)
+        OPS.softmax_forward(
+            *(scores, scale, excluded, bias_tensor, *options, has_lse, *given.dropout())
+        )
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
@@ -371,6 +373,14 @@ def call_softmax(
         *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias_tensor),
         *(*options, bias is not None, has_sink),
     )
+    dropout, seed = given.dropout()
+    if seed is not None:
+        excluded = given.mask(*given.beside(shape)) if mask else None
+        OPS.softmax_dropout_backward(
+            *(gradient.to(out), probabilities, lse_gradient if has_lse else None, lse, scale),
+            *(excluded, bias_tensor, *options[:-1], element, bias is not None, has_sink),
+            *(dropout, seed),
+        )
 
 
 # Softmax over an earlier dimension

@@ -133,7 +133,8 @@ def test_softmax_forward(
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
         visible = bounds(length, device) if beside == "mask" else (None, None)
-        options = (False, *window, *visible, sink, None, dtype, True)
+        drop = (0.3, torch.tensor([length], device=device)) if length % 2 else (0.0, None)
+        options = (False, *window, *visible, sink, None, dtype, True, *drop)
         check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
 
 

@@ -17,6 +17,7 @@ SHAPE = (BATCH, HEADS, QUERIES, KEYS)
 
 softmax_forward = torch.ops.megasoftmax.softmax_forward.default
 softmax_backward = torch.ops.megasoftmax.softmax_backward.default
+softmax_dropout_backward = torch.ops.megasoftmax.softmax_dropout_backward.default
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ FORWARD_CASES = {
     "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "mask": (BATCH, 1, QUERIES, KEYS)},
     "end": {"visible": (None, (HEADS, 1)), "sink": (HEADS,), "return_lse": True, "causal": True},
     "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
+    "dropout": {"dropout": 0.4, "sink": (HEADS,), "bias": (HEADS, 1, KEYS), "return_lse": True},
 }
 
 
@@ -91,6 +93,8 @@ def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
         case.get("sink_value"),
         case.get("out", dtype),
         case.get("return_lse", False),
+        case.get("dropout", 0.0),
+        torch.tensor([5], device=device) if "dropout" in case else None,
     )
 
 
@@ -153,6 +157,30 @@ def test_opcheck_of_other_ranks(shape, device):
 @pytest.mark.parametrize("case", BACKWARD_CASES)
 def test_opcheck_of_backward(case, device):
     torch.library.opcheck(softmax_backward, backward_arguments(device, **BACKWARD_CASES[case]))
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+def test_opcheck_and_gradients_of_dropout_backward(has_all, device):
+    torch.manual_seed(0)
+
+    def arguments(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+        mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.4
+        return (
+            *(floats(*SHAPE), floats(*SHAPE), floats(*SHAPE[:-1]) if has_all else None),
+            *(floats(*SHAPE[:-1]), 0.7, mask if has_all else None),
+            *(floats(HEADS, 1, KEYS) if has_all else None, has_all, -1, -1, None, None),
+            *(floats(HEADS) if has_all else None, None, dtype, has_all, has_all),
+            *(0.4, torch.tensor([5], device=device)),
+        )
+
+    torch.library.opcheck(softmax_dropout_backward, arguments(torch.float32, device))
+    if device == "cpu":
+        given = arguments(torch.float64, device)
+        assert torch.autograd.gradcheck(softmax_dropout_backward, given)
+        assert torch.autograd.gradgradcheck(softmax_dropout_backward, given)
 
 
 @pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "float16"])
@@ -352,7 +380,7 @@ def test_vmap_of_the_plain_op(device):
     scores = torch.randn(4, QUERIES, KEYS, device=device)
 
     def op(example: Tensor) -> Tensor:
-        options = (True, -1, -1, None, None, None, None, torch.float32, False)
+        options = (True, -1, -1, None, None, None, None, torch.float32, False, 0.0, None)
         return softmax_forward(example, 1.0, None, None, *options)[0]
 
     torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))

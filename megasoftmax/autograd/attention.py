@@ -143,7 +143,7 @@ def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
 FORWARD = function.Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
 IN_FORWARD_MODE = function.why_only_without_kernels("attention")
 
-# The reference's backward is differentiable by itself; that of the ops refuses.
+# The reference's backward is function.differentiable by itself; that of the ops refuses.
 call = function.differentiable(
     "Attention", FORWARD, function.plain_torch_only(REFERENCE, IN_FORWARD_MODE)
 )

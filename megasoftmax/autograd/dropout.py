@@ -16,6 +16,7 @@ from megasoftmax.reference.softmax import (
     DropoutBackwardArguments,
     ForwardArguments,
     probabilities_again,
+    softmax_double_backward,
     softmax_dropout_backward,
     softmax_forward,
     softmax_tangents,
@@ -27,8 +28,8 @@ REFERENCE = Implementation(softmax_forward, softmax_dropout_backward)
 _COUNT = len(ForwardArguments._fields)
 _TENSORS = ("scores", "mask", "bias", "first", "end", "sink", "seed")
 _BACKWARD_COUNT = len(DropoutBackwardArguments._fields)
-_DIFFERENTIABLE = ("gradient", "scores", "lse_gradient", "lse", "bias", "sink")
-_BACKWARD_TENSORS = (*_DIFFERENTIABLE, "mask", "first", "end", "seed")
+_BACKWARD_TENSORS = ("gradient", "lse_gradient", "lse", *_TENSORS)
+_SHARED = [name for name in ForwardArguments._fields if name in DropoutBackwardArguments._fields]
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -95,17 +96,51 @@ def save_for_double_gradients(
     ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
 
 
-def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tensor) -> Any:
-    """Those of the arguments of `softmax_dropout_backward`: plain torch, whoever computed it."""
+def double_gradients(
+    implementation: Implementation,
+    ctx: Any,
+    scores_cotangent: Tensor,
+    bias_cotangent: Tensor,
+    sink_cotangent: Tensor,
+) -> Any:
+    """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
+
+    That is `softmax_backward` of a gradient that is dropped and of probabilities p, and
+    p = exp(scale * scores + bias - lse).
+    """
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
-    names = [name for name in _DIFFERENTIABLE if tensors[name] is not None]
-
-    def backward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = ctx.given._replace(**tensors)
-        return softmax_dropout_backward(*given._replace(**dict(zip(names, inputs, strict=True))))
-
-    found: Any = torch.func.vjp(backward, *(tensors[name] for name in names))
-    return DropoutBackwardArguments(**dict(zip(names, found[1](cotangents), strict=True)))
+    given = ctx.given._replace(**tensors)
+    of_forward = {name: getattr(given, name) for name in _SHARED}
+    p = probabilities_again(ForwardArguments(**of_forward), given.lse)
+    keep = kept_of_scores(given.seed, given.dropout, given.scores)
+    d_dropped, d_p, d_lse_gradient, d_lse_of_sink = softmax_double_backward(
+        scores_cotangent,
+        bias_cotangent if given.bias_gradient else None,
+        sink_cotangent if given.sink_gradient else None,
+        dropped(given.gradient.to(p.dtype), keep, given.dropout),
+        p,
+        given.lse_gradient,
+        given.lse,
+        given.scale,
+        given.sink,
+        given.sink_value,
+        given.dtype,
+    )
+    d_z = torch.where(p == 0, 0, p * d_p)
+    d_lse, d_bias, d_sink = -d_z.sum(-1), None, None
+    if given.bias is not None:
+        d_bias = d_z.sum_to_size(given.bias.shape).to(given.bias.dtype)
+    if d_lse_of_sink is not None:
+        d_lse = d_lse + d_lse_of_sink
+        d_sink = None if given.sink is None else -sum_over_rows(d_lse_of_sink, given.sink)
+    return DropoutBackwardArguments(
+        gradient=dropped(d_dropped, keep, given.dropout).to(given.gradient.dtype),
+        scores=(given.scale * d_z).to(given.scores.dtype),
+        lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
+        lse=d_lse,
+        bias=d_bias,
+        sink=d_sink,
+    )
 
 
 def batch_backward(

@@ -76,7 +76,7 @@ def register() -> None:
                 ),
             )
             # Where several of them send nothing, DTensor takes the first.
-            for results, arguments in (replicated, *splits(*args))
+            for results, arguments in _allowed((replicated, *splits(*args)), op, args)
         ]
 
     for name, splits in _SPLITS.items():
@@ -87,6 +87,27 @@ def register() -> None:
 
 _registered: list[str] = []
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
+
+
+def _allowed(splits: tuple[_Split, ...], op: Any, args: tuple[Any, ...]) -> list[_Split]:
+    """With dropout, only as the first result of the forward, or what it is of, is split.
+
+    Shards have seeds of their own, and what each drops depends on what it holds.
+    """
+    names = [each.name for each in op._schema.arguments]
+    given = dict(zip(names, args, strict=True))
+    if not given.get("dropout"):
+        return list(splits)
+    name = next(each for each in ("output", "scores", "query") if each in given)
+    placed = {each.dim if each.is_shard() else _REPLICATED for each in given[name].placements}
+    where = names.index(name)
+    found = [each for each in splits if tuple(each[1])[where] in placed]
+    if not found:
+        raise ValueError(
+            f"{name}: expected a DTensor whose shards can be computed alone, with dropout, got "
+            f"placements {given[name].placements}"
+        )
+    return found
 
 
 def _softmax_forward(*args: Any) -> Iterator[_Split]:
@@ -102,6 +123,33 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
                 first=_of_broadcast(given.first, scores, dim, missing=1),
                 end=_of_broadcast(given.end, scores, dim, missing=1),
                 sink=_of_sink(given.sink, dim == scores.ndim - 3),
+                seed=_REPLICATED,
+            ),
+        )
+
+
+def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
+    given = reference.softmax.DropoutBackwardArguments(*args)
+    scores = given.scores
+    for dim in range(scores.ndim - 2):
+        bias = _of_broadcast(given.bias, scores, dim)
+        yield (
+            (
+                dim,
+                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                dim if given.sink_gradient else _REPLICATED,
+            ),
+            reference.softmax.DropoutBackwardArguments(
+                gradient=dim,
+                scores=dim,
+                lse_gradient=dim,
+                lse=dim,
+                mask=_of_broadcast(given.mask, scores, dim),
+                bias=bias,
+                first=_of_broadcast(given.first, scores, dim, missing=1),
+                end=_of_broadcast(given.end, scores, dim, missing=1),
+                sink=_of_sink(given.sink, dim == scores.ndim - 3),
+                seed=_REPLICATED,
             ),
         )
 
@@ -294,6 +342,7 @@ def _parts(given: Any, dim: int) -> int | None:
 _SPLITS = {
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
+    "softmax_dropout_backward": _softmax_dropout_backward,
     "softmax_columns_forward": _columns_forward,
     "softmax_columns_backward": _columns_backward,
     "softmax_topk_forward": _topk_forward,

@@ -19,7 +19,7 @@ class FusedAttention(torch.nn.Module):
 
         output = attention(query, key, value).transpose(1, 2).flatten(2)  # a view: [b, m, h dv]
 
-    It runs fused where that function does, and has no dropout. Positions are counted from the end:
+    It runs fused where that function does. Positions are counted from the end:
     the last query stands at the last key, for causality, window and the biases alike, so
     that decoding with a cache needs no argument.
 
@@ -37,6 +37,8 @@ class FusedAttention(torch.nn.Module):
         max_distance: from here on, all distances share the last bucket.
         alibi_slopes: [heads], see `megasoftmax.biases.alibi_slopes`: subtract slope * distance. A
             Parameter is learnt, another tensor is a buffer. Not beside relative_buckets.
+        dropout: in training, the probability that a key counts for nothing in the sum of values of
+            a query, as in `megasoftmax.attention`. torch's generator decides.
 
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
@@ -57,6 +59,7 @@ class FusedAttention(torch.nn.Module):
         relative_buckets: int | None = None,
         max_distance: int = 128,
         alibi_slopes: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if heads < 1:
@@ -67,11 +70,13 @@ class FusedAttention(torch.nn.Module):
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
+        arguments.check_dropout(dropout)
         self.heads = heads
         self.scale = arguments.as_number("scale", scale)
         self.causal = causal
         self.window = arguments.checked_window("window", window)
         self.max_distance = max_distance
+        self.dropout = dropout
         self.sink = torch.nn.Parameter(torch.empty(heads)) if sink else None
         self.relative_bias = None
         if relative_buckets is not None:
@@ -146,6 +151,7 @@ class FusedAttention(torch.nn.Module):
             "relative_buckets": None if self.relative_bias is None else len(self.relative_bias),
             "max_distance": None if self.relative_bias is None else self.max_distance,
             "alibi": None if self.alibi_slopes is None else True,
+            "dropout": self.dropout or None,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([str(self.heads), *shown])
@@ -174,6 +180,7 @@ class FusedAttention(torch.nn.Module):
             "window": self.window,
             "visible": visible,
             "sink": self.sink,
+            "dropout": self.dropout if self.training else 0.0,
         }
 
     def _own_bias(self, queries: int, keys: int) -> RelativeBias | None:

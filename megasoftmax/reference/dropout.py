@@ -15,7 +15,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85  # what each round adds to the key
 _ROUNDS = 7
 _MASK = 2**32 - 1
 
-# The most entries at a time on a CPU, where what follows then stays in a cache.
+# The most entries at a time and thread on a CPU: what is made of them then stays in a cache.
 _PART = 2**18
 
 
@@ -33,6 +33,14 @@ def factor(dropout: float) -> float:
 def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
     """factor * weights where they are kept, else 0, NaN or not."""
     return torch.where(keep, weights * factor(dropout), 0)
+
+
+def drop_(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
+    """The same in place."""
+    weights.mul_(factor(dropout))
+    if torch.compiler.is_compiling():  # torch 2.11 loses what goes to an op's output argument
+        return weights.copy_(torch.where(keep, weights, 0))
+    return torch.where(keep, weights, weights.new_zeros(()), out=weights)
 
 
 def kept(
@@ -86,15 +94,31 @@ def _in_parts(
     """part(numbers, rows), on a CPU from parts of at most _PART entries where there are several."""
     entries_of_row = 16 * 32 * columns
     entries_of_head = entries_of_row * len(rows)
-    if numbers.device.type != "cpu" or torch.compiler.is_compiling():
+    if not _is_eager_on_cpu(numbers):
         return part(numbers, rows)
-    if entries_of_head * len(numbers) <= _PART:
+    most = _PART * torch.get_num_threads()
+    if entries_of_head * len(numbers) <= most:
         return part(numbers, rows)
-    if entries_of_head <= _PART:
-        return torch.cat([part(some, rows) for some in numbers.split(_PART // entries_of_head)])
-    some_rows = rows.split(max(1, _PART // entries_of_row))
+    if entries_of_head <= most:
+        return torch.cat([part(some, rows) for some in numbers.split(most // entries_of_head)])
+    some_rows = rows.split(max(1, most // entries_of_row))
     of_heads = [torch.cat([part(one, some) for some in some_rows], 1) for one in numbers.split(1)]
     return torch.cat(of_heads)
+
+
+def _is_eager_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+def _next(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    """The high half of a product, a word and a key, exclusive or, in 32 bits.
+
+    In place where all of them have the size of the result, which is one of many.
+    """
+    high, word = product >> 32, word ^ key
+    if high.shape != word.shape or high.numel() < 2**12 or not _is_eager_on_cpu(high):
+        return (high ^ word) & _MASK
+    return high.bitwise_xor_(word).bitwise_and_(_MASK)
 
 
 def _kept(
@@ -114,8 +138,7 @@ def _kept(
     for i in range(_ROUNDS):
         left, right = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         k0, k1 = low_key + i * _WEYL[0], high_key + i * _WEYL[1]
-        c0 = ((right >> 32) ^ (c1 ^ k0)) & _MASK
-        c2 = ((left >> 32) ^ (c3 ^ k1)) & _MASK
+        c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
         c1, c3 = right, left
     words = (c0, c1 & _MASK, c2, c3 & _MASK)
     # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax.reference.dropout import dropped, kept_of_scores
+from megasoftmax.reference.dropout import drop_, kept_of_scores
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -206,7 +206,7 @@ def softmax_forward(
         _clear_(probabilities, keep=highest)
     if dropout > 0:
         assert seed is not None
-        probabilities = dropped(probabilities, kept_of_scores(seed, dropout, scores), dropout)
+        drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
     probabilities, lse = probabilities.to(dtype), lse.to(compute)
     if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
         probabilities, lse = probabilities.clone(), lse.clone()
@@ -258,7 +258,27 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    dz = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
+
+
+def _backward_(
+    dz: Tensor,
+    p: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_backward` in place of dz, which is g where p is not 0, else 0."""
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
@@ -303,8 +323,7 @@ def softmax_dropout_backward(
         D = sum(dp * p) - h,  dz = p * (dp - D),  dscores = scale * dz,
         dbias = dz summed over what was broadcast,  dsink = -exp(sink - lse) * D
 
-    Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there. It is
-    differentiable itself, as often as wanted.
+    Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there.
 
     Args:
         gradient: of the probabilities, with their shape and dtype, any strides.
@@ -321,36 +340,24 @@ def softmax_dropout_backward(
         *(scores, scale, mask, bias, causal, window_left, window_right, first, end),
         *(sink, sink_value, gradient.dtype, True, dropout, seed),
     )
-    p = probabilities_again(given, lse)
-    visible = p != 0
+    p = probabilities_again(given, lse, in_place=True)
     keep = kept_of_scores(seed, dropout, scores)
-    dp = dropped(gradient.to(p.dtype), keep & visible, dropout)
-    d = (dp * p).sum(-1)
-    if lse_gradient is not None:
-        d = d - lse_gradient
-    dz = torch.where(visible, p * (dp - d.unsqueeze(-1)), 0)
-
-    d_scores = (dz * scale).to(dtype).contiguous()
-    d_bias, d_sink = dz.new_empty(0), dz.new_empty(0)
-    if bias_gradient:
-        assert bias is not None
-        d_bias = dz.sum_to_size(bias.shape).to(bias.dtype)
-    if sink_gradient:
-        d_sink = -sink_share(sink, sink_value, lse) * d
-    return d_scores, d_bias, d_sink
+    g = drop_(torch.empty_like(p).copy_(gradient), keep, dropout)
+    _clear_(g, keep=p)
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
 
 
-def probabilities_again(given: Any, lse: Tensor) -> Tensor:
+def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> Tensor:
     """What `softmax_forward` computes without dropout, not rounded, from its log-sum-exp.
 
     Args:
         given: the arguments of `softmax_forward`.
         lse: what it returned.
+        in_place: makes one buffer, and is not differentiable.
     """
-    z = given.scale * given.scores.to(lse.dtype)
-    if given.bias is not None:
-        z = z + given.bias
-    p = torch.exp(z.to(lse.dtype) - lse.unsqueeze(-1))
     excluded = excluded_entries(
         *(given.scores, given.mask, given.causal, given.window_left, given.window_right),
         *(given.first, given.end),
@@ -358,8 +365,17 @@ def probabilities_again(given: Any, lse: Tensor) -> Tensor:
     has_sink = given.sink is not None or given.sink_value is not None
     if excluded is not None or given.bias is not None or has_sink:
         empty = (lse == -torch.inf).unsqueeze(-1)
-        p = p.masked_fill(empty if excluded is None else empty | excluded, 0)
-    return p
+        excluded = empty if excluded is None else excluded | empty
+    z = given.scores.to(lse.dtype) * given.scale
+    if in_place:
+        z = z if given.bias is None else z.add_(given.bias)
+        z.sub_(lse.unsqueeze(-1))
+        z = z if excluded is None else z.masked_fill_(excluded, -torch.inf)
+        return z.exp_()
+    z = z if given.bias is None else (z + given.bias).to(lse.dtype)
+    z = z - lse.unsqueeze(-1)
+    z = z if excluded is None else z.masked_fill(excluded, -torch.inf)
+    return z.exp()
 
 
 def softmax_columns_forward(
