@@ -23,7 +23,7 @@ What may be switched can be said in the configuration, where `save_pretrained` k
 The configuration is shared: another model that was built from the same object is switched as well.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel

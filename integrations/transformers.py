@@ -7,9 +7,9 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="megasoftmax"))
     model.set_attn_implementation("megasoftmax")                      # a model that exists already
 
-`patching.patch_model` switches a model that exists, with all that it consists of, its routers too,
-and back; `families` has the classes that never ask for an attention implementation, as Bloom's;
-`trainer` a callback for Trainer.
+`patching.patch_model` switches a model that exists, with its routers, and back; `by_name` says what
+a model gets that asks for a name; `families` has the classes that never ask for an attention
+implementation, as Bloom's; `trainer` a callback for Trainer.
 
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
@@ -30,6 +30,7 @@ What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
   gradient, where "eager" gives uniform weights. Other positions never see it, but a loss can: with
   left padding, give the first real token the label -100 too, for a padded position predicts it.
+  Where the embedding of padding is zero too, gradients of Gemma 3n are NaN, as with "sdpa".
 * An argument that changes the result and is not supported (a paged cache, sinks per token, indices
   of sparse attention as in DeepSeek V3.2) raises ValueError; none is ignored.
 * transformers refuses `config.output_attentions = True` for all but "eager". Ask in the call,
@@ -53,14 +54,22 @@ import inspect
 from typing import Any, NamedTuple, Self
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
-from transformers.utils.output_capturing import _active_collector
+
+try:
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        eager_mask,
+        sdpa_mask,
+    )
+    from transformers.utils.output_capturing import _active_collector
+except ImportError as error:
+    raise ImportError(
+        f"transformers: expected 5.17 or later, got {transformers.__version__}; "
+        "pip install 'megasoftmax[transformers]'"
+    ) from error
 
 import megasoftmax
 from megasoftmax.functional import as_autocast

@@ -2,6 +2,8 @@
 
 import csv
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -218,3 +220,15 @@ def test_methods_are_extended_once():
     before = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
     integration.register()
     assert (PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation) == before
+
+
+def test_old_version_of_transformers_is_named(tmp_path):
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        '__version__ = "4.57.3"\nAttentionInterface = AttentionMaskInterface = None\n'
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", "import megasoftmax.integrations.transformers"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "ImportError: transformers: expected 5.17 or later, got 4.57.3; pip" in result.stderr
