@@ -1,4 +1,6 @@
-"""The tables of docs/numbers.md and README.md, in Markdown, from benchmarks/results."""
+"""The tables of README.md, docs/numbers.md and docs/families.md, from benchmarks/results."""
+
+import re
 
 from measured import (
     OURS,
@@ -188,7 +190,7 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
     found["in part"] = "\n".join(lines)
     for marker in ("patch_model", "refused", "not built"):
         lines = ["| class | why |", "|---|---|"]
-        lines += (f"| `{row['class']}` | {row['why']} |" for row in parts[marker])
+        lines += (f"| `{row['class']}` | {short_reason(row['why'])} |" for row in parts[marker])
         found[marker] = "\n".join(lines) if parts[marker] else "None."
     counts = ["| classes | |", "|--:|---|"]
     for marker, words in (
@@ -211,3 +213,12 @@ def family_part(row: Row) -> str:
     return {"works": "works", "works in part": "in part", "no attention": "none"}.get(
         by_name, by_name
     )
+
+
+def short_reason(why: str) -> str:
+    """The layer and what it does, where an error of megasoftmax says more; else all of it."""
+    if found := re.search(r"\((\w+)\) (computes attention itself)", why):
+        return f"`{found[1]}` {found[2]}"
+    if found := re.search(r"^(\w+): not supported .* from (\w+);", why):
+        return f"`{found[2]}` gives `{found[1]}`"
+    return why
