@@ -1,5 +1,7 @@
 """Tests what adapts transformers: on the oldest supported version, one between and the newest.
 
+`families` goes over all classes of the newest, and writes docs/families.md.
+
 torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
 
@@ -10,5 +12,11 @@ import nox
 @nox.parametrize("version", ["==5.17.0", "==5.21.1", ">=5.23"])
 def transformers(session: nox.Session, version: str) -> None:
     session.install(".[test]", f"transformers{version}")
-    tests = ("test_transformers.py", "test_patching.py", "test_routers.py")
+    tests = ("test_transformers.py", "test_patching.py", "test_families.py", "test_routers.py")
     session.run("pytest", *(f"tests/{name}" for name in tests), *session.posargs)
+
+
+@nox.session
+def families(session: nox.Session) -> None:
+    session.install(".[test]", "--upgrade", "transformers")
+    session.run("python", "benchmarks/sweep_families.py", *session.posargs)

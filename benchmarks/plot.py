@@ -12,6 +12,7 @@ from measured import ROOT, read
 from tables import (
     attention_table,
     decode_table,
+    families_tables,
     gpu_tests_table,
     headline,
     origin,
@@ -38,8 +39,8 @@ def fill(text: str, marker: str, content: str) -> str:
     return f"{head}{begin}\n{content}\n{end}{rest.split(end, 1)[1]}"
 
 
-def main(check: bool = False) -> None:
-    """Fills README.md and docs/numbers.md from the results, or checks that they match."""
+def fill_pages(check: bool = False) -> None:
+    """Fills the marked parts of the pages from the results, or checks that they match."""
     attention = read("attention.csv")
     numbers = {"headline": headline(), "attention table": attention_table(attention)}
     numbers |= {
@@ -52,6 +53,7 @@ def main(check: bool = False) -> None:
     pages = {
         ROOT / "README.md": {"headline": headline()},
         ROOT / "docs" / "numbers.md": numbers,
+        ROOT / "docs" / "families.md": families_tables(read("families.csv")),
     }
     for path, markers in pages.items():
         old = path.read_text()
@@ -61,6 +63,11 @@ def main(check: bool = False) -> None:
         if check and new != old:
             sys.exit(f"{path.name} does not match benchmarks/results: run benchmarks/plot.py")
         path.write_text(new)
+
+
+def main(check: bool = False) -> None:
+    """Fills the pages and draws the pictures, or checks that the pages match."""
+    fill_pages(check)
     if not check:
         pictures.draw_all()
 

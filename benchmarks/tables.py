@@ -1,4 +1,6 @@
-"""The tables of docs/numbers.md and README.md, in Markdown, from benchmarks/results."""
+"""The tables of README.md, docs/numbers.md and docs/families.md, from benchmarks/results."""
+
+import re
 
 from measured import (
     OURS,
@@ -161,3 +163,62 @@ def origin(name: str, script: str) -> str:
         f"Every case: [{name}](../benchmarks/results/{name}), from `python benchmarks/{script}`. "
         f"{device}, torch {row['torch']}{with_transformers}, commit {row['commit']}, {row['date']}."
     )
+
+
+def families_tables(rows: list[Row]) -> dict[str, str]:
+    """The marked parts of docs/families.md: where it comes from, counts, and a table each."""
+    parts: dict[str, list[Row]] = {
+        marker: [] for marker in ("works", "in part", "patch_model", "refused", "none", "not built")
+    }
+    for row in rows:
+        parts[family_part(row)].append(row)
+    origin = {name: rows[0][name] for name in ("transformers", "torch", "commit", "date")}
+    same = [row for marker in ("works", "in part") for row in parts[marker]]
+    worst = max(float(row["logits_error"]) for row in same)
+    found = {
+        "sweep": f"transformers {origin['transformers']}, torch {origin['torch']}, commit "
+        f"{origin['commit']}, {origin['date']}: {len(rows)} classes. The largest error of logits "
+        f"is {worst:.0e}, relative to all logits of the class.",
+        "works": ", ".join(f"`{row['class']}`" for row in parts["works"]),
+        "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
+    }
+    lines = ["| class | layers that run megasoftmax | the others |", "|---|---|---|"]
+    lines += (
+        f"| `{row['class']}` | {row['served']} of {row['layers']} | `{row['why']}` |"
+        for row in parts["in part"]
+    )
+    found["in part"] = "\n".join(lines)
+    for marker in ("patch_model", "refused", "not built"):
+        lines = ["| class | why |", "|---|---|"]
+        lines += (f"| `{row['class']}` | {short_reason(row['why'])} |" for row in parts[marker])
+        found[marker] = "\n".join(lines) if parts[marker] else "None."
+    counts = ["| classes | |", "|--:|---|"]
+    for marker, words in (
+        ("works", "work by the name and through `patch_model`"),
+        ("in part", "work, beside layers that run their own attention"),
+        ("patch_model", "work through `patch_model` alone"),
+        ("refused", "are refused with the reason"),
+        ("none", "have no attention"),
+        ("not built", "were not built small"),
+    ):
+        counts.append(f"| {len(parts[marker])} | {words} |")
+    return found | {"counts": "\n".join(counts)}
+
+
+def family_part(row: Row) -> str:
+    """The part of docs/families.md that a class belongs to."""
+    by_name, by_patch_model = row["by_name"], row["by_patch_model"]
+    if by_name == "refused":
+        return "refused" if by_patch_model == "refused" else "patch_model"
+    return {"works": "works", "works in part": "in part", "no attention": "none"}.get(
+        by_name, by_name
+    )
+
+
+def short_reason(why: str) -> str:
+    """The layer and what it does, where an error of megasoftmax says more; else all of it."""
+    if found := re.search(r"\((\w+)\) (computes attention itself)", why):
+        return f"`{found[1]}` {found[2]}"
+    if found := re.search(r"^(\w+): not supported .* from (\w+);", why):
+        return f"`{found[2]}` gives `{found[1]}`"
+    return why

@@ -1,27 +1,16 @@
 """The attention interface for families of transformers that have none: Bloom, Falcon, GPT-J, MPT.
 
-    from megasoftmax.integrations.families import patch_classes
-    from megasoftmax.integrations.transformers import register
-
-    register()
-    patched = patch_classes()           # until patched.unpatch(), or as a context manager
-    model = BloomForCausalLM.from_pretrained(name, attn_implementation="megasoftmax")
-
-Their layers compute attention themselves, whatever implementation is asked for; Bloom and MPT then
-get a mask that they do not understand, Falcon and GPT-J cannot be built. The subclasses here hand
-query, key, value and ALiBi to the function that was asked for, where it is megasoftmax's; they are
-the family's own in all else, and for every other implementation. ALiBi stays one number per key.
-
-`patch_classes` is for models that are built afterwards, by constructors too: transformers' own
-`register_patch_mapping` reaches neither these nor the tables of classes that Falcon and GPT-J have.
-`patching.patch_model` is for a model that exists, and needs no `patch_classes`.
+Their layers compute attention themselves, whatever implementation is asked for. The subclasses here
+hand query, key, value and ALiBi to the function that was asked for, where it is megasoftmax's; they
+are the family's own in all else, and for every other implementation. ALiBi stays one number per
+key. `by_name` and `patching.patch_model` put them into models.
 
 Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa", its default.
 
-To add a family, write the subclass, add it to FAMILIES and, where classes are looked up, to
-`_PLACES`; then the tiny model to tests/models.py, which tests it. Not possible where attention is
-not softmax(scale * query . key + bias) value: XLNet's and DeBERTa's scores are sums of several
-products, Longformer's and BigBird's blocks of a band.
+To add a family, write the subclass, add it to FAMILIES, and the tiny model to tests/models.py,
+which tests it. Not possible where attention is not softmax(scale * query . key + bias) value:
+XLNet's and DeBERTa's scores are sums of several products, Longformer's and BigBird's blocks of a
+band.
 """
 
 from collections.abc import Callable
@@ -30,21 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.bloom import modeling_bloom
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.falcon import modeling_falcon
-from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
-from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES, GPTJAttention
-from transformers.models.mpt import modeling_mpt
+from transformers.models.falcon.modeling_falcon import FalconAttention
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
-from megasoftmax.integrations.replacing import Change, Replaced
-from megasoftmax.integrations.transformers import (
-    NAME,
-    SOFTMAX_NAME,
-    attention_forward,
-    softmax_attention_forward,
-)
+from megasoftmax.integrations.names import asked_name
 
 
 class MegasoftmaxBloomAttention(BloomAttention):
@@ -77,7 +58,7 @@ class MegasoftmaxBloomAttention(BloomAttention):
                 output_attentions,
                 **kwargs,
             )
-        if reason := why_not_served(self):
+        if reason := why_not_replaced(self):
             raise ValueError(f"BloomAttention: {reason}")
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if layer_past is not None:
@@ -251,45 +232,8 @@ FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 """A class of transformers -> the subclass that takes its place."""
 
-# Where models that are being built find their classes.
-_PLACES = (
-    Change(modeling_bloom, "BloomAttention", MegasoftmaxBloomAttention),
-    Change(modeling_mpt, "MptAttention", MegasoftmaxMptAttention),
-    Change(modeling_mpt, "MptBlock", MegasoftmaxMptBlock),
-    *(
-        Change(classes, name, ours)
-        for classes, ours in (
-            (FALCON_ATTENTION_CLASSES, MegasoftmaxFalconAttention),
-            (GPTJ_ATTENTION_CLASSES, MegasoftmaxGPTJAttention),
-        )
-        for name in (NAME, SOFTMAX_NAME)
-    ),
-)
 
-
-class PatchedClasses(Replaced):
-    """The classes that one call of `patch_classes` has replaced; a context manager."""
-
-    def unpatch(self) -> None:
-        """Put the family's own classes back, but where another was put since; harmless twice.
-
-        Models that were built meanwhile keep the classes that they have.
-        """
-        self.undo()
-
-
-def patch_classes() -> PatchedClasses:
-    """Let models of FAMILIES that are built from now on know the attention interface.
-
-    A second call changes nothing: the classes belong to who patched them first.
-
-    Returns:
-        What undoes it.
-    """
-    return PatchedClasses(_PLACES)
-
-
-def why_not_served(layer: torch.nn.Module) -> str | None:
+def why_not_replaced(layer: torch.nn.Module) -> str | None:
     """Why a layer of one of the FAMILIES cannot take the subclass; None: it can."""
     if "forward" in vars(layer):
         return "its forward was replaced"
@@ -307,5 +251,6 @@ class _Asked(NamedTuple):
 
 def _function(config: PreTrainedConfig) -> Callable[..., Any] | None:
     """The attention function that the configuration asks for, where it is one of megasoftmax."""
-    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    return function if function in (attention_forward, softmax_attention_forward) else None
+    name = config._attn_implementation
+    function = None if asked_name(name) is None else ALL_ATTENTION_FUNCTIONS.get(name)
+    return None if getattr(function, "is_eager", False) else function

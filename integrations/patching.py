@@ -23,43 +23,36 @@ What may be switched can be said in the configuration, where `save_pretrained` k
 The configuration is shared: another model that was built from the same object is switched as well.
 """
 
-import inspect
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megasoftmax.integrations.families import FAMILIES, why_not_served
+from megasoftmax.integrations.names import (
+    NAME,
+    NAMES,
+    SOFTMAX_NAME,
+    asked_name,
+    is_disabled,
+)
 from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
 from megasoftmax.integrations.routers import changes_of_routers, find_routers, is_patched
-from megasoftmax.integrations.transformers import (
-    NAME,
-    SOFTMAX_NAME,
-    is_disabled,
-    register,
-    why_not_attention,
+from megasoftmax.integrations.serving import (
+    Layer,
+    changes_for,
+    is_attention,
+    layers_of,
+    refused_of,
+    why_not_served,
 )
+from megasoftmax.integrations.transformers import register, why_not_attention
 
 _FLAGS = ("softmax", "attention", "router")
-_NO_INTERFACE = "computes attention itself, without the attention interface of transformers"
 
 # What layers call the width of a head, their dropout and their softcap, if they have them.
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
 _SOFTCAPS = ("attn_logit_softcapping",)
-
-
-class _Layer(NamedTuple):
-    """A layer that computes attention, or a block that is patched along with it."""
-
-    name: str
-    module: torch.nn.Module
-    config: PreTrainedConfig
-    enclosing: list[PreTrainedConfig]
-    """Those of all models around it."""
-    why_not: str | None
-    """Why it cannot be served by itself."""
 
 
 class PatchedModel(Patched):
@@ -81,8 +74,8 @@ class PatchedModel(Patched):
         """
         found = {
             layer.name: self._served(layer)
-            for layer in _layers(self._model)
-            if _is_attention(layer.module)
+            for layer in layers_of(self._model)
+            if is_attention(layer.module)
         }
         for name, router in find_routers(self._model).items():
             found[name] = Served("router") if is_patched(router) else self._unchanged(name)
@@ -102,13 +95,16 @@ class PatchedModel(Patched):
         """The report, a line for neighbours that are served alike."""
         return in_lines(self.report)
 
-    def _served(self, layer: _Layer) -> Served:
+    def _served(self, layer: Layer) -> Served:
         implementation = layer.config._attn_implementation
-        if layer.why_not is not None or implementation not in (NAME, SOFTMAX_NAME):
+        name = asked_name(implementation)
+        if layer.why_not is not None:
+            return self._unchanged(layer.name, layer.why_not)
+        if name is None:
             return self._unchanged(layer.name, f"runs {implementation!r}")
         if is_disabled():
             return self._unchanged(layer.name)
-        if implementation == SOFTMAX_NAME:
+        if name == SOFTMAX_NAME:
             return Served("softmax", f"{SOFTMAX_NAME} was asked for")
         reasons = "; ".join(str(reason) for reason in _why_not_attention(layer.module))
         return Served("softmax", reasons) if reasons else Served("attention")
@@ -129,8 +125,10 @@ def patch_model(
     Args:
         model: a PreTrainedModel, or a module that contains some. `config.megasoftmax` of the
             outermost is honoured, see `configure`.
-        strict: raise where an attention layer, or a router, cannot be served. Otherwise it stays
-            as it is, with all layers that share its configuration, and `report` says so.
+        strict: raise where no attention layer of a model can be served, or one of a family that
+            is served otherwise, or a router. Otherwise it stays as it is, and `report` says so. A
+            layer without the attention interface beside others that have it, as the pooling head
+            of SigLIP, stays as it is in any case, as it does for every attention implementation.
         implementation: "megasoftmax" or "megasoftmax_softmax", see `transformers`.
 
     Returns:
@@ -145,22 +143,24 @@ def patch_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
-    if implementation not in (NAME, SOFTMAX_NAME):
+    if implementation not in NAMES:
         raise ValueError(
             f"implementation: expected {NAME!r} or {SOFTMAX_NAME!r}, got {implementation!r}"
         )
     flags = _flags_of(model)
     if is_disabled():
         return PatchedModel(model, [], {})
-    layers = list(_layers(model)) if flags["softmax"] else []
-    why_not = _why_not_served(layers)
-    if strict and why_not:
-        refused = "\n".join(f"  {name}: {reason}" for name, reason in why_not.items())
+    layers = list(layers_of(model)) if flags["softmax"] else []
+    why_not = why_not_served(layers)
+    if strict and (refused := refused_of(layers, why_not)):
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
         raise ValueError(
-            f"model: expected attention that megasoftmax can serve, got {len(why_not)} layers "
-            f"that it cannot; strict=False leaves them as they are:\n{refused}"
+            f"model: expected attention that megasoftmax can serve, got {type(model).__name__} "
+            f"with {len(refused)} layers that it cannot; strict=False leaves them as they are:\n"
+            f"{reasons}"
         )
-    changes = _changes(layers, why_not, implementation if flags["attention"] else SOFTMAX_NAME)
+    name = implementation if flags["attention"] else SOFTMAX_NAME
+    changes = changes_for(layers, why_not, lambda config: name)
     if flags["router"]:
         changes_of_those, why_no_router = _changes_of_routers(model, strict)
         changes += changes_of_those
@@ -215,105 +215,10 @@ def _why_flagged(model: torch.nn.Module, flags: dict[str, bool]) -> dict[str, st
     """Why layers and routers that config.megasoftmax excludes are unchanged."""
     excluded: list[str] = []
     if not flags["softmax"]:
-        excluded += (layer.name for layer in _layers(model))
+        excluded += (layer.name for layer in layers_of(model))
     if not flags["router"]:
         excluded += find_routers(model)
     return dict.fromkeys(excluded, "config.megasoftmax says so")
-
-
-def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
-    """Every layer of the model that computes attention, and blocks of FAMILIES."""
-    enclosing: dict[str, list[PreTrainedConfig]] = {}
-    for name, module in model.named_modules():
-        around = enclosing[name.rpartition(".")[0]] if name else []
-        if isinstance(module, PreTrainedModel):
-            around = [*around, module.config]
-        enclosing[name] = around
-        if around and (_is_attention(module) or _is_of_families(module)):
-            config = getattr(module, "config", None)
-            if not isinstance(config, PreTrainedConfig):
-                config = around[-1]
-            yield _Layer(name, module, config, around, _why_not(module))
-
-
-def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether it computes attention, rather than contains what does."""
-    if _uses_interface(module):
-        return True
-    return _is_named_attention(module) and not any(
-        _uses_interface(inner) or _is_named_attention(inner)
-        for inner in module.modules()
-        if inner is not module
-    )
-
-
-def _is_named_attention(module: torch.nn.Module) -> bool:
-    return "Attention" in type(module).__name__ and not isinstance(module, PreTrainedModel)
-
-
-def _uses_interface(module: torch.nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _is_of_families(module: torch.nn.Module) -> bool:
-    return isinstance(module, tuple(FAMILIES))
-
-
-def _why_not(module: torch.nn.Module) -> str | None:
-    if _uses_interface(module):
-        return None
-    if not _is_of_families(module):
-        return _NO_INTERFACE
-    if type(module) not in FAMILIES and not isinstance(module, tuple(FAMILIES.values())):
-        return f"its class {type(module).__name__} is a subclass of one that would be replaced"
-    return why_not_served(module)
-
-
-def _why_not_served(layers: list[_Layer]) -> dict[str, str]:
-    """Layers that cannot be served, and the reason: their own, or that of one beside them.
-
-    A mask is made for all layers under one configuration, in a form that only ours understand.
-    """
-    why_not = {layer.name: layer.why_not for layer in layers if layer.why_not is not None}
-    blocked = _blocked(layers)
-    for layer in layers:
-        if id(layer.config) in blocked and layer.name not in why_not:
-            why_not[layer.name] = f"shares its configuration with {blocked[id(layer.config)]}"
-    return why_not
-
-
-def _blocked(layers: list[_Layer]) -> dict[int, str]:
-    """Configurations that must stay as they are -> the name of a layer that needs it."""
-    return {
-        id(config): layer.name
-        for layer in layers
-        if layer.why_not is not None
-        for config in (layer.config, *layer.enclosing)
-    }
-
-
-def _changes(layers: list[_Layer], why_not: dict[str, str], implementation: str) -> list[Change]:
-    """What there is to set for attention."""
-    blocked = _blocked(layers)
-    changes: list[Change] = []
-    configs: dict[int, PreTrainedConfig] = {}
-    for layer in layers:
-        if layer.name in why_not:
-            continue
-        configs |= {id(config): config for config in (layer.config, *layer.enclosing)}
-        ours = FAMILIES.get(type(layer.module))
-        if ours is not None:
-            changes.append(Change(layer.module, "__class__", ours, layer.name))
-            if not hasattr(layer.module, "config"):
-                changes.append(Change(layer.module, "config", layer.config, layer.name))
-    # Not _attn_implementation, which sets that of all configurations within this one too.
-    changes += (
-        Change(config, "_attn_implementation_internal", implementation)
-        for key, config in configs.items()
-        if key not in blocked
-    )
-    return changes
 
 
 def _changes_of_routers(

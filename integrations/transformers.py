@@ -7,9 +7,9 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="megasoftmax"))
     model.set_attn_implementation("megasoftmax")                      # a model that exists already
 
-`patching.patch_model` switches a model that exists, with all that it consists of, its routers too,
-and back; `families` has the classes that never ask for an attention implementation, as Bloom's;
-`trainer` a callback for Trainer.
+`patching.patch_model` switches a model that exists, with its routers, and back; `by_name` says what
+a model gets that asks for a name; `families` has the classes that never ask for an attention
+implementation, as Bloom's; `trainer` a callback for Trainer.
 
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
@@ -30,6 +30,7 @@ What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
   gradient, where "eager" gives uniform weights. Other positions never see it, but a loss can: with
   left padding, give the first real token the label -100 too, for a padded position predicts it.
+  Where the embedding of padding is zero too, gradients of Gemma 3n are NaN, as with "sdpa".
 * An argument that changes the result and is not supported (a paged cache, sinks per token, indices
   of sparse attention as in DeepSeek V3.2) raises ValueError; none is ignored.
 * transformers refuses `config.output_attentions = True` for all but "eager". Ask in the call,
@@ -37,9 +38,12 @@ What differs from "eager":
   with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
 
 As with every implementation, packed sequences are recognised by `position_ids`, and only without a
-cache (`use_cache=False`). A class without the attention interface (`_can_set_attn_implementation()`
-is False) cannot be switched by its name: it stays as it is, or fails at the first call. `families`
-gives some of them the interface.
+cache (`use_cache=False`).
+
+A model whose layers compute attention themselves raises ValueError when it is made or set to a
+name; docs/families.md lists them. The layers of `families` are served. A model that promises no
+implementation but "eager" gets the mask of "eager", by the name "megasoftmax_eager_mask" in its
+configuration.
 
 With MEGASOFTMAX_DISABLE=1 in the environment, `register` lets both names compute what "eager" does,
 by the function in the model's own file. Not what "sdpa" does: that refuses or ignores softcap and
@@ -47,25 +51,31 @@ sinks, and would give other results than megasoftmax.
 """
 
 import inspect
-import os
 from typing import Any, NamedTuple, Self
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
-from transformers.utils.output_capturing import _active_collector
+
+try:
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        eager_mask,
+        sdpa_mask,
+    )
+    from transformers.utils.output_capturing import _active_collector
+except ImportError as error:
+    raise ImportError(
+        f"transformers: expected 5.17 or later, got {transformers.__version__}; "
+        "pip install 'megasoftmax[transformers]'"
+    ) from error
 
 import megasoftmax
 from megasoftmax.functional import as_autocast
+from megasoftmax.integrations.by_name import watch
+from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import between_products, runs_fused
-
-NAME = "megasoftmax"
-SOFTMAX_NAME = "megasoftmax_softmax"
 
 # Arguments of other implementations that change the result and are not computed here. Models with
 # sparse attention give the keys as indices to all implementations but "eager" and "sdpa", which get
@@ -74,46 +84,65 @@ _SPARSE = ("indices", "block_indices")
 _UNSUPPORTED = (*_SPARSE, "cache", "sinks")
 
 
-class PaddingMask(NamedTuple):
-    """A mask without a [batch, 1, queries, keys] tensor.
+_READ_AS_TENSOR = (
+    "this model reads its mask itself and expects a tensor; use attn_implementation="
+    f"{with_eager_mask(NAME)!r}, which gives it the mask of 'eager'"
+)
 
-    A named tuple, because whatever moves or casts nested tensors knows tuples.
-    """
 
+class _Padding(NamedTuple):
     excluded: torch.Tensor | None
     """Padding: bool [batch, 1, 1, keys], True = excluded. None: no padding."""
     causal: bool
     """Bottom-right aligned: the last query sees every key that is not padding."""
 
+
+class PaddingMask(_Padding):
+    """A mask without a [batch, 1, queries, keys] tensor.
+
+    A named tuple, because whatever moves or casts nested tensors knows tuples. A layer that
+    computes with it as with a tensor gets an error that says what to do.
+    """
+
     def to(self, *arguments: Any) -> Self:
         """Itself: MPT casts its mask to bool."""
         return self
 
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int | slice):
+            return super().__getitem__(index)
+        raise TypeError(f"attention_mask[...]: {_READ_AS_TENSOR}")
+
+    def _compute(self, other: Any) -> Any:
+        raise TypeError(f"arithmetic with attention_mask: {_READ_AS_TENSOR}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"attention_mask.{name}: {_READ_AS_TENSOR}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"attention_mask in {function.__name__}: {_READ_AS_TENSOR}")
+
 
 def register() -> None:
-    """Make both names known to transformers; calling it twice is harmless.
+    """Make the names known to transformers; calling it twice is harmless.
 
-    Reads MEGASOFTMAX_DISABLE, as said above.
+    From then on a model that is made with one of them, or set to it, is served or refused as a
+    whole, see `by_name`. Reads MEGASOFTMAX_DISABLE, as said above.
 
     Source: AttentionInterface in the documentation of transformers.
     """
     disabled = is_disabled()
     mask = eager_mask if disabled else make_mask
     for name, function in ((NAME, attention_forward), (SOFTMAX_NAME, softmax_attention_forward)):
-        AttentionInterface.register(name, _eager_forward if disabled else function)
-        AttentionMaskInterface.register(name, mask)
-
-
-def is_disabled() -> bool:
-    """Whether the environment says MEGASOFTMAX_DISABLE=1.
-
-    Raises:
-        ValueError: it has another value than 0, 1 or none.
-    """
-    value = os.environ.get("MEGASOFTMAX_DISABLE", "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"MEGASOFTMAX_DISABLE: expected 0 or 1, got {value!r}")
-    return value == "1"
+        for full_name, its_mask in ((name, mask), (with_eager_mask(name), eager_mask)):
+            AttentionInterface.register(full_name, _eager_forward if disabled else function)
+            AttentionMaskInterface.register(full_name, its_mask)
+    watch()
 
 
 def make_mask(
@@ -256,7 +285,7 @@ def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What "eager" computes: the function that the module itself gives as a default."""
-    _refuse(_SPARSE, kwargs)
+    _refuse(module, _SPARSE, kwargs)
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
     eager = next((name for name in names if name.endswith("eager_attention_forward")), None)
@@ -268,13 +297,17 @@ def _eager_forward(
     return forward.__globals__[eager](module, *args, **kwargs)
 
 
-def _refuse(names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+_eager_forward.is_eager = True  # type: ignore[attr-defined]
+
+
+def _refuse(module: torch.nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
     """Raise where one of these arguments is given."""
     for name in names:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{name}: not supported by attention implementation {NAME!r}, expected None, "
-                f"got {type(kwargs[name]).__name__}; use 'eager' for this model"
+                f"got {type(kwargs[name]).__name__} from {type(module).__name__}; "
+                "use 'eager' for this model"
             )
 
 
@@ -303,7 +336,7 @@ def _read(
             scores. Gets a gradient.
         s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
     """
-    _refuse(_UNSUPPORTED, kwargs)
+    _refuse(module, _UNSUPPORTED, kwargs)
     queries = query.shape[2]
     causal, excluded, bias = False, None, _with_dense_rows(position_bias)
     if attention_mask is None:

@@ -1,9 +1,8 @@
-"""patch_model, patch_classes, the configuration and the Trainer callback."""
+"""patch_model, the configuration and the Trainer callback."""
 
 import contextlib
 import copy
 import functools
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -38,13 +37,10 @@ from transformers import (
     XLNetLMHeadModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.bloom import modeling_bloom
-from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
 import megasoftmax
-from megasoftmax.integrations import families, patching
+from megasoftmax.integrations import families, serving
 from megasoftmax.integrations import transformers as integration
-from megasoftmax.integrations.families import patch_classes
 from megasoftmax.integrations.patching import Served, configure, patch_model
 from megasoftmax.integrations.trainer import MegasoftmaxCallback
 
@@ -265,28 +261,35 @@ def test_refused_family_is_named_with_the_reason(name):
         assert "without the attention interface" in patched.report[layer].why
 
 
-def test_layers_beside_one_that_is_refused_stay_too():
-    """The mask for all of them is made from one configuration."""
+def test_layers_beside_one_without_the_interface_are_served():
+    """The pooling head of SigLIP is torch's own, whatever attention the others run."""
     images = SIZES | {"image_size": 8, "patch_size": 4}
     model = SiglipModel(SiglipConfig(text_config=SIZES, vision_config=images))
-    config = model.config
-    own = config._attn_implementation
     before = state(model)
-    with pytest.raises(ValueError, match="got 3 layers") as caught:
-        patch_model(model)
-    assert "text_model" not in str(caught.value)
+    patched = patch_model(model)
+    assert len(patched.report) == 5
+    for name, served in patched.report.items():
+        expected = (
+            ("unchanged", serving.NO_INTERFACE) if "head" in name else ("softmax", served.why)
+        )
+        assert served == expected
+    assert {config._attn_implementation for config in configs(model)} == {"megasoftmax"}
+    patched.unpatch()
     assert state(model) == before
-    report = patch_model(model, strict=False).report
-    assert (config._attn_implementation, config.vision_config._attn_implementation) == (own, own)
-    assert config.text_config._attn_implementation == "megasoftmax"
-    for name, served in report.items():
-        if "text_model" in name:
-            assert served.runs == "softmax"
-        elif "head" in name:
-            assert served == Served("unchanged", patching._NO_INTERFACE)
-        else:
-            assert re.match("unchanged: shares its configuration with .*head", str(served))
-    assert len(report) == 5
+
+
+def test_model_that_is_refused_does_not_hold_back_another():
+    pair = torch.nn.ModuleDict({"one": REFUSED["deberta"](), "other": MODELS["llama"]()})
+    before = state(pair)
+    with pytest.raises(ValueError, match="ModuleDict with 2 layers that it cannot") as caught:
+        patch_model(pair)
+    assert "other" not in str(caught.value)
+    assert state(pair) == before
+    patched = patch_model(pair, strict=False)
+    runs = {name: served.runs for name, served in patched.report.items()}
+    assert set(runs.values()) == {"unchanged", "softmax"}
+    assert all((runs[name] == "softmax") == name.startswith("other") for name in runs)
+    assert pair["one"].config._attn_implementation != "megasoftmax"
 
 
 def test_replaced_forward_is_refused():
@@ -319,8 +322,7 @@ def test_attention_of_mpt_in_a_block_that_is_not_patched(implementation):
     """A mask of megasoftmax is a tuple, and not to be taken for that of a patched block."""
     integration.register()
     own = MODELS["mpt"]()
-    with patch_classes():
-        model = MODELS["mpt"](attn_implementation=implementation)
+    model = MODELS["mpt"](attn_implementation=implementation)
     for block in model.transformer.blocks:
         block.__class__ = type(own.transformer.blocks[0])
     for padding in PADDINGS[:2]:
@@ -346,8 +348,8 @@ def test_bloom_with_a_split_projection_is_refused():
     options = {"pretraining_tp": 2, "slow_but_exact": True}
     with pytest.raises(ValueError, match="slow_but_exact"):
         patch_model(MODELS["bloom"](**options))
-    with patch_classes(), pytest.raises(ValueError, match="slow_but_exact"):
-        MODELS["bloom"](**options, attn_implementation="megasoftmax")(**build_batch())
+    with pytest.raises(ValueError, match="slow_but_exact"):
+        MODELS["bloom"](**options, attn_implementation="megasoftmax")
 
 
 @pytest.mark.parametrize(
@@ -367,14 +369,13 @@ def test_wrong_arguments(model, options, error, message):
 
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
-def test_patched_classes_know_the_interface(name, calls, tmp_path):
+def test_families_know_the_interface_by_name(name, calls, tmp_path):
     own = MODELS[name]()
     expected = run(own, name)
     own.save_pretrained(tmp_path)
-    with patch_classes():
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="megasoftmax")
-        built = MODELS[name](attn_implementation="megasoftmax_softmax")
-        other = MODELS[name]()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="megasoftmax")
+    built = MODELS[name](attn_implementation="megasoftmax_softmax")
+    other = MODELS[name]()
     for model, function in ((loaded.train(), "attention"), (built, "softmax")):
         torch.testing.assert_close(run(model, name), expected, rtol=1e-5, atol=1e-5)
         assert calls == [function] * 2
@@ -382,31 +383,6 @@ def test_patched_classes_know_the_interface(name, calls, tmp_path):
     actual = run(other, name)
     assert not calls
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def test_classes_are_restored():
-    before = modeling_bloom.BloomAttention, dict(FALCON_ATTENTION_CLASSES)
-    first, second = patch_classes(), patch_classes()
-    second.unpatch()
-    assert modeling_bloom.BloomAttention is families.MegasoftmaxBloomAttention
-    assert FALCON_ATTENTION_CLASSES["megasoftmax"] is families.MegasoftmaxFalconAttention
-    first.unpatch()
-    assert modeling_bloom.BloomAttention is before[0]
-    first, second = patch_classes(), patch_classes()
-    first.unpatch()
-    second.unpatch()
-    first.unpatch()
-    assert (modeling_bloom.BloomAttention, dict(FALCON_ATTENTION_CLASSES)) == before
-
-
-def test_classes_of_others_are_left_alone(monkeypatch):
-    monkeypatch.setattr(modeling_bloom, "BloomAttention", modeling_bloom.BloomAttention)
-    with patch_classes():
-        theirs = modeling_bloom.BloomAttention = type(
-            "Theirs", (modeling_bloom.BloomAttention,), {}
-        )
-    assert modeling_bloom.BloomAttention is theirs
-    assert "megasoftmax" not in FALCON_ATTENTION_CLASSES
 
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
@@ -512,8 +488,7 @@ def test_wrong_flags(flags, message):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "falcon, alibi"])
 def test_disabled_names_compute_what_eager_does(name, disabled, calls):
     """Bit by bit: softcap, sinks, windows and biases are the family's own code."""
-    with patch_classes():
-        ours = MODELS[name](attn_implementation="megasoftmax")
+    ours = MODELS[name](attn_implementation="megasoftmax")
     for padding in PADDINGS[:1] if name == "swin" else PADDINGS[::2]:
         actual, expected = run(ours, name, padding), run(MODELS[name](), name, padding)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
@@ -647,5 +622,5 @@ def test_bloom_without_its_subclass_is_caught(monkeypatch):
     model = MODELS["bloom"]()
     assert isinstance(model, BloomForCausalLM)
     patch_model(model)
-    with pytest.raises(TypeError, match="PaddingMask"):
+    with pytest.raises(TypeError, match="reads its mask itself"):
         run(model)

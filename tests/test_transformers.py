@@ -727,13 +727,27 @@ def test_mask_with_two_dimensions_is_refused():
         )
 
 
-def test_class_without_attention_interface_does_not_lose_its_mask(implementation):
+def test_mask_that_a_layer_reads_itself_says_what_to_do(implementation):
     model = MODELS["bloom"]()
-    model.set_attn_implementation(implementation)  # warns
-    assert model.config._attn_implementation == "eager"
-    model.config._attn_implementation = implementation
-    with pytest.raises(TypeError, match="PaddingMask"):
+    model.config._attn_implementation = implementation  # past the constructor and the setter
+    message = r"this model reads its mask itself .*'megasoftmax_eager_mask'"
+    with pytest.raises(TypeError, match=message):
         model(**build_batch())
+    mask, scores = integration.make_mask(2, 9, 9), torch.ones(9)
+    for read in (
+        lambda: scores + mask,
+        lambda: 1.0 - mask,
+        lambda: mask * scores,
+        lambda: scores.masked_fill(mask, 0.0),
+        lambda: mask[:, :, -3:],
+        lambda: mask.shape,
+    ):
+        with pytest.raises((TypeError, AttributeError), match=message):
+            read()
+    assert (mask[0], mask[1]) == (None, True)
+    model.config._attn_implementation = integration.with_eager_mask(implementation)
+    expected = MODELS["bloom"]()(**build_batch("left")).logits
+    assert torch.equal(model(**build_batch("left")).logits, expected)
 
 
 def test_register_twice():
