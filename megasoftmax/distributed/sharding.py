@@ -6,8 +6,9 @@
 
 What batches or heads share is replicated, and its gradient is Partial: a sum over devices that is
 still to be made. Other placements are changed into these, as DTensor does it for torch's operators.
-The public functions register the rules when the first DTensor arrives; who calls
-torch.ops.megasoftmax.* by name calls `register` beforehand.
+With dropout they are not, and a call whose shards cannot be computed alone is refused: each shard
+drops by a seed of its own. The public functions register the rules when the first DTensor arrives;
+who calls torch.ops.megasoftmax.* by name calls `register` beforehand.
 """
 
 import math
