@@ -16,10 +16,9 @@ from typing import Annotated
 import measure
 import torch
 import typer
-from rich import print
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import megasoftmax
@@ -63,15 +62,19 @@ def flash(**options: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return call
 
 
-def flex(visible: Callable[..., Tensor], batch: int | None, queries: int, keys: int) -> Ways:
-    """By FlexAttention, from its function of batch, head, query and key."""
-    blocks = create_block_mask(visible, batch, None, queries, keys, BLOCK_SIZE=BLOCK)
+def flex(blocks: BlockMask) -> Ways:
+    """By FlexAttention."""
     compiled = torch.compile(flex_attention, dynamic=False)
     return {"FlexAttention": lambda q, k, v: compiled(q, k, v, block_mask=blocks)}
 
 
+def flex_of(visible: Callable[..., Tensor], tokens: int) -> Ways:
+    """The same from its function of batch, head, query and key."""
+    return flex(create_block_mask(visible, None, None, tokens, tokens, BLOCK_SIZE=BLOCK))
+
+
 def time_ways(case: str, leaves: Leaves, ways: Ways, rounds: int, *, backward: bool = True) -> Rows:
-    """Each forward, and with the gradients."""
+    """Each forward, and with the gradients. Outputs that differ from the first are told."""
     timer = measure.gpu_timer()
     passes: dict[str, measure.Function] = {}
     outputs: dict[str, Tensor] = {}
@@ -123,7 +126,7 @@ def packed(rounds: int) -> Rows:
         "mask": ours(mask=excluded),
         "TileMask": ours(mask=TileMask(excluded)),
         "SDPA, mask": sdpa(attn_mask=~excluded),
-        **flex(lambda b, h, i, j: (i // length == j // length) & (i >= j), None, 8192, 8192),
+        **flex_of(lambda b, h, i, j: (i // length == j // length) & (i >= j), 8192),
     }
     yield from time_ways("packed 8 x 1024, causal [1, 16, 8192, 128]", leaves, ways, rounds)
 
@@ -134,13 +137,14 @@ def windows(rounds: int) -> Rows:
     i = torch.arange(8192, device="cuda", dtype=torch.int32)
     for size in (1024, 128):
         excluded = (i[:, None] < i) | (i[:, None] - i >= size)
+        limit = torch.tensor(size, device="cuda")  # compiled again for another tensor
         ways: Ways = {
             "window": ours(window=(size - 1, 0)),
             "visible": ours(visible=((i - size + 1)[None, None], (i + 1)[None, None])),
             "mask": ours(mask=excluded),
             "TileMask": ours(mask=TileMask(excluded)),
             "SDPA, mask": sdpa(attn_mask=~excluded),
-            **flex(lambda b, h, i, j, n=size: (i >= j) & (i - j < n), None, 8192, 8192),
+            **flex_of(lambda b, h, i, j: (i >= j) & (i - j < limit), 8192),  # noqa: B023
         }
         yield from time_ways(f"window {size} [1, 16, 8192, 128]", leaves, ways, rounds)
 
@@ -179,18 +183,15 @@ def block_sparse(rounds: int) -> Rows:
     excluded = torch.rand(1, heads, count, count, device="cuda").argsort(-1) >= count // 16
     mask = excluded.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
     blocks, tiles = TileMask.from_blocks(excluded, BLOCK), TileMask(mask)
-    seen = ~excluded[0]
-    block_mask = create_block_mask(
-        lambda b, h, i, j: seen[h, i // BLOCK, j // BLOCK],
-        *(None, heads, tokens, tokens),
-        BLOCK_SIZE=BLOCK,
-    )
-    compiled = torch.compile(flex_attention, dynamic=False)
+    none = torch.zeros(1, heads, count, device="cuda", dtype=torch.int32)
+    order = excluded.to(torch.int8).argsort(-1, stable=True).to(torch.int32)
+    whole = (~excluded).sum(-1, dtype=torch.int32)
+    sparse = BlockMask.from_kv_blocks(none, order, whole, order, BLOCK_SIZE=BLOCK)
     ways: Ways = {
         "TileMask of blocks": ours(mask=blocks),
         "TileMask": ours(mask=tiles),
         "mask": ours(mask=mask),
-        "FlexAttention": lambda q, k, v: compiled(q, k, v, block_mask=block_mask),
+        **flex(sparse),
     }
     case = f"a sixteenth of the blocks [1, {heads}, {tokens}, 128]"
     yield from time_ways(case, leaves, ways, rounds)

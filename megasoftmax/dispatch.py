@@ -44,6 +44,7 @@ def reasons_against_fused_softmax(
     window: Window | None,
     dtype: torch.dtype | None,
     visible: Ranges | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Reason, ...]:
     """All the reasons why these arguments, which must be valid, cannot run fused; empty: they can.
 
@@ -59,6 +60,7 @@ def reasons_against_fused_softmax(
         ),
         _rows(scores),
         _columns(scores, is_limited),
+        _softmax_dropout(dropout),
         *([] if bias is None else _bias_gradient(bias, scores)),
     )
     return _given(found)
@@ -293,6 +295,10 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
         return None
     limit = f"at most {most}" + (", twice and with the queries" if is_limited else "")
     return Reason("columns", str(columns + borders), limit)
+
+
+def _softmax_dropout(dropout: float) -> Reason | None:
+    return None if dropout == 0 else Reason("dropout of softmax", str(dropout), "0")
 
 
 def _bias_gradient(bias: Tensor, scores: Tensor) -> list[Reason | None]:

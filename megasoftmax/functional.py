@@ -123,7 +123,8 @@ def softmax(
         dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
             the probability to be kept. 16 bits decide an entry, so that both are exact for the
             nearest multiple of 2^-16. The log-sum-exp is that without. For the backward pass scores
-            and log-sum-exp are kept in place of the probabilities, and no mask.
+            and log-sum-exp are kept in place of the probabilities, and no mask. Kernels do not
+            drop: the call runs in plain torch. (Those of `attention` do.)
         seed: int64, one element, on the device of the scores, which with the place of an entry,
             (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
             and backward, and in `attention` too. None: drawn there by torch's generator. Without
@@ -843,7 +844,8 @@ def _softmax_over_last(
     reasons_against = dispatch.reasons_against_fused_softmax
     first, end = _bounds(visible, scores.shape[-1])
     if _is_fused(
-        fused, reasons_against, scores, scale, mask, bias, causal, window, dtype, (first, end)
+        *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype),
+        *((first, end), dropout),
     ):
         implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
@@ -1043,7 +1045,7 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
-    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "dropout", "seed"))
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "seed"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
