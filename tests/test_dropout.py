@@ -688,11 +688,13 @@ def test_columns_are_not_dropped():
         FusedAttention(2, dropout=2)
 
 
-def test_dropout_is_no_reason_against_running_fused():
+def test_dropout_is_a_reason_against_running_fused_of_softmax_alone():
     x = torch.zeros(1, 2, 3, 4)
     options = {"dropout": 0.1, "seed": seed_of(1, "cpu")}
+    reason = megasoftmax.Reason("dropout of softmax", "0.1", "0")
+    assert reason in megasoftmax.why_not_fused(softmax, x, **options)
+    assert reason not in megasoftmax.why_not_fused(softmax, x)
     for function, given in (
-        (softmax, (x,)),
         (attention, (x, x, x)),
         (megasoftmax.attention_varlen, (x[0], x[0], x[0], torch.tensor([0, 2]))),
     ):
