@@ -363,9 +363,7 @@ def call_softmax(
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
         excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_forward(
-            *(scores, scale, excluded, bias_tensor, *options, has_lse, *given.dropout())
-        )
+        OPS.softmax_forward(*(scores, scale, excluded, bias_tensor, *options, has_lse, 0.0, None))
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")

@@ -206,8 +206,8 @@ def test_sink_gradient_of_the_op_needs_lse():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", FORWARD_CASES)
-def test_ops_agree_between_cpu_and_gpu(case):
+@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "dropout"])
+def test_ops_agree_between_cpu_and_gpu(case):  # no kernels drop
     assert library.load().available
     torch.manual_seed(0)
     arguments = forward_arguments("cpu", **FORWARD_CASES[case])

@@ -274,7 +274,6 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
     parts =
         new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
-    check(block == 1, "a mask of blocks is not for so few queries");
   } else {
     note = set_note(params, mask, first, end, note, query);
   }

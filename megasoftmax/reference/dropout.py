@@ -141,15 +141,15 @@ def _kept(
         c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
         c1, c3 = right, left
     words = (c0, c1 & _MASK, c2, c3 & _MASK)
+    halves = [half for word in words for half in ((word & 0xFFFF) >= least, word >= (least << 16))]
     # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].
-    halves = [
-        half.view(torch.int64).squeeze(-1)
-        for word in words
-        for half in ((word & 0xFFFF) >= least, word >= (least << 16))
-    ]
+    # torch.vmap has no rule for such views before torch 2.13.
+    in_eights = not torch._C._are_functorch_transforms_active()
+    if in_eights:
+        halves = [half.view(torch.int64) for half in halves]
     found = rearrange(
         torch.stack(halves, -1),
-        "heads rows i columns (upper j) -> (heads rows upper i) (columns j)",
+        "heads rows i columns j (upper step) -> heads (rows upper i) (columns step j)",
         upper=2,
     )
-    return found.contiguous().view(torch.bool).view(len(heads), 16 * len(rows), 32 * columns)
+    return found.contiguous().view(torch.bool) if in_eights else found

@@ -43,10 +43,16 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   return index;
 }
 
-// Few queries take a kernel of their own, with the keys split among blocks: into how many parts.
-// 0 for more queries, and with dropout.
+// Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
+// or a mask of blocks.
+inline bool takes_few_queries(int64_t queries, bool has_dropout, int64_t mask_block) {
+  return queries <= kMaxDecodeQueries && !has_dropout && mask_block == 1;
+}
+
+// That kernel has the keys split among blocks: into how many parts. 0: another kernel.
 inline int forward_splits(const AttentionParams& params, int multiprocessors) {
-  if (params.queries > kMaxDecodeQueries || params.dropout.seed != nullptr) return 0;
+  if (!takes_few_queries(params.queries, params.dropout.seed != nullptr, params.mask_block))
+    return 0;
   const int64_t row_tiles =
       divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, 16);
   const int64_t blocks = params.batches * params.key_heads * row_tiles;
