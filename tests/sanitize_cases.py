@@ -371,14 +371,6 @@ def call_softmax(
         *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias_tensor),
         *(*options, bias is not None, has_sink),
     )
-    dropout, seed = given.dropout()
-    if seed is not None:
-        excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_dropout_backward(
-            *(gradient.to(out), probabilities, lse_gradient if has_lse else None, lse, scale),
-            *(excluded, bias_tensor, *options[:-1], element, bias is not None, has_sink),
-            *(dropout, seed),
-        )
 
 
 # Softmax over an earlier dimension

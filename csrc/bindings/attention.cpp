@@ -259,7 +259,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> note, int64_t block, double dropout,
                                    std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value, bias, query.size(2) <= kMaxDecodeQueries);
+  const Inputs inputs(query, key, value, bias,
+                      takes_few_queries(query.size(2), dropout > 0, block));
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed);
