@@ -1,6 +1,6 @@
 """The reference path beside the eager code it replaces, on a CPU; writes results/reference_cpu.csv.
 
-Eager is what models run without fused kernels: scale, masked_fill, softmax in float32, cast.
+Eager is what models run without fused kernels: scale, masked_fill, softmax in float32, cast, drop.
 """
 
 import csv
@@ -19,30 +19,35 @@ RESULTS = Path(__file__).parent / "results" / "reference_cpu.csv"
 SCALE = 0.125
 
 
-def eager(scores: Tensor, mask: Tensor) -> Tensor:
+def eager(scores: Tensor, mask: Tensor, dropout: float) -> Tensor:
     logits = (scores * SCALE).masked_fill(mask, torch.finfo(scores.dtype).min)
-    return logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    probabilities = logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return torch.nn.functional.dropout(probabilities, dropout) if dropout else probabilities
 
 
 def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
-    """Masked and causal, forward alone and with backward, float32 and bfloat16."""
+    """Masked, causal and dropped, forward alone and with backward, float32 and bfloat16."""
     torch.set_num_threads(threads)
     shape = (4, 8, 512, 512)
     causal = torch.ones(shape[-2:], dtype=torch.bool).triu(1)
-    masks = {"masked": torch.rand(shape[0], 1, *shape[-2:]) < 0.25, "causal": causal}
+    masked = torch.rand(shape[0], 1, *shape[-2:]) < 0.25
+    variants = {
+        "masked": (masked, {"mask": masked}),
+        "causal": (causal, {"causal": True}),
+        "causal, dropout": (causal, {"causal": True, "dropout": 0.1}),
+    }
     commit = measure.commit()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        for variant, mask in masks.items():
+        for variant, (mask, arguments) in variants.items():
             scores = torch.randn(shape).to(dtype).requires_grad_()
             gradient = torch.randn(shape).to(dtype)
-            arguments = {"causal": True} if variant == "causal" else {"mask": mask}
 
             def ours(scores=scores, arguments=arguments) -> Tensor:
                 return megasoftmax.softmax(scores, scale=SCALE, **arguments)
 
-            def theirs(scores=scores, mask=mask) -> Tensor:
-                return eager(scores, mask)
+            def theirs(scores=scores, mask=mask, arguments=arguments) -> Tensor:
+                return eager(scores, mask, arguments.get("dropout", 0.0))
 
             for direction in ("forward", "forward+backward"):
                 with torch.set_grad_enabled(direction != "forward"):

@@ -16,6 +16,7 @@ from tables import (
     gpu_tests_table,
     headline,
     origin,
+    passes_table,
     reference_table,
     training_table,
 )
@@ -27,6 +28,8 @@ ORIGINS = {
     "tuning": ("tune.csv", "tune_softmax.py"),
     "topk": ("topk.csv", "bench_topk.py"),
     "attention": ("attention.csv", "bench_attention.py"),
+    "ranges": ("ranges.csv", "bench_ranges.py"),
+    "dropout": ("dropout.csv", "bench_dropout.py"),
     "training": ("training.csv", "bench_training.py"),
     "reference": ("reference_cpu.csv", "bench_reference.py"),
 }
@@ -47,6 +50,8 @@ def fill_pages(check: bool = False) -> None:
         "decode table": decode_table(attention),
         "training table": training_table(read("training.csv")),
         "reference table": reference_table(read("reference_cpu.csv")),
+        "ranges table": passes_table(read("ranges.csv"), ("case", "implementation")),
+        "dropout table": passes_table(read("dropout.csv"), ("case", "implementation", "dropout")),
         "gpu tests": gpu_tests_table(read("gpu_tests.csv")),
     }
     numbers |= {marker: origin(*source) for marker, source in ORIGINS.items()}

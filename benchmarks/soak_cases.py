@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, TileMask
 from megasoftmax.limits import kernel_limits
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -161,7 +161,9 @@ class Layout:
             strides[dim] = stride
             stride = stride * values.shape[dim] + (self.padding if dim == dims[-1] else 0)
         ends = [(size - 1) * step for size, step in zip(values.shape, strides, strict=True)]
-        filling = True if values.dtype == torch.bool else NAN
+        filling: Any = NAN
+        if not values.is_floating_point():
+            filling = True if values.dtype == torch.bool else -1
         storage = values.new_full((self.offset + sum(ends) + 1,), filling)
         placed = storage.as_strided(values.shape, strides, self.offset)
         if self.expanded is None:
@@ -201,6 +203,83 @@ class Mask:
 
     def __str__(self) -> str:
         return in_words(self)
+
+
+KINDS_OF_RANGES = ("any", "any", "documents", "padding", "prefix", "few keys", "nothing in places")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Of queries, or of what they share."""
+
+    shape: Shape  # without the keys
+    keys: int
+    kind: str
+    has_first: bool
+    has_end: bool
+    dtype: torch.dtype
+    first_layout: Layout
+    end_layout: Layout
+
+    @classmethod
+    def draw(cls, random: Random, shape: Shape) -> "Ranges | None":
+        """For scores of a shape."""
+        if not chance(random, 0.35):
+            return None
+        kept = draw_broadcast(random, shape[:-1]) if len(shape) > 1 else ()
+        has_first, has_end = random.choice(
+            ((True, True), (True, True), (True, False), (False, True))
+        )
+        return cls(
+            shape=kept,
+            keys=shape[-1],
+            kind=random.choice(KINDS_OF_RANGES),
+            has_first=has_first,
+            has_end=has_end,
+            dtype=random.choice((torch.int32, torch.int32, torch.int64)),
+            first_layout=Layout.draw(random, len(kept)),
+            end_layout=Layout.draw(random, len(kept)),
+        )
+
+    def make(self, data: Data) -> oracle.Visible:
+        """Some reach beyond the keys."""
+
+        def uniform(low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(
+                self.shape, generator=data.generator, device=data.device
+            )
+
+        first = uniform(-0.3, 1.1) * self.keys
+        end = first + uniform(-0.1, 1.2) * self.keys
+        if self.kind == "few keys":
+            end = first + uniform(0, 20)
+        elif self.kind == "padding":
+            first, end = uniform(0, 0.6) * self.keys, uniform(0.5, 1) * self.keys
+        elif self.kind == "nothing in places":
+            end = torch.where(data.coin(self.shape, 0.5), first, end)
+        elif self.kind in ("documents", "prefix"):
+            # Along the queries, if they have ranges of their own.
+            length = self.shape[-1] if self.shape else 1
+            position = torch.arange(length, device=data.device) * self.keys / max(length, 1)
+            step = max(self.keys // 4, 1)
+            first = (position // step * step).expand(self.shape or (1,)).reshape(self.shape)
+            end = first + step if self.kind == "documents" else first + 1
+            first = first if self.kind == "documents" else torch.zeros_like(first)
+        made = [
+            layout.place(bound.floor().to(self.dtype)) if is_given else None
+            for layout, bound, is_given in (
+                (self.first_layout, first, self.has_first),
+                (self.end_layout, end, self.has_end),
+            )
+        ]
+        return made[0], made[1]
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+
+def made(ranges: Ranges | None, data: Data) -> oracle.Visible | None:
+    return None if ranges is None else ranges.make(data)
 
 
 BIASES = ("normal", "normal", "levels", "offset", "slope", "lowest in places", "-inf in places")
@@ -419,12 +498,18 @@ class Scores:
         )
 
     def make(
-        self, data: Data, bias: Bias | None, mask: Tensor | None, causal: bool, window: Any
+        self,
+        data: Data,
+        bias: Bias | None,
+        mask: Tensor | None,
+        causal: bool,
+        window: Any,
+        visible: oracle.Visible | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Scores, bias, and what is excluded."""
         scores = make_scores(data, self.kind, self.shape, self.dtype)
         values = None if bias is None else bias.values(data)
-        excluded = oracle.excluded_entries(scores, mask, causal, window)
+        excluded = oracle.excluded_entries(scores, mask, causal, window, visible)
         if self.planted is not None:
             scores = scores.masked_fill(excluded, self.planted)
             if values is not None:
@@ -472,6 +557,7 @@ class Softmax:
     bias: Bias | None
     causal: bool
     window: tuple[int, int] | None
+    ranges: Ranges | None
     sink: Sink | None
     incoming: Incoming
 
@@ -491,6 +577,7 @@ class Softmax:
             bias=None if alone else draw_row_bias(random, scores),
             causal=counts and chance(random, 0.25),
             window=draw_window(random, scores.shape[-1]) if counts else None,
+            ranges=Ranges.draw(random, scores.shape) if dim == -1 else None,
             sink=None if alone else Sink.draw(random, counts and rank > 2),
             incoming=Incoming.draw(random, rank),
         )
@@ -498,12 +585,15 @@ class Softmax:
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         shape, rank, dim = self.scores.shape, len(self.scores.shape), self.dim
         mask = None if self.mask is None else self.mask.make(data)
-        scores, bias, excluded = self.scores.make(data, self.bias, mask, self.causal, self.window)
+        visible = made(self.ranges, data)
+        limits = (self.causal, self.window, visible)
+        scores, bias, excluded = self.scores.make(data, self.bias, mask, *limits)
         incoming = self.incoming.make(data, shape, self.out or scores.dtype, shape[:-1])
         if self.scores.planted is not None and self.incoming.layout.expanded is None:
             incoming["g"] = incoming["g"].masked_fill(excluded, self.scores.planted)
         arguments: dict[str, Any] = {"scale": self.scale, "mask": mask, "bias": bias}
         arguments |= {"dtype": self.out, "causal": self.causal, "window": self.window}
+        arguments["visible"] = visible
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, shape[-3] if rank > 2 else 1)
 
@@ -611,9 +701,11 @@ class Attention:
     value_layout: Layout
     scale: float | None
     mask: Mask | None
+    tiles: str | None  # "note": the mask is a TileMask; or "64" and more: it is one of such blocks
     bias: Bias | None
     causal: bool
     window: tuple[int, int] | None
+    ranges: Ranges | None
     sink: Sink | None
     planted: float | None  # in the bias of excluded pairs
     visible: float | None  # in about two visible entries of the bias
@@ -643,6 +735,7 @@ class Attention:
         # Kernels take 16 bits, the reference float32 too.
         dtype = random.choice((HALF, BFLOAT) if usual > USUAL["cpu"] else (HALF, BFLOAT, FLOAT))
         shape = (batch, heads, queries, keys)
+        tiles = random.choice((None, None, None, "note", "64", "128", "192"))
         scales = (None, None, 1.0, 0.3, 1e-3, 7.0, random.uniform(0.01, 2))
         bias = cls._draw_bias(random, shape, dtype)
         return cls(
@@ -658,16 +751,30 @@ class Attention:
             key_layout=Layout.draw(random, 3),
             value_layout=Layout.draw(random, 3),
             scale=random.choice(scales if dtype == HALF else (*scales, 1e-30, 1e4)),
-            mask=Mask.draw(random, shape),
+            mask=cls._draw_mask(random, shape, tiles),
+            tiles=tiles,
             bias=bias,
             causal=chance(random, 0.3),
             window=draw_window(random, keys),
+            ranges=Ranges.draw(random, shape),
             sink=Sink.draw(random, per_head=True),
             planted=random.choice((NAN, INF, -INF)) if bias and chance(random, 0.3) else None,
             visible=random.choice((NAN, INF)) if bias and chance(random, 0.05) else None,
             deterministic=chance(random, 0.3),
             incoming=Incoming.draw(random, 4),
         )
+
+    @staticmethod
+    def _draw_mask(random: Random, shape: Shape, tiles: str | None) -> Mask | None:
+        if tiles is None or tiles == "note":
+            return Mask.draw(random, shape)
+        blocks = tuple(math.ceil(length / int(tiles)) for length in shape[2:])
+        mask = Mask.draw(random, (*shape[:2], *blocks))
+        if mask is None:
+            return None
+        leading = mask.shape[: max(len(mask.shape) - 2, 0)]
+        kept = (*leading, *blocks)
+        return replace(mask, shape=kept, layout=Layout.draw(random, len(kept)))
 
     @staticmethod
     def _draw_bias(random: Random, shape: Shape, dtype: torch.dtype) -> Bias | None:
@@ -701,10 +808,20 @@ class Attention:
         )
         pairs = (*of_queries, self.keys)
         mask = None if self.mask is None else self.mask.make(data)
-        arguments: dict[str, Any] = {"mask": mask, "scale": self.scale}
+        tile_mask = None
+        if mask is not None and self.tiles is not None:
+            is_plain = self.tiles == "note"
+            tile_mask = TileMask(mask) if is_plain else TileMask.from_blocks(mask, int(self.tiles))
+            mask = oracle_attention.mask_of_pairs(tile_mask, self.queries, self.keys)
+        visible = made(self.ranges, data)
+        arguments: dict[str, Any] = {
+            "mask": mask if tile_mask is None else tile_mask,
+            "scale": self.scale,
+            "visible": visible,
+        }
         arguments |= {"causal": self.causal, "window": self.window}
         if self.bias is not None:
-            bias = self._bias(data, self.bias, pairs, mask)
+            bias = self._bias(data, self.bias, pairs, mask, visible)
             arguments["bias"] = RelativeBias(bias) if self.bias.relative else bias
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, self.heads)
@@ -714,7 +831,14 @@ class Attention:
         with determinism(self.deterministic):
             return oracle_attention.compare(function, query, key, value, **arguments, **incoming)[1]
 
-    def _bias(self, data: Data, bias: Bias, pairs: Shape, mask: Tensor | None) -> Tensor:
+    def _bias(
+        self,
+        data: Data,
+        bias: Bias,
+        pairs: Shape,
+        mask: Tensor | None,
+        visible: oracle.Visible | None,
+    ) -> Tensor:
         values = bias.values(data)
         in_groups = any(
             size not in (1, whole)
@@ -722,7 +846,7 @@ class Attention:
         )
         if not bias.relative and not in_groups and bias.layout.expanded is None:
             z = torch.empty(pairs, device=data.device)
-            excluded = oracle.excluded_entries(z, mask, self.causal, self.window)
+            excluded = oracle.excluded_entries(z, mask, self.causal, self.window, visible)
             unseen = nowhere_seen(excluded, values.shape)
             if self.planted is not None:
                 values = values.masked_fill(unseen, self.planted)

@@ -146,6 +146,22 @@ def trained(row: Row) -> str:
     return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
 
 
+def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
+    """Both passes of each case, in microseconds, in the order of the file."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in by), {})[row["pass"]] = row["microseconds"]
+    passes = ("forward", "forward+backward")
+    head = [*(name.replace("implementation", "as") for name in by), *(f"{p}, µs" for p in passes)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(by) + "|--:|--:|"]
+    for place, times in found.items():
+        if passes[0] not in times:
+            continue
+        cells = [*place, *(short(times[p]) if p in times else "" for p in passes)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def gpu_tests_table(rows: list[Row]) -> str:
     """The last runs of the tests on GPUs."""
     fields = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")

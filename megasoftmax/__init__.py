@@ -16,16 +16,19 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"megasoftmax needs torch >= 2.11, found {_torch.__version__}")
 
 from megasoftmax import layers as layers
+from megasoftmax import ranges as ranges
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed.context_parallel import merge_attention
 from megasoftmax.functional import (
     attention,
+    attention_varlen,
     ring_attention,
     softmax,
     softmax_topk,
     why_not_fused,
 )
+from megasoftmax.masks import TileMask
 from megasoftmax.modules import (
     AttnMaskType,
     FusedAttention,
@@ -48,9 +51,12 @@ __all__ = [
     "ScaledSoftmax",
     "ScaledUpperTriangMaskedSoftmax",
     "SoftmaxOne",
+    "TileMask",
     "__version__",
     "attention",
+    "attention_varlen",
     "merge_attention",
+    "ranges",
     "ring_attention",
     "softmax",
     "softmax_topk",

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
+from megasoftmax.masks import TileMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = "float16, bfloat16, float32 or float64"
+_INTEGERS = (torch.int32, torch.int64)
 
 Window = tuple[int, int]
+Ranges = tuple[Tensor | None, Tensor | None]
 
 
 def check_softmax(
@@ -33,6 +36,9 @@ def check_softmax(
     dtype: torch.dtype | None,
     dim: int,
     fused: bool | None,
+    visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_scores("scores", scores, scale, mask, bias)
     if causal is not False:
@@ -44,8 +50,11 @@ def check_softmax(
         _check_has_queries("window", scores)
     if sink is not None:
         _check_sink(sink, "scores", scores)
+    if visible is not None:
+        _check_visible(visible, "scores", scores, scores.shape[:-1])
+    _check_dropout(dropout, seed, "scores", scores)
     if not isinstance(dim, int) or dim != -1:
-        _check_dim(dim, scores, causal, window, sink)
+        _check_dim(dim, scores, causal, window, sink, visible, dropout)
     _check_choices(dtype, fused)
 
 
@@ -95,12 +104,15 @@ def check_attention(
     key: Tensor,
     value: Tensor,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
     sink: Tensor | float | None = None,
     fused: bool | None = None,
+    visible: Ranges | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> None:
     _check_floating("query", query)
     if query.dim() != 4:
@@ -118,11 +130,15 @@ def check_attention(
     if scale is not None:
         _check_scale(scale)
     shape = (batch, heads, queries, keys)
-    if mask is not None:
+    if isinstance(mask, TileMask):
+        _check_tile_mask(mask, query, shape)
+    elif mask is not None:
         _check_mask(mask)
         _check_companion("mask", mask, "query", query, shape)
     if bias is not None:
         _check_attention_bias(bias, query, shape)
+    if visible is not None:
+        _check_visible(visible, "query", query, shape[:-1])
     if causal is not False and causal is not True:
         raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
     if window is not None:
@@ -130,6 +146,7 @@ def check_attention(
     if sink is not None:
         _check_sink(sink, "query", query)
     _check_fused(fused)
+    _check_dropout(dropout, seed, "query", query)
 
 
 def check_ring(
@@ -145,9 +162,26 @@ def check_ring(
     window: Window | None,
     sink: Tensor | float | None,
     fused: bool | None,
+    visible: Ranges | None,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[int, ...]:
     """Returns the number of keys of each rank."""
-    check_attention(query, key, value, None, None, scale, causal, window, sink, fused)
+    check_attention(
+        query,
+        key,
+        value,
+        None,
+        None,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
+    )
     if hasattr(query, "device_mesh"):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
@@ -167,6 +201,101 @@ def check_ring(
     return every
 
 
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    bias: RelativeBias | None,
+) -> None:
+    """What `check_attention` does not check of the arguments of `attention_varlen`."""
+    for name, tensor, heads in (
+        ("query", query, "heads"),
+        ("key", key, "key_heads"),
+        ("value", value, "key_heads"),
+    ):
+        _check_floating(name, tensor)
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name}: expected [tokens, {heads}, dim], got shape {tuple(tensor.shape)}"
+            )
+    check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    _check_device("cu_seqlens_q", cu_seqlens_q, "query", query)
+    if cu_seqlens_k is not cu_seqlens_q:
+        check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0])
+        _check_device("cu_seqlens_k", cu_seqlens_k, "query", query)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"cu_seqlens_k: expected {cu_seqlens_q.shape[0]} entries, as cu_seqlens_q, "
+                f"got {cu_seqlens_k.shape[0]}"
+            )
+    if bias is None:
+        return
+    if not isinstance(bias, RelativeBias):
+        raise TypeError(f"bias: expected None or a RelativeBias, got {_kind(bias)}")
+    if cu_seqlens_k is not cu_seqlens_q:
+        raise ValueError(
+            "bias: expected one cu_seqlens for queries and keys, whose documents then lie at the "
+            "same places, got two tensors"
+        )
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"bias: expected as many keys as queries, {query.shape[0]}, got {key.shape[0]}"
+        )
+    _check_floating("bias.table", bias.table)
+    if bias.table.shape[-1] % 2 == 0:
+        raise ValueError(
+            "bias.table: expected [heads, 2 * length - 1] or [batch, heads, 2 * length - 1], "
+            f"got shape {tuple(bias.table.shape)}"
+        )
+
+
+def check_count(name: str, count: int, least: int = 0) -> None:
+    # torch.SymInt: of a tensor whose shape torch.compile or torch.export leaves open.
+    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an integer from {least} on, got {_kind(count)}")
+    if count < least:
+        raise ValueError(f"{name}: expected an integer from {least} on, got {count}")
+
+
+def check_integers(
+    name: str, tensor: Tensor, rank: int, expected: str, is_bool: bool = False
+) -> None:
+    if not isinstance(tensor, Tensor) or (
+        tensor.dtype not in _INTEGERS
+        and not (is_bool and not (tensor.is_floating_point() or tensor.is_complex()))
+    ):
+        kinds = "integers or bool" if is_bool else "int32 or int64"
+        raise TypeError(f"{name}: expected a tensor of {kinds}, {expected}, got {_kind(tensor)}")
+    check_rank(name, tensor, rank, expected)
+
+
+def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
+    """Of documents that lie one after the other. Values are checked on a CPU alone."""
+    if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: expected a tensor of int32 or int64, got {_kind(offsets)}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name}: expected [documents + 1], got shape {tuple(offsets.shape)}")
+    if not offsets.is_cpu or not _has_values(offsets):
+        return
+    values = offsets.tolist()
+    if values[0] != 0 or values != sorted(values) or values[-1] > tokens:
+        raise ValueError(
+            f"{name}: expected offsets that begin at 0, do not decrease and end at {tokens} at "
+            f"most, got {values if len(values) < 10 else [*values[:9], '...']}"
+        )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Not while it is traced, or one of many examples."""
+    return (
+        type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
     """A tensor like the query, with the sizes that are not None."""
     if not isinstance(tensor, Tensor) or tensor.dtype != query.dtype:
@@ -184,6 +313,20 @@ def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | 
             for name, wanted in zip(names, shape, strict=True)
         )
         raise ValueError(f"{name}: expected shape [{expected}], got {tuple(tensor.shape)}")
+
+
+def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, int, int, int]) -> None:
+    if mask.block == 1:
+        _check_companion("mask", mask.tensor, "query", query, shape)
+        return
+    _check_device("mask", mask.tensor, "query", query)
+    blocks = tuple(-(-size // mask.block) for size in shape[2:])
+    found = mask.tensor.shape
+    if found[-2:] != blocks or not _broadcasts(found, (*shape[:2], *blocks)):
+        raise ValueError(
+            f"mask: expected blocks of {mask.block} that broadcast to "
+            f"{(*shape[:2], *blocks)}, none missing in the last two, got {tuple(found)}"
+        )
 
 
 def _check_attention_bias(
@@ -332,6 +475,26 @@ def _check_fused(fused: bool | None) -> None:
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
+def check_dropout(dropout: float) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
+        raise TypeError(f"dropout: expected a number from 0 to 1, got {_kind(dropout)}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout: expected a number from 0 to 1, got {dropout}")
+
+
+def _check_dropout(
+    dropout: float, seed: Tensor | None, name_of_scores: str, scores: Tensor
+) -> None:
+    check_dropout(dropout)
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        raise TypeError(f"seed: expected None or a tensor of int64, got {_kind(seed)}")
+    if seed.numel() != 1:
+        raise ValueError(f"seed: expected one element, got shape {tuple(seed.shape)}")
+    _check_device("seed", seed, name_of_scores, scores)
+
+
 def _check_companion(
     name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
 ) -> None:
@@ -382,6 +545,24 @@ def _check_window(window: Window, name: str = "window") -> None:
             raise ValueError(f"{expected}, got {window}")
 
 
+def _check_visible(
+    visible: Ranges, name_of_scores: str, scores: Tensor, shape: tuple[int, ...]
+) -> None:
+    expected = "visible: expected None or (first, end)"
+    if not isinstance(visible, (tuple, list)):
+        raise TypeError(f"{expected}, got {_kind(visible)}")
+    if len(visible) != 2:
+        raise ValueError(f"{expected}, got {len(visible)} elements")
+    for name, bound in zip(("visible[0]", "visible[1]"), visible, strict=True):
+        if bound is None:
+            continue
+        if not isinstance(bound, Tensor) or bound.dtype not in _INTEGERS:
+            raise TypeError(
+                f"{name}: expected None or a tensor of int32 or int64, got {_kind(bound)}"
+            )
+        _check_companion(name, bound, name_of_scores, scores, shape)
+
+
 def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
     if not isinstance(sink, Tensor):
         if not isinstance(sink, (float, int)):
@@ -397,7 +578,13 @@ def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> No
 
 
 def _check_dim(
-    dim: int, scores: Tensor, causal: bool, window: Window | None, sink: Tensor | float | None
+    dim: int,
+    scores: Tensor,
+    causal: bool,
+    window: Window | None,
+    sink: Tensor | float | None,
+    visible: Ranges | None,
+    dropout: float,
 ) -> None:
     rank = scores.dim()
     expected = f"dim: expected an integer from {-rank} to {rank - 1}"
@@ -407,7 +594,12 @@ def _check_dim(
         raise ValueError(f"{expected}, got {dim}")
     if dim % rank == rank - 1:
         return
-    for name, is_given in (("causal", causal), ("window", window is not None)):
+    for name, is_given in (
+        ("causal", causal),
+        ("window", window is not None),
+        ("visible", visible is not None),
+        ("dropout", dropout > 0),
+    ):
         if is_given:
             raise ValueError(f"{name}: expected only over the last dimension, got dim {dim}")
     if isinstance(sink, Tensor) and sink.numel() != 1:

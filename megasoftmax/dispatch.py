@@ -20,6 +20,7 @@ ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
 
 Window = tuple[int, int]
+Ranges = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def reasons_against_fused_softmax(
     causal: bool,
     window: Window | None,
     dtype: torch.dtype | None,
+    visible: Ranges | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Reason, ...]:
     """All the reasons why these arguments, which must be valid, cannot run fused; empty: they can.
 
@@ -50,9 +53,14 @@ def reasons_against_fused_softmax(
     is_limited = causal or window is not None
     found = (
         *_of_any_call(scores, scale, dtype),
-        *(_leading_dimensions(scores, mask, bias) if scores.dim() > 4 and scores.numel() else ()),
+        *(
+            _leading_dimensions(scores, mask, bias, visible=visible)
+            if scores.dim() > 4 and scores.numel()
+            else ()
+        ),
         _rows(scores),
         _columns(scores, is_limited),
+        _softmax_dropout(dropout),
         *([] if bias is None else _bias_gradient(bias, scores)),
     )
     return _given(found)
@@ -230,12 +238,20 @@ def _k(k: int) -> Reason | None:
 
 
 def _leading_dimensions(
-    scores: Tensor, mask: Tensor | None, bias: Tensor | None, name_of_scores: str = "scores"
+    scores: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    name_of_scores: str = "scores",
+    visible: Ranges | None = None,
 ) -> list[Reason | None]:
     """Kernels see [batches, heads, queries, columns]: what precedes the heads has one stride."""
     if bias is not None and bias.dtype not in (scores.dtype, torch.float32):
         bias = torch.empty_like(bias, device="meta")  # it is converted, which may move entries
     tensors = {name_of_scores: scores, "mask": mask, "bias": bias}
+    for name, bound in zip(("visible[0]", "visible[1]"), visible or (), strict=False):
+        if bound is not None and bound.dtype != torch.int32:
+            bound = torch.empty_like(bound, device="meta")  # likewise
+        tensors[name] = None if bound is None else bound.unsqueeze(-1)
     return [
         Reason(
             f"leading dimensions of {name}",
@@ -279,6 +295,10 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
         return None
     limit = f"at most {most}" + (", twice and with the queries" if is_limited else "")
     return Reason("columns", str(columns + borders), limit)
+
+
+def _softmax_dropout(dropout: float) -> Reason | None:
+    return None if dropout == 0 else Reason("dropout of softmax", str(dropout), "0")
 
 
 def _bias_gradient(bias: Tensor, scores: Tensor) -> list[Reason | None]:

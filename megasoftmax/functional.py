@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, autograd, dispatch, ops
-from megasoftmax.arguments import Window
+from megasoftmax import arguments, autograd, dispatch, ops, ranges
+from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import context_parallel, sharding, vocabulary
+from megasoftmax.limits import kernel_limits
+from megasoftmax.masks import TileMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +30,10 @@ def softmax(
     bias: Tensor | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
     dim: int = ...,
@@ -45,7 +50,10 @@ def softmax(
     bias: Tensor | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
     dim: int = ...,
@@ -61,7 +69,10 @@ def softmax(
     bias: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
     dim: int = -1,
@@ -76,11 +87,11 @@ def softmax(
     same rules hold on GPU and CPU, fused or not. Below, a row is the slice that sums to 1: along
     the last dimension, unless `dim` says otherwise.
 
-    * An excluded entry (by mask, causal or window: their union) has probability exactly 0 and
-      gradient exactly 0, whatever scores, bias and incoming gradient hold there.
+    * An excluded entry (by mask, causal, window or visible: their union) has probability exactly 0
+      and gradient exactly 0, whatever scores, bias and incoming gradient hold there.
     * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where
-      mask, bias, causal or window is given, and with a sink a log-sum-exp of the sink. The plain
-      softmax of a row of -inf is NaN.
+      mask, bias, causal, window or visible is given, and with a sink a log-sum-exp of the sink. The
+      plain softmax of a row of -inf is NaN.
     * A NaN or +inf that is not excluded makes NaN of all that is not excluded in its row.
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
@@ -88,7 +99,8 @@ def softmax(
     (torch.func.jvp) is supported, but not over reverse mode (torch.func.hessian).
 
     DTensors stay split along the dimensions before queries and keys, see
-    `megasoftmax.distributed.sharding`.
+    `megasoftmax.distributed.sharding`. Under torch.vmap each example drops what it would drop
+    alone.
 
     Args:
         scores: [..., heads, queries, keys], float16, bfloat16, float32 or float64; any rank from 1
@@ -102,15 +114,28 @@ def softmax(
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
             side. A window of W tokens that ends at the query is (W - 1, 0).
+        visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
+            (int64 is converted), broadcastable to [..., heads, queries], any strides; see
+            `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
+            end <= first is empty. Kernels neither read nor compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
+            the probability to be kept. 16 bits decide an entry, so that both are exact for the
+            nearest multiple of 2^-16. The log-sum-exp is that without. For the backward pass scores
+            and log-sum-exp are kept in place of the probabilities, and no mask. Kernels do not
+            drop: the call runs in plain torch. (Those of `attention` do.)
+        seed: int64, one element, on the device of the scores, which with the place of an entry,
+            (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
+            and backward, and in `attention` too. None: drawn there by torch's generator. Without
+            dropout it has no effect.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
             scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
         dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
-            last, keys are not what it counts: neither causal nor window may be given, and a sink
-            is one for all. Without mask, bias and sink, scores and incoming gradients that are not
-            contiguous are copied; with one of them, the probabilities are.
+            last, keys are not what it counts: causal, window, visible and dropout may not be
+            given, and a sink is one for all. Without mask, bias and sink, scores and incoming
+            gradients that are not contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
 
@@ -130,10 +155,13 @@ def softmax(
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused)
+    arguments.check_softmax(
+        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
+    )
     if dim in (-1, scores.dim() - 1):
         probabilities, lse = _softmax_over_last(
-            scores, scale, mask, bias, causal, window, sink, dtype, return_lse, fused
+            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
+            *(dtype, return_lse, fused),
         )
     else:
         probabilities, lse = _softmax_over_earlier(
@@ -143,7 +171,12 @@ def softmax(
 
 
 def softmax_backward(
-    gradient: Tensor, probabilities: Tensor, *, scale: float = 1.0, causal: bool = False
+    gradient: Tensor,
+    probabilities: Tensor,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    visible: Ranges | None = None,
 ) -> Tensor:
     """The gradient of the scores of `softmax`, for code with an autograd function of its own.
 
@@ -155,6 +188,7 @@ def softmax_backward(
         probabilities: what `softmax` returned, in the type of the scores.
         scale: what `softmax` was given.
         causal: what `softmax` was given, or False; kernels then do without what it excludes.
+        visible: the same, or None.
 
     Returns:
         The gradient, contiguous, in the shape and type of the probabilities.
@@ -163,11 +197,14 @@ def softmax_backward(
         TypeError, ValueError: an argument is not as above; names the argument.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(probabilities, scale, None, None, causal, None, None, None, -1, None)
+    arguments.check_softmax(
+        probabilities, scale, None, None, causal, None, None, None, -1, None, visible
+    )
     arguments.check_gradient(gradient, probabilities)
+    first, end = _bounds(visible, probabilities.shape[-1])
     reasons_against = dispatch.reasons_against_fused_softmax
     is_fused = _is_fused(
-        None, reasons_against, probabilities, scale, None, None, causal, None, None
+        None, reasons_against, probabilities, scale, None, None, causal, None, None, (first, end)
     )
     implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
     d_scores, _, _ = implementation.backward(
@@ -180,6 +217,8 @@ def softmax_backward(
         causal,
         -1,
         -1,
+        first,
+        end,
         None,
         None,
         probabilities.dtype,
@@ -342,11 +381,14 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | None = ...,
+    mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     fused: bool | None = ...,
 ) -> Tensor: ...
@@ -359,11 +401,14 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | None = ...,
+    mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
+    visible: Ranges | None = ...,
     sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
     return_lse: Literal[True],
     fused: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -375,11 +420,14 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -393,12 +441,12 @@ def attention(
     kernels round P and gradients of z to the type of the query where matrix products take them.
     The same rules hold on GPU and CPU, fused or not.
 
-    * An excluded pair (by mask, causal or window: their union) has P exactly 0, and a gradient of z
-      exactly 0, whatever query, key, bias and incoming gradient make of it. So has one whose bias
-      is -inf, in a row without NaN.
+    * An excluded pair (by mask, causal, window or visible: their union) has P exactly 0, and a
+      gradient of z exactly 0, whatever query, key, bias and incoming gradient make of it. So has
+      one whose bias is -inf, in a row without NaN.
     * A query with nothing left has output 0, gradients 0 and a log-sum-exp of -inf where mask,
-      bias, causal or window is given or where there are no keys, and with a sink a log-sum-exp of
-      the sink. A plain row of -inf is NaN.
+      bias, causal, window or visible is given or where there are no keys, and with a sink a
+      log-sum-exp of the sink. A plain row of -inf is NaN.
     * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
     * Products with P and with gradients of z are plain matrix products: NaN or inf in a value can
       reach the output of queries that do not see it, as 0 * NaN.
@@ -410,7 +458,7 @@ def attention(
     everywhere under torch.use_deterministic_algorithms.
 
     DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
-    differentiable once.
+    differentiable once. Under torch.vmap each example drops what it would drop alone.
 
     Under torch.autocast query, key and value are cast to its type, as for torch's
     scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
@@ -430,15 +478,26 @@ def attention(
             bias whose rows are not as those of query. Its gradient, in its own type, is summed in
             float32 over what was broadcast.
         mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
-            not materialised.
+            not materialised. Or a `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
             rounded to their type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), each from -1 on: query i sees key j where
             i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
             side. A window of W tokens that ends at the query is (W - 1, 0).
+        visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
+            (int64 is converted), broadcastable to [batch, heads, queries], any strides; see
+            `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
+            end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
             or a number. 0 gives the off-by-one softmax.
+        dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
+            as 0; what is kept is divided by the probability to be kept. 16 bits decide an entry, so
+            that both are exact for the nearest multiple of 2^-16. The log-sum-exp is that without.
+        seed: int64, one element, on the device of the query, which with the place of an entry,
+            batch * heads + head, query and key, decides whether it is dropped: fused or not,
+            forward and backward, and in `softmax` too. None: drawn there by torch's generator.
+            Without dropout it has no effect.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch, a block of batches, heads and queries after the other.
@@ -462,10 +521,14 @@ def attention(
     """
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
-    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    arguments.check_attention(
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
+    )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
+    first, end = _bounds(visible, key.shape[2])
+    mask_tensor, note, block = _mask_operands(implementation, query, key, mask, visible)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     needs_gradient = torch.is_grad_enabled() and any(
@@ -480,7 +543,7 @@ def attention(
         key,
         value,
         bias_tensor,
-        _with_rank(mask, 4),
+        mask_tensor,
         scale,
         causal,
         left,
@@ -488,16 +551,132 @@ def attention(
         sink_tensor,
         sink_value,
         isinstance(bias, RelativeBias),
+        _with_rank(first, 3),
+        _with_rank(end, 3),
+        note,
+        block,
+        dropout,
+        _seed(dropout, seed, query),
     )
     return (output, statistics[2]) if return_lse else output
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    bias: RelativeBias | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    bias: RelativeBias | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    bias: RelativeBias | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several documents that lie one after the other, without padding.
+
+        cu_seqlens = torch.tensor([0, 3, 10], device="cuda")  # documents of 3 and 7 tokens
+        output = attention_varlen(query, key, value, cu_seqlens, causal=True)
+
+    It is `attention` over one batch, with the documents, causality and the window in `visible`:
+    everything that is said there holds here. Nothing is read by the host.
+
+    Args:
+        query: [tokens, heads, head_dim], of the types of `attention`, any strides.
+        key: [key_tokens, key_heads, head_dim], of the same dtype; key_heads divides heads.
+        value: [key_tokens, key_heads, value_dim], of the same dtype.
+        cu_seqlens_q: int32 or int64 [documents + 1], where the queries of each document begin, and
+            where those of the last end: from 0 on, not decreasing, up to tokens. That is checked
+            on a CPU. On a GPU, which keys a query sees is unspecified where it does not hold, but
+            nothing outside of the tensors is read. Queries after the last document see nothing.
+        cu_seqlens_k: the same of the keys; by default cu_seqlens_q.
+        bias: a `RelativeBias` by distance, without cu_seqlens_k or with the same tensor: its table
+            has 2 * length - 1 entries, [heads, ...] or [1, heads, ...], for distances from
+            1 - length to length - 1. Distances beyond them have bias 0. `t5_bias` and
+            `alibi_bias` of `length` queries and keys make such tables.
+        scale: factor of the products; by default head_dim ** -0.5.
+        causal: exclude keys after the query. The last query of a document stands at its last key.
+        window: (left, right), as in `attention`, within each document.
+        sink: as in `attention`.
+        dropout, seed: as in `attention`, of one batch: entries are counted in all tokens.
+        return_lse: also return the log-sum-exp.
+        fused: as in `attention`.
+
+    Returns:
+        The output [tokens, heads, value_dim], contiguous, in the dtype of the query. With
+        return_lse also the log-sum-exp [heads, tokens], float32 (float64 for float64 queries).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `attention`.
+    """
+    tensors, limits = _as_one_batch(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
+    )
+    output, lse = attention(
+        *tensors,
+        **limits,
+        scale=scale,
+        sink=sink,
+        dropout=dropout,
+        seed=seed,
+        return_lse=True,
+        fused=fused,
+    )
+    output = output.squeeze(0).transpose(0, 1)
+    return (output, lse.squeeze(0)) if return_lse else output
 
 
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
-        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`, or a
-            module of this package.
+        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`,
+            `megasoftmax.attention_varlen`, or a module of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
@@ -512,11 +691,13 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...
         return _topk_reasons(*args, **kwargs)
     if function is attention:
         return _attention_reasons(*args, **kwargs)
+    if function is attention_varlen:
+        return _varlen_reasons(*args, **kwargs)
     if hasattr(function, "why_not_fused"):
         return function.why_not_fused(*args, **kwargs)
     raise TypeError(
-        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention "
-        f"or a module of megasoftmax, got {function!r}"
+        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
+        f"megasoftmax.attention_varlen or a module of megasoftmax, got {function!r}"
     )
 
 
@@ -532,7 +713,10 @@ def ring_attention(
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence of which each rank of a group has a part: context parallelism.
@@ -570,8 +754,14 @@ def ring_attention(
         scale: factor of the products; by default head_dim ** -0.5.
         causal: exclude keys after the query.
         window: (left, right), as in `attention`.
+        visible: (first, end) of this rank's queries, [batch, heads, queries], as in `attention`,
+            counted in the keys of all ranks.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
+        dropout: as in `attention`.
+        seed: as in `attention`; ranks may have the same or others. The queries of rank r and the
+            keys of rank k drop what `attention` of these alone drops with the seed
+            seed + r * ranks + k, where seed is that of rank r.
         fused: of each block, as in `attention`.
 
     Returns:
@@ -593,13 +783,28 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
-        query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused
+        query,
+        key,
+        value,
+        group,
+        lengths,
+        bias,
+        mask,
+        scale,
+        causal,
+        window,
+        sink,
+        fused,
+        visible,
+        dropout,
+        seed,
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    first, end = _bounds(visible, sum(every))
     return context_parallel.attention(
         implementation,
         context_parallel.Ring(group, every),
@@ -608,9 +813,12 @@ def ring_attention(
         value,
         bias_tensor,
         _with_rank(mask, 4),
+        _with_rank(first, 3),
+        _with_rank(end, 3),
         sink_tensor,
+        _seed(dropout, seed, query),
         context_parallel.Options(
-            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)
+            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias), dropout
         ),
     )
 
@@ -622,19 +830,28 @@ def _softmax_over_last(
     bias: Tensor | None,
     causal: bool,
     window: Window | None,
+    visible: Ranges | None,
     sink: Tensor | float | None,
+    dropout: float,
+    seed: Tensor | None,
     dtype: torch.dtype | None,
     return_lse: bool,
     fused: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    implementation = autograd.softmax.REFERENCE
+    function = autograd.dropout if dropout > 0 else autograd.softmax
+    kernels = ops.softmax.WITH_DROPOUT if dropout > 0 else ops.softmax.IMPLEMENTATION
+    implementation = function.REFERENCE
     reasons_against = dispatch.reasons_against_fused_softmax
-    if _is_fused(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype):
-        implementation = ops.softmax.IMPLEMENTATION
+    first, end = _bounds(visible, scores.shape[-1])
+    if _is_fused(
+        *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype),
+        *((first, end), dropout),
+    ):
+        implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
     elif sharding.prepare(scores):
         arguments.check_shards("scores", scores)
-        implementation = ops.softmax.IMPLEMENTATION
+        implementation = kernels
 
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -644,7 +861,7 @@ def _softmax_over_last(
         or (sink_tensor is not None and sink_tensor.requires_grad)
     )
     return _call(
-        autograd.softmax.call,
+        function.call,
         implementation,
         needs_gradient,
         scores,
@@ -654,10 +871,14 @@ def _softmax_over_last(
         causal,
         left,
         right,
+        first,
+        end,
         sink_tensor,
         sink_value,
         _dtype_of_probabilities(scores, dtype),
-        return_lse or (sink_tensor is not None and needs_gradient),
+        return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
+        dropout,
+        _seed(dropout, seed, scores),
     )
 
 
@@ -685,7 +906,10 @@ def _softmax_over_earlier(
         _moved_to_last(bias, dim, scores.dim()),
         False,
         None,
+        None,
         sink,
+        0.0,
+        None,
         dtype,
         return_lse,
         fused,
@@ -731,8 +955,12 @@ def _softmax_of_columns(
         -1,
         None,
         None,
+        None,
+        None,
         _dtype_of_probabilities(scores, dtype),
         return_lse,
+        0.0,
+        None,
     )
     return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
 
@@ -817,7 +1045,7 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
-    sink, dim, _ = (given.pop(name) for name in ("sink", "dim", "fused"))
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "seed"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
@@ -846,23 +1074,72 @@ def _attention_reasons(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: Window | None = None,
+    visible: Ranges | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
 ) -> tuple[Reason, ...]:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
-    arguments.check_attention(query, key, value, bias, mask, scale, causal, window, sink, fused)
+    arguments.check_attention(
+        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
+    )
     scale = _attention_scale(query, scale)
     return dispatch.reasons_against_fused_attention(query, key, value, scale)
 
 
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
+
+
+def _varlen_reasons(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    bias: RelativeBias | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    **options: Any,
+) -> tuple[Reason, ...]:
+    (query, key, value), limits = _as_one_batch(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
+    )
+    return _attention_reasons(query, key, value, **limits, **options)
+
+
+def _as_one_batch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    bias: RelativeBias | None,
+    causal: bool,
+    window: Window | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """From what `attention_varlen` takes: query, key and value of `attention`, and its limits."""
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
+    if causal is not False and causal is not True:
+        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+    window = arguments.checked_window("window", window)
+    tokens = query.shape[0]
+    if bias is not None:
+        surplus = tokens - (bias.table.shape[-1] + 1) // 2
+        bias = RelativeBias(torch.nn.functional.pad(bias.table, (surplus, surplus)))
+    visible = ranges.of_documents(cu_seqlens_q, cu_seqlens_k, tokens, causal, window)
+    query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    return (query, key, value), {"bias": bias, "visible": visible}
 
 
 def _attention_implementation(
@@ -894,6 +1171,56 @@ def _operands(
     if implementation is ops.attention.IMPLEMENTATION:
         bias, sink = _as_kernels_take_it(query, bias, sink)
     return _with_rank(bias, rank), sink
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of dropout, int64 [1], drawn there by torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+
+
+def _seed(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
+    """As ops take it: None without dropout."""
+    if dropout == 0:
+        return None
+    if seed is None:
+        seed = new_seed(scores.device)
+    return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
+
+
+def _bounds(visible: Ranges | None, keys: int) -> Ranges:
+    """Both in int32."""
+    if visible is None:
+        return None, None
+    first, end = visible
+    return _as_int32(first, keys), _as_int32(end, keys)
+
+
+def _as_int32(bound: Tensor | None, keys: int) -> Tensor | None:
+    if bound is None or bound.dtype == torch.int32:
+        return bound
+    return bound.clamp(0, keys).to(torch.int32)
+
+
+def _mask_operands(
+    implementation: Implementation,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | TileMask | None,
+    visible: Ranges | None,
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """The mask, its note and its block as the implementation takes them."""
+    if not isinstance(mask, TileMask):
+        return _with_rank(mask, 4), None, 1
+    queries, keys = query.shape[2], key.shape[2]
+    if implementation is not ops.attention.IMPLEMENTATION:
+        return _with_rank(mask.tensor, 4), None, mask.block
+    if queries <= kernel_limits().attention["kMaxDecodeQueries"]:  # no tiles, so no blocks
+        return _with_rank(mask.to_mask(queries, keys), 4), None, 1
+    if visible is not None or not query.is_cuda or hasattr(query, "device_mesh"):
+        note = None
+    else:
+        note = mask.note(queries, keys, ops.attention.tile_note)
+    return _with_rank(mask.tensor, 4), note, mask.block
 
 
 def _with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:

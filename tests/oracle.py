@@ -66,8 +66,15 @@ def size_of_lse(forward: Forward, dtype: torch.dtype) -> Tensor:
     return torch.maximum(forward.lse.abs() + 1, forward.lse_noise / TOLERANCE[dtype])
 
 
+Visible = tuple[Tensor | None, Tensor | None]
+
+
 def excluded_entries(
-    scores: Tensor, mask: Tensor | None, causal: bool, window: tuple[int, int] | None
+    scores: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    visible: Visible | None = None,
 ) -> Tensor:
     excluded = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     if mask is not None:
@@ -83,6 +90,12 @@ def excluded_entries(
             excluded |= key < query - left
         if right != -1:
             excluded |= key > query + right
+    first, end = visible or (None, None)
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    if first is not None:
+        excluded |= keys < first.unsqueeze(-1)
+    if end is not None:
+        excluded |= keys >= end.unsqueeze(-1)
     return excluded
 
 
@@ -94,6 +107,7 @@ def softmax(
     bias: Tensor | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    visible: Visible | None = None,
     sink: Tensor | float | None = None,
 ) -> Forward:
     z = scores.detach().double() * scale
@@ -101,7 +115,7 @@ def softmax(
     if bias is not None:
         z = z + bias.detach().double()
         terms = terms + bias.detach().double().abs()
-    excluded = excluded_entries(scores, mask, causal, window)
+    excluded = excluded_entries(scores, mask, causal, window, visible)
     is_poison = (z.isnan() | (z == torch.inf)) & ~excluded
     is_nan = is_poison.any(-1)
     z = z.masked_fill(excluded | is_poison, -torch.inf)
@@ -114,6 +128,7 @@ def softmax(
     total = weights.sum(-1) + torch.exp(logit - largest)
     probabilities = weights / total.unsqueeze(-1)
     is_limited = causal or (window is not None and max(window) >= 0)
+    is_limited |= visible is not None and any(each is not None for each in visible)
     if mask is not None or bias is not None or is_limited or sink is not None:
         probabilities = probabilities.masked_fill((total == 0).unsqueeze(-1), 0.0)
     probabilities = probabilities.masked_fill(is_nan.unsqueeze(-1), torch.nan)

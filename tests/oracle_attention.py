@@ -13,7 +13,7 @@ import torch
 from einops import reduce, repeat
 from torch import Tensor
 
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, TileMask
 
 HALVES = (torch.float16, torch.bfloat16)
 RATIO = 1.5  # of the error that torch's attention makes
@@ -54,6 +54,14 @@ def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tens
     return entries.expand(shape)
 
 
+def mask_of_pairs(mask: TileMask, queries: int, keys: int) -> Tensor:
+    """[..., queries, keys] or what broadcasts to it."""
+    if mask.block == 1:
+        return mask.tensor
+    query, key = torch.arange(queries)[:, None], torch.arange(keys)
+    return mask.tensor[..., query // mask.block, key // mask.block]
+
+
 def reduced(
     gradient: Tensor, bias: Tensor | RelativeBias, of_entries: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -72,10 +80,11 @@ def attention(
     value: Tensor,
     *,
     bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    visible: oracle.Visible | None = None,
     sink: Tensor | float | None = None,
 ) -> Forward:
     heads = query.shape[1]
@@ -85,9 +94,10 @@ def attention(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ k.mT
     bias = bias_of_pairs(bias, scores.shape)
-    dense = oracle.softmax(
-        scores, scale=factor, mask=mask, bias=bias, causal=causal, window=window, sink=sink
-    )
+    if isinstance(mask, TileMask):
+        mask = mask_of_pairs(mask, *scores.shape[2:])
+    limits: dict[str, Any] = {"causal": causal, "window": window, "visible": visible}
+    dense = oracle.softmax(scores, scale=factor, mask=mask, bias=bias, sink=sink, **limits)
     p = dense.probabilities
     # Of logits in the type of the computation, which is float32 for halves.
     sizes = (q.square() @ k.square().mT).sqrt()

@@ -109,6 +109,8 @@ class Inputs:
         self.sinks = itertools.cycle((None, "heads", 0.5))
         self.scales = itertools.cycle((1.0, -0.7))
         self.flags = itertools.cycle((True, True, False))
+        self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 1.0))
+        self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
         self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
 
     def sizes(self, every: Sequence[Any], brief: Sequence[Any] | None = None) -> Sequence[Any]:
@@ -126,6 +128,19 @@ class Inputs:
             values[..., :1, :] = True
         return lay_out(values, next(self.layouts), self.device)
 
+    def ranges(self, *shape: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+        """First and end, or one of them, or none; some are empty, some reach beyond the keys."""
+        dims = (i for i, is_one in enumerate(self.beside((*shape, 1))[:-1]) if is_one != 1)
+        kept = set(dims)
+        shape = tuple(size if i in kept else 1 for i, size in enumerate(shape))
+        first = torch.randint(-2, keys + 2, shape, generator=self.generator)
+        end = first + torch.randint(-2, keys + 2, shape, generator=self.generator)
+        has_first, has_end = next(self.ranged)
+        return (
+            first.int().to(self.device) if has_first else None,
+            end.int().to(self.device) if has_end else None,
+        )
+
     def beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a mask or bias, which broadcasts to a shape."""
         dims = next(self.broadcast)
@@ -137,6 +152,11 @@ class Inputs:
         if sink != "heads":
             return None, sink
         return self.floats(1, heads, dtype=torch.float32, layout="offset")[0], None
+
+    def dropout(self) -> tuple[float, Tensor | None]:
+        """With the seed, as operators take it."""
+        dropout = next(self.dropouts)
+        return dropout, torch.tensor([7], device=self.device) if dropout else None
 
 
 def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
@@ -266,7 +286,7 @@ def softmax_rows(given: Inputs, direction: str, dtype: str, mask: bool, bias: st
     for columns, queries in itertools.product(
         given.sizes((*LENGTHS, 2049)), given.sizes((0, QUERIES))
     ):
-        call_softmax(given, direction, dtype, columns, mask, bias, queries)
+        call_softmax(given, direction, dtype, columns, mask, bias, queries, has_ranges=True)
 
 
 def softmax_regime(
@@ -288,7 +308,8 @@ def softmax_regime(
         for columns in given.sizes(lengths_for(direction, dtype, kind, index)):
             queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
             window, layout = WINDOWS.get(kind, (-1, -1)), next(layouts)
-            call_softmax(given, direction, dtype, columns, mask, bias, queries, window, layout)
+            options = (mask, bias, queries, window, layout, kind not in ("plain", "uneven"))
+            call_softmax(given, direction, dtype, columns, *options)
 
 
 def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
@@ -325,7 +346,9 @@ def call_softmax(
     queries: int = QUERIES,
     window: tuple[int, int] = (-1, -1),
     layout: str | None = None,
+    has_ranges: bool = False,
 ) -> None:
+    """Ranges, if it has any, are those that come next: there may be none."""
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
     scale, out = next(given.scales), element if next(given.flags) else torch.float32
     has_lse = next(given.flags)
@@ -335,11 +358,12 @@ def call_softmax(
     if bias is not None:
         bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
-    options = (False, *window, sink, sink_value, out)
+    visible = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
+    options = (False, *window, *visible, sink, sink_value, out)
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
         excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_forward(scores, scale, excluded, bias_tensor, *options, has_lse)
+        OPS.softmax_forward(*(scores, scale, excluded, bias_tensor, *options, has_lse, 0.0, None))
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
@@ -464,7 +488,7 @@ ATTENTION_BIASES = {
     "one": "1111",
     "relative": "table",
 }
-MASKINGS = ("none", "causal", "window", "mask", "mask of keys")
+MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
 def is_attention(bias: str, bias_dtype: str | None, **_: Any) -> bool:
@@ -495,6 +519,14 @@ def attention(
             mask = given.mask(BATCHES, HEADS, queries, keys)
         elif masking == "mask of keys":
             mask = given.mask(BATCHES, 1, 1, keys)
+        elif masking == "blocks":
+            mask = given.mask(1, HEADS, -(-queries // 64), -(-keys // 64))
+        block = 64 if masking == "blocks" else 1
+        has_note = mask is not None and queries > 16 and next(given.flags)
+        note = OPS.tile_note(mask, block, queries, keys) if has_note else None
+        visible = (None, None)
+        if masking in ("ranges", "window") and note is None:
+            visible = given.ranges(BATCHES, HEADS, queries, keys=keys)
         if bias != "none":
             sizes = {"b": BATCHES, "h": HEADS, "m": queries, "n": keys, "1": 1}
             shape = [sizes[letter] for letter in ATTENTION_BIASES[bias] if bias != "relative"]
@@ -504,7 +536,11 @@ def attention(
             )
         sink, sink_value = given.sink(HEADS)
         left, right = {"causal": (-1, 0), "window": (5, 2)}.get(masking, (-1, -1))
+        if masking == "blocks" and queries <= 16:  # kernels of few queries know of no blocks
+            mask, block = None, 1
         options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
+        dropout, seed = given.dropout()
+        options = (*options, *visible, note, block, dropout, seed)
         output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
         OPS.attention_backward(

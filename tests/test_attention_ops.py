@@ -105,6 +105,10 @@ CASES = {
     "sink": {"sink": (HEADS,)},
     "one sink": {"sink": (1,), "bias": (1, 1, 1, 1)},
     "sink as a number": {"sink_value": 0.5},
+    "visible": {"visible": ((BATCH, 1, QUERIES), (1, HEADS, 1))},
+    "end": {"visible": (None, (1, 1, QUERIES)), "bias": (1, HEADS, QUERIES, KEYS), "causal": True},
+    "blocks": {"mask": (BATCH, 1, 1, 1), "block": 64},
+    "dropout": {"dropout": 0.4, "bias": (1, HEADS, QUERIES, KEYS), "sink": (HEADS,)},
     "[b, s, h, d]": {"is_transposed": True, "bias": (1, 1, QUERIES, KEYS)},
 }
 
@@ -135,6 +139,19 @@ def forward_arguments(device, dtype=None, **case):
         random(*case["sink"]).requires_grad_() if "sink" in case else None,
         case.get("sink_value"),
         case.get("relative", False),
+        *bounds(device, *case.get("visible", (None, None))),
+        None,
+        case.get("block", 1),
+        case.get("dropout", 0.0),
+        torch.tensor([5], device=device) if "dropout" in case else None,
+    )
+
+
+def bounds(device, first, end):
+    """Ranges of these shapes, some empty, and some that reach beyond the keys."""
+    return (
+        None if first is None else torch.randint(-2, KEYS, first, device=device).int(),
+        None if end is None else torch.randint(0, KEYS + 3, end, device=device).int(),
     )
 
 

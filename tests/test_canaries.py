@@ -18,7 +18,7 @@ OPS = torch.ops.megasoftmax
 LENGTHS = (1, 7, 8, 9, 33, 257, 2049)
 BATCHES, HEADS, QUERIES = 2, 2, 3
 CANARIES = 64  # elements before and behind a tensor
-CANARY = {torch.bool: True, torch.int64: 2**62}  # of other types: NaN
+CANARY = {torch.bool: True, torch.int32: 2**30, torch.int64: 2**62}  # of other types: NaN
 
 # Elements before the first one, from a multiple of 16 bytes on, between rows, and behind the last.
 LAYOUTS = {
@@ -110,6 +110,15 @@ def mask_and_bias(
     return mask, bias
 
 
+def bounds(keys: int, device: str, queries: int = QUERIES) -> tuple[Tensor, Tensor]:
+    """Ranges, some of them empty, and some that reach beyond the keys."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (BATCHES, 1, queries)
+    first = torch.randint(-2, keys + 2, shape, generator=generator)
+    length = torch.randint(-2, keys + 2, shape, generator=generator)
+    return first.int().to(device), (first + length).int().to(device)
+
+
 # Rows and columns
 
 
@@ -123,7 +132,9 @@ def test_softmax_forward(
         shape = (BATCHES, HEADS, QUERIES, length)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
-        options = (False, *window, sink, None, dtype, True)
+        visible = bounds(length, device) if beside == "mask" else (None, None)
+        drop = (0.3, torch.tensor([length], device=device)) if length % 2 else (0.0, None)
+        options = (False, *window, *visible, sink, None, dtype, True, *drop)
         check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
 
 
@@ -142,7 +153,8 @@ def test_softmax_backward(
         bias = None
         if of_bias is not None:
             bias = normal(*SHAPES[of_bias](shape), device=device, dtype=dtype)
-        options = (False, *window, sink, None, dtype, bias is not None, True)
+        visible = bounds(length, device) if of_bias == "full" else (None, None)
+        options = (False, *window, *visible, sink, None, dtype, bias is not None, True)
         arguments = (gradient, probabilities, of_lse, lse, 0.7, bias, *options)
         check((OPS.softmax_backward, arguments), what=f"{length} keys")
 
@@ -221,7 +233,14 @@ def test_attention(
                 mask = coin(BATCHES, 1, 1 if number % 3 else queries, keys, device=device)
             sink = normal(HEADS, device=device)
             window = (-1, 0) if number % 3 == 1 else (-1, -1)
+            visible = bounds(keys, device, queries) if number % 4 == 2 else (None, None)
             options = (bias, mask, 0.3, False, *window, sink, None, of_bias == "relative")
+            drop = (
+                (0.3, torch.tensor([number], device=device))
+                if number % 4 in (1, 2)
+                else (0.0, None)
+            )
+            options = (*options, *visible, None, 1, *drop)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
 

@@ -5,6 +5,7 @@ The processes run once for each number of them, and leave what they found; the t
 
 import copy
 import itertools
+import math
 import os
 import re
 import weakref
@@ -31,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, TileMask
 from megasoftmax.distributed import context_parallel
 
 WORLDS = (2, 3)
@@ -100,7 +101,7 @@ class Split:
 
     Args:
         call: of the tensors by name, to its results by name.
-        tensors: what is not bool gets a gradient.
+        tensors: what is floating gets a gradient.
         given: the dimension along which each tensor is sharded; what is not named is replicated.
         found: the same of results, and of gradients by the names of their tensors, with 2 ranks;
             PARTIAL for a sum that is still to be made.
@@ -174,6 +175,25 @@ LOGITS = {
 }
 
 
+def softmax_of_ranges(first: Tensor, end: Tensor, **tensors: Tensor) -> dict[str, Tensor]:
+    return softmax(**tensors, visible=(first, end), causal=True)
+
+
+def attention_of_ranges(
+    first: Tensor, end: Tensor, blocks: Tensor, **tensors: Tensor
+) -> dict[str, Tensor]:
+    mask = TileMask.from_blocks(blocks, 64)
+    return attention(**tensors, mask=mask, visible=(first, end))
+
+
+def bounds(*shape: int, keys: int) -> dict[str, Tensor]:
+    """Ranges, one of them empty, and one that reaches beyond the keys."""
+    length = 1 + torch.arange(math.prod(shape)).view(shape) % keys
+    first = torch.arange(math.prod(shape)).view(shape) * 3 % keys - 1
+    length.view(-1)[0], first.view(-1)[1] = 0, -4
+    return {"first": first.int(), "end": (first + length).int()}
+
+
 def of_attention(
     heads: int, key_heads: int, batches_of_bias: int, heads_of_bias: int
 ) -> dict[str, Tensor]:
@@ -192,6 +212,12 @@ def without_sink(*of: int) -> dict[str, Tensor]:
     tensors = of_attention(*of)
     del tensors["sink"]
     return tensors
+
+
+def with_ranges(*of: int) -> dict[str, Tensor]:
+    tensors = of_attention(*of) | bounds(4, 4, 5, keys=7)
+    del tensors["mask"]
+    return tensors | {"blocks": torch.tensor([False, True, False, False]).view(1, 4, 1, 1)}
 
 
 def with_table(heads: int, key_heads: int) -> dict[str, Tensor]:
@@ -224,6 +250,19 @@ SPLITS = {
         SCORES,
         {"scores": 1},
         {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
+    ),
+    "softmax, ranges of batches": Split(
+        softmax_of_ranges,
+        {"scores": SCORES["scores"]} | bounds(4, 1, 5, keys=7),
+        {"scores": 0, "first": 0, "end": 0},
+        {"p": 0, "lse": 0, "scores": 0},
+        compiles=True,
+    ),
+    "softmax, ranges of heads": Split(
+        softmax_of_ranges,
+        {"scores": SCORES["scores"], "sink": SCORES["sink"]} | bounds(6, 5, keys=7),
+        {"scores": 1, "first": 0, "end": 0, "sink": 0},
+        {"p": 1, "lse": 1, "scores": 1, "sink": 0},
     ),
     "softmax, nothing": Split(
         softmax_with_all, SCORES, {}, dict.fromkeys(("p", "lse", "scores", "bias", "sink"))
@@ -260,6 +299,19 @@ SPLITS = {
         of_attention(4, 2, 1, 4),
         OF_BATCHES,
         {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
+    ),
+    "attention, ranges of batches": Split(
+        attention_of_ranges,
+        with_ranges(4, 2, 1, 4),
+        dict.fromkeys((*QKV, "first", "end"), 0),
+        {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
+    ),
+    "attention, ranges of heads": Split(
+        attention_of_ranges,
+        with_ranges(4, 2, 1, 1),
+        OF_HEADS | dict.fromkeys(("first", "end", "blocks"), 1),
+        {"output": 1, "lse": 1, "query": 1, "key": 1, "bias": PARTIAL, "sink": 0},
+        compiles=True,
     ),
     "attention, batches that share a bias": Split(
         attention_through_ops,
@@ -347,7 +399,7 @@ def run_split(split: Split, mesh: DeviceMesh, *, compiled: bool = False) -> dict
 def whole_split(split: Split, device: str) -> dict[str, Tensor]:
     """The same values from one process, in plain torch and float64."""
     tensors = {
-        name: tensor.clone() if tensor.dtype == torch.bool else tensor.double().requires_grad_()
+        name: tensor.double().requires_grad_() if tensor.is_floating_point() else tensor.clone()
         for name, tensor in tensors_of(split, device).items()
     }
     inputs = {f"gradient of {name}": t for name, t in tensors.items() if t.requires_grad}
@@ -403,6 +455,19 @@ RINGS: dict[str, Callable[[int], Ring]] = {
     "table, window": lambda n: (
         of_ring(n) | {"table": double(2, 2, 2 * n - 1, seed=3), "window": (4, 1)}
     ),
+    "ranges": lambda n: of_ring(n) | bounds(2, 4, n, keys=n),
+    "ranges, causal": lambda n: of_ring(n) | {"causal": True} | bounds(1, 1, n, keys=n),
+    "ranges, window, mask and sink": lambda n: (
+        of_ring(n)
+        | {"window": (4, 3), "mask": nothing_left(n), "sink": double(4, seed=3)}
+        | bounds(2, 1, 1, keys=n)
+    ),
+    "end of each head": lambda n: of_ring(n) | {"end": bounds(4, 1, keys=n)["end"].long()},
+    "ranges through the ops": lambda n: (
+        {name: tensor.float() for name, tensor in of_ring(n).items()}
+        | {"causal": True, "fused": True}
+        | bounds(1, 4, n, keys=n)
+    ),
     "two queries for a key": lambda n: (
         of_ring(n)
         | {"query": double(2, 4, 2 * n, 8, seed=0), "mask": coin(1, 4, 2 * n, n, device="cpu")}
@@ -452,6 +517,8 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
     for name, tensor in given.items():
         if name in (*OF_TOKENS, "mask", "bias") and tensor.shape[-2] != 1:
             given[name] = part(tensor, -2)
+        elif name in ("first", "end") and tensor.shape[-1] != 1:
+            given[name] = part(tensor, -1)
         elif isinstance(tensor, Tensor):
             given[name] = tensor.to(device, copy=True)
     inputs = {
@@ -461,6 +528,8 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
     }
     if "table" in given:
         given["bias"] = RelativeBias(given.pop("table"))
+    if "end" in given:
+        given["visible"] = given.pop("first", None), given.pop("end")
     tensors = [given.pop(name) for name in OF_TOKENS]
     if group is None:
         given.pop("fused", None)

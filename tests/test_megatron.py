@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megasoftmax
+from megasoftmax import functional
 from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
@@ -38,6 +39,7 @@ from megasoftmax.integrations.megatron import (
 )
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
 from megasoftmax.integrations.replacing import Change, Replaced, Served
+from megasoftmax.reference import dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -330,7 +332,9 @@ def test_dropout(monkeypatch):
     torch.manual_seed(5)
     output = core(*tensors, mask)
     torch.manual_seed(5)
-    factors = torch.nn.functional.dropout(torch.ones(BATCH, HEADS, 9, 9, dtype=torch.float64), 0.3)
+    seed = functional.new_seed(torch.device("cpu"))
+    keep = dropout.kept_of_scores(seed, 0.3, torch.empty(BATCH, HEADS, 9, 9))
+    factors = dropout.dropped(torch.ones(keep.shape, dtype=torch.float64), keep, 0.3)
     assert 0 < (factors == 0).sum() < factors.numel()
 
     query, key, value = tensors

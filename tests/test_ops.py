@@ -17,6 +17,7 @@ SHAPE = (BATCH, HEADS, QUERIES, KEYS)
 
 softmax_forward = torch.ops.megasoftmax.softmax_forward.default
 softmax_backward = torch.ops.megasoftmax.softmax_backward.default
+softmax_dropout_backward = torch.ops.megasoftmax.softmax_dropout_backward.default
 
 
 @pytest.fixture
@@ -66,7 +67,10 @@ FORWARD_CASES = {
     "sink": {"sink": (HEADS,), "return_lse": True},
     "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
     "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
+    "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "mask": (BATCH, 1, QUERIES, KEYS)},
+    "end": {"visible": (None, (HEADS, 1)), "sink": (HEADS,), "return_lse": True, "causal": True},
     "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
+    "dropout": {"dropout": 0.4, "sink": (HEADS,), "bias": (HEADS, 1, KEYS), "return_lse": True},
 }
 
 
@@ -84,14 +88,27 @@ def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
         case.get("causal", False),
         case.get("left", -1),
         case.get("right", -1),
+        *bounds(device, *case.get("visible", (None, None))),
         floats("sink"),
         case.get("sink_value"),
         case.get("out", dtype),
         case.get("return_lse", False),
+        case.get("dropout", 0.0),
+        torch.tensor([5], device=device) if "dropout" in case else None,
     )
 
 
-def backward_arguments(device, dtype=torch.float32, bias=None, sink=None, lse=True):
+def bounds(device, first, end):
+    """Ranges of these shapes, some empty, and some that reach beyond the keys."""
+    return (
+        None if first is None else torch.randint(-2, KEYS, first, device=device).int(),
+        None if end is None else torch.randint(0, KEYS + 3, end, device=device).int(),
+    )
+
+
+def backward_arguments(
+    device, dtype=torch.float32, bias=None, sink=None, lse=True, visible=(None, None)
+):
     def rows():
         return torch.randn(SHAPE[:-1], device=device, dtype=dtype, requires_grad=True)
 
@@ -107,6 +124,7 @@ def backward_arguments(device, dtype=torch.float32, bias=None, sink=None, lse=Tr
         False,
         -1,
         -1,
+        *bounds(device, *visible),
         None if sink is None else torch.randn(sink, device=device, dtype=dtype, requires_grad=True),
         None,
         dtype,
@@ -121,6 +139,7 @@ BACKWARD_CASES = {
     "bias": {"bias": (HEADS, 1, KEYS)},
     "sink": {"sink": (HEADS,)},
     "bias and one sink": {"bias": SHAPE, "sink": (1,)},
+    "visible": {"visible": ((QUERIES,), (BATCH, HEADS, QUERIES)), "bias": SHAPE, "sink": (HEADS,)},
 }
 
 
@@ -138,6 +157,30 @@ def test_opcheck_of_other_ranks(shape, device):
 @pytest.mark.parametrize("case", BACKWARD_CASES)
 def test_opcheck_of_backward(case, device):
     torch.library.opcheck(softmax_backward, backward_arguments(device, **BACKWARD_CASES[case]))
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+def test_opcheck_and_gradients_of_dropout_backward(has_all, device):
+    torch.manual_seed(0)
+
+    def arguments(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+        mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.4
+        return (
+            *(floats(*SHAPE), floats(*SHAPE), floats(*SHAPE[:-1]) if has_all else None),
+            *(floats(*SHAPE[:-1]), 0.7, mask if has_all else None),
+            *(floats(HEADS, 1, KEYS) if has_all else None, has_all, -1, -1, None, None),
+            *(floats(HEADS) if has_all else None, None, dtype, has_all, has_all),
+            *(0.4, torch.tensor([5], device=device)),
+        )
+
+    torch.library.opcheck(softmax_dropout_backward, arguments(torch.float32, device))
+    if device == "cpu":
+        given = arguments(torch.float64, device)
+        assert torch.autograd.gradcheck(softmax_dropout_backward, given)
+        assert torch.autograd.gradgradcheck(softmax_dropout_backward, given)
 
 
 @pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "float16"])
@@ -163,8 +206,8 @@ def test_sink_gradient_of_the_op_needs_lse():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", FORWARD_CASES)
-def test_ops_agree_between_cpu_and_gpu(case):
+@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "dropout"])
+def test_ops_agree_between_cpu_and_gpu(case):  # no kernels drop
     assert library.load().available
     torch.manual_seed(0)
     arguments = forward_arguments("cpu", **FORWARD_CASES[case])
@@ -337,8 +380,8 @@ def test_vmap_of_the_plain_op(device):
     scores = torch.randn(4, QUERIES, KEYS, device=device)
 
     def op(example: Tensor) -> Tensor:
-        out = torch.float32
-        return softmax_forward(example, 1.0, None, None, True, -1, -1, None, None, out, False)[0]
+        options = (True, -1, -1, None, None, None, None, torch.float32, False, 0.0, None)
+        return softmax_forward(example, 1.0, None, None, *options)[0]
 
     torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))
 

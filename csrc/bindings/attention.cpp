@@ -1,11 +1,11 @@
-// megasoftmax::attention_forward and attention_backward for CUDA tensors. Schemas are defined in
-// megasoftmax/ops/attention.py.
+// megasoftmax::attention_forward, attention_backward and tile_note for CUDA tensors. Schemas are
+// defined in megasoftmax/ops/attention.py.
 
 #include "../kernels/attention/attention.h"
 
 #include <tuple>
 
-#include "../kernels/attention/limits.h"
+#include "../kernels/attention/plan.h"
 #include "checks.h"
 #include "library.h"
 
@@ -84,10 +84,81 @@ struct Inputs {
   }
 };
 
+// An entry for each block of queries and keys.
+void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
+  check(mask.scalar_type() == ScalarType::Bool && mask.dim() == 4,
+        "mask must be bool, of 4 dimensions");
+  check(block == 1 || (block > 0 && block <= INT32_MAX && block % kNoteTile == 0),
+        "block must be 1 or a multiple of ", kNoteTile);
+  const std::array<int64_t, 4> sizes{params.batches, params.heads,
+                                     divide_up<int64_t>(params.queries, block),
+                                     divide_up<int64_t>(params.keys, block)};
+  std::array<int64_t, 4> strides{};
+  for (int64_t i = 0; i < 4; ++i) {
+    check(mask.size(i) == sizes[i] || mask.size(i) == 1,
+          "mask does not broadcast to the scores in dimension ", i);
+    strides[i] = mask.size(i) == 1 ? 0 : mask.stride(i);
+  }
+  params.mask = {mask.data_ptr(), DType::kFloat32, strides[0], strides[1], strides[2], strides[3]};
+  params.mask_block = static_cast<int>(block);
+}
+
+// Makes params.note where there is a mask or a range: of `given`, which was made of the same mask,
+// or anew, in a tensor that must stay.
+Tensor set_note(AttentionParams& params, const std::optional<Tensor>& mask,
+                const std::optional<Tensor>& first, const std::optional<Tensor>& end,
+                const std::optional<Tensor>& given, const Tensor& beside) {
+  if (!mask && !first && !end) return beside;
+  const auto any_has = [&](int64_t dim) {
+    bool has = false;
+    for (const std::optional<Tensor>* tensor : {&mask, &first, &end})
+      has |= tensor->has_value() && (**tensor).size(dim) != 1;
+    return has;
+  };
+  const int64_t batches = any_has(0) ? params.batches : 1, heads = any_has(1) ? params.heads : 1;
+  const int64_t bit_rows = !mask || params.mask_block > 1 ? 0 : mask->size(2);
+  params.note.layout = NoteLayout(params.queries, params.keys, static_cast<int>(bit_rows));
+  const int64_t words = params.note.layout.words();
+  if (given) {
+    check(!first && !end, "a note of ranges is made anew");
+    check(given->is_cuda() && given->get_device_index() == beside.get_device_index() &&
+              given->scalar_type() == ScalarType::Int && given->dim() == 3 &&
+              given->size(0) == batches && given->size(1) == heads && given->size(2) == words &&
+              (words <= 1 || given->stride(2) == 1) && given->stride(0) % 2 == 0 &&
+              given->stride(1) % 2 == 0,
+          "note must be what tile_note made of this mask");
+  }
+  const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
+  params.note.words = static_cast<uint32_t*>(note.data_ptr());
+  params.note.batch_stride = batches == 1 ? 0 : note.stride(0);
+  params.note.head_stride = heads == 1 ? 0 : note.stride(1);
+  if (!given)
+    check_cuda(attention_note(params, static_cast<int>(batches), static_cast<int>(heads),
+                              current_stream(beside)),
+               "attention_note");
+  return note;
+}
+
+Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
+  const torch::stable::accelerator::DeviceGuard guard(mask.get_device_index());
+  check(queries >= 0 && keys >= 0 && queries + keys <= kMaxPositions,
+        "queries and keys together must be at most ", kMaxPositions);
+  AttentionParams params;
+  check(mask.dim() == 4, "mask must have 4 dimensions");
+  params.batches = mask.size(0);
+  params.heads = mask.size(1);
+  params.queries = static_cast<int>(queries);
+  params.keys = static_cast<int>(keys);
+  set_mask(params, mask, block);
+  return set_note(params, mask, {}, {}, {}, mask);
+}
+
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& mask, double scale, bool causal, int64_t window_left,
                 int64_t window_right, const std::optional<Tensor>& sink,
-                std::optional<double> sink_value, bool relative) {
+                std::optional<double> sink_value, bool relative, const std::optional<Tensor>& first,
+                const std::optional<Tensor>& end, int64_t block, double dropout,
+                const std::optional<Tensor>& seed) {
   const auto& [query, key, value, bias_rows] = inputs;
   const int64_t batches = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), keys = key.size(2);
@@ -119,18 +190,11 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.value = rows_of(value);
   params.heads_per_key_head = Divider(heads / std::max<int64_t>(key_heads, 1));
   if (mask) {
-    check(mask->scalar_type() == ScalarType::Bool && is_beside(*mask) && mask->dim() == 4,
-          "mask must be bool, of 4 dimensions, on the device of query");
-    const std::array<int64_t, 4> sizes{batches, heads, queries, keys};
-    std::array<int64_t, 4> strides{};
-    for (int64_t i = 0; i < 4; ++i) {
-      check(mask->size(i) == sizes[i] || mask->size(i) == 1,
-            "mask does not broadcast to the scores in dimension ", i);
-      strides[i] = mask->size(i) == 1 ? 0 : mask->stride(i);
-    }
-    params.mask = {mask->data_ptr(), DType::kFloat32, strides[0],
-                   strides[1],       strides[2],      strides[3]};
+    check(is_beside(*mask), "mask must be on the device of query");
+    set_mask(params, *mask, block);
   }
+  params.visible = visible_of(first, end, query);
+  if (dropout > 0) params.dropout = dropout_of(dropout, seed, query);
   if (bias) {
     check(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
           "bias must have 4 dimensions, a relative one 3, on the device of query");
@@ -172,7 +236,8 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   const Window window = window_of(causal, window_left, window_right);
   params.window_left = window.left >= keys - 1 ? -1 : static_cast<int>(window.left);
   params.window_right = window.right >= queries - 1 ? -1 : static_cast<int>(window.right);
-  params.can_exclude = mask || bias || window.is_limited() || params.sink.is_given || keys == 0;
+  params.can_exclude = mask || bias || window.is_limited() || params.visible.are_given() ||
+                       params.sink.is_given || keys == 0;
   params.scale = static_cast<float>(scale);
 }
 
@@ -189,12 +254,16 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> bias, std::optional<Tensor> mask,
                                    double scale, bool causal, int64_t window_left,
                                    int64_t window_right, std::optional<Tensor> sink,
-                                   std::optional<double> sink_value, bool relative) {
+                                   std::optional<double> sink_value, bool relative,
+                                   std::optional<Tensor> first, std::optional<Tensor> end,
+                                   std::optional<Tensor> note, int64_t block, double dropout,
+                                   std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value, bias, query.size(2) <= kMaxDecodeQueries);
+  const Inputs inputs(query, key, value, bias,
+                      takes_few_queries(query.size(2), dropout > 0, block));
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative);
+             relative, first, end, block, dropout, seed);
   Tensor output = new_output(query, params.value_dim);
   Tensor statistics =
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
@@ -206,6 +275,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
     parts =
         new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
+  } else {
+    note = set_note(params, mask, first, end, note, query);
   }
   check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
@@ -259,26 +330,19 @@ Tensor sum_of_shared(const Tensor& of_heads, const Tensor& bias) {
                            bias.scalar_type());
 }
 
-BiasGradient bias_gradient_kind(const AttentionParams& params, const Tensor& bias,
-                                bool deterministic) {
-  if (params.is_relative) return BiasGradient::kDiagonals;
-  if (bias.size(3) != params.keys) return BiasGradient::kQueries;
-  if (bias.size(2) != params.queries) return BiasGradient::kKeys;
-  if (bias.size(0) == params.batches && bias.size(1) == params.heads) return BiasGradient::kDense;
-  return deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor query, Tensor key,
     Tensor value, Tensor output, Tensor statistics, std::optional<Tensor> bias,
     std::optional<Tensor> mask, double scale, bool causal, int64_t window_left,
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
-    bool relative, bool bias_gradient, bool sink_gradient, bool deterministic) {
+    bool relative, std::optional<Tensor> first, std::optional<Tensor> end,
+    std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
+    bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Inputs inputs(query, key, value, bias, false);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative);
+             relative, first, end, block, dropout, seed);
   const auto check_rows = [&](const Tensor& tensor, int64_t count, const char* argument) {
     check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
               tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,
@@ -335,7 +399,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
             std::move(sink_rows)};
   }
   if (bias_gradient) {
-    params.bias_gradient_kind = bias_gradient_kind(params, *bias, deterministic);
+    params.bias_gradient_kind =
+        bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
       case BiasGradient::kShared:
@@ -351,7 +416,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       case BiasGradient::kQueries:
         bias_sums = new_tensor(row_counts, ScalarType::Float, query);
         break;
-      default: {
+      default: {  // kDiagonals
         const int64_t tile = attention_backward_keys(params);
         bias_sums = new_tensor(
             {batches, heads, divide_up<int64_t>(params.keys, tile), tile - 1 + params.queries},
@@ -363,6 +428,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     params.bias_gradient = bias_sums.data_ptr();
     params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(bias_sums.scalar_type(), ""));
   }
+  note = set_note(params, mask, first, end, note, query);
   check_cuda(attention_backward(params, current_stream(query)), "attention_backward");
   if (params.bias_gradient_kind == BiasGradient::kKeys ||
       params.bias_gradient_kind == BiasGradient::kQueries) {
@@ -379,6 +445,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 void register_attention(Library& library) {
   library.impl("attention_forward", TORCH_BOX(&forward));
   library.impl("attention_backward", TORCH_BOX(&backward));
+  library.impl("tile_note", TORCH_BOX(&tile_note));
 }
 
 }  // namespace megasoftmax

@@ -255,6 +255,32 @@ inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double
   return result;
 }
 
+// One end of the ranges of rows, int32, broadcast to the sizes of `scores` without their last.
+inline RowNumbers row_numbers(const Tensor& tensor, const Tensor& scores, const char* argument) {
+  check(tensor.scalar_type() == ScalarType::Int, argument, " must be int32");
+  const Strided rows = strided(torch::stable::unsqueeze(tensor, -1), scores, argument);
+  return {static_cast<const int*>(rows.data), rows.batch_stride, rows.head_stride,
+          rows.query_stride};
+}
+
+inline VisibleRanges visible_of(const std::optional<Tensor>& first,
+                                const std::optional<Tensor>& end, const Tensor& scores) {
+  VisibleRanges visible;
+  if (first) visible.first = row_numbers(*first, scores, "first");
+  if (end) visible.end = row_numbers(*end, scores, "end");
+  return visible;
+}
+
+inline Dropout dropout_of(double probability, const std::optional<Tensor>& seed,
+                          const Tensor& scores) {
+  check(probability >= 0 && probability <= 1, "dropout must be from 0 to 1");
+  check(seed.has_value() && seed->is_cuda() &&
+            seed->get_device_index() == scores.get_device_index() &&
+            seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
+        "seed must be an int64 tensor of one element on the device of scores");
+  return {static_cast<const int64_t*>(seed->data_ptr()), probability};
+}
+
 inline Window window_of(bool causal, int64_t left, int64_t right) {
   return {left, causal ? 0 : right};
 }

@@ -20,9 +20,11 @@ bool has_scattered_rows(const Tensor& bias) {
 
 std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
                                    std::optional<Tensor> bias, bool causal, int64_t window_left,
-                                   int64_t window_right, std::optional<Tensor> sink,
+                                   int64_t window_right, std::optional<Tensor> first,
+                                   std::optional<Tensor> end, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, ScalarType dtype,
-                                   bool return_lse) {
+                                   bool return_lse, double dropout, std::optional<Tensor>) {
+  check(dropout == 0, "softmax has no kernels with dropout");
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   scores = with_aligned_storage(scores);
@@ -44,6 +46,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   }
   params.sink = sink_of(sink, sink_value, scores);
   params.window = window_of(causal, window_left, window_right);
+  params.visible = visible_of(first, end, scores);
   params.scale = static_cast<float>(scale);
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = dtype_of(dtype, "dtype");
@@ -71,8 +74,9 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
 std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
     std::optional<Tensor> lse, double scale, std::optional<Tensor> bias, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
-    std::optional<double> sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) {
+    int64_t window_left, int64_t window_right, std::optional<Tensor> first,
+    std::optional<Tensor> end, std::optional<Tensor> sink, std::optional<double> sink_value,
+    ScalarType dtype, bool bias_gradient, bool sink_gradient) {
   check(gradient.scalar_type() == probabilities.scalar_type(),
         "gradient must have the type of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
@@ -108,6 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   }
   params.sink = sink_of(sink, sink_value, probabilities);
   params.window = window_of(causal, window_left, window_right);
+  params.visible = visible_of(first, end, probabilities);
   params.scale = static_cast<float>(scale);
   params.scores_gradient = scores_gradient.data_ptr();
   params.scores_gradient_type = dtype_of(dtype, "dtype");

@@ -25,9 +25,9 @@ What it does otherwise:
 * The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
   gradient norms count that of the first. Here it is sharded over heads, as weights are.
 
-Attention runs fused where `megasoftmax.why_not_fused(megasoftmax.attention, ...)` is empty and no
-probability is dropped. Elsewhere it is matmul, `megasoftmax.softmax`, dropout and matmul; dropout
-draws from Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
+Attention runs fused, dropout too, where `megasoftmax.why_not_fused(megasoftmax.attention, ...)` is
+empty. Elsewhere it is matmul, `megasoftmax.softmax` and matmul. The seed of dropout is drawn from
+Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
 FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.
 
     from megasoftmax.integrations.megatron import apply_megasoftmax_to_megatron

@@ -22,7 +22,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.functional import as_autocast
+from megasoftmax.functional import as_autocast, new_seed
 from megasoftmax.integrations.megatron.packing import attend_packed
 from megasoftmax.integrations.products import between_products, runs_fused
 
@@ -216,7 +216,9 @@ class MegasoftmaxCoreAttention(MegatronModule):
             "window": self.window_size,
             "sink": self.softmax_offset,
         }
-        if not self._is_dropping() and runs_fused(query, key, value, options):
+        if self.training and self.attention_dropout.p > 0:
+            options |= {"dropout": self.attention_dropout.p, "seed": self._new_seed(query.device)}
+        if runs_fused(query, key, value, options):
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
             options["bias"] = bias.dense(query.shape[2], key.shape[2])
@@ -226,7 +228,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
             key,
             value,
             self._multiply,
-            lambda scores: self._drop(megasoftmax.softmax(scores, **options, dtype=scores.dtype)),
+            lambda scores: megasoftmax.softmax(scores, **options, dtype=scores.dtype),
         )
         return output
 
@@ -238,16 +240,12 @@ class MegasoftmaxCoreAttention(MegatronModule):
         scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
         return scores.unflatten(0, shape)
 
-    def _drop(self, probabilities: Tensor) -> Tensor:
+    def _new_seed(self, device: torch.device) -> Tensor:
         """Ranks have other heads, and drop other entries: from a generator that differs by rank.
 
         That is one of the GPU, and under sequence parallelism the whole layer uses it already.
         """
-        needs_fork = probabilities.is_cuda and not self.config.sequence_parallel
-        if self._is_dropping() and needs_fork:
+        if device.type == "cuda" and not self.config.sequence_parallel:
             with get_cuda_rng_tracker().fork():
-                return self.attention_dropout(probabilities)
-        return self.attention_dropout(probabilities)
-
-    def _is_dropping(self) -> bool:
-        return self.training and self.attention_dropout.p > 0
+                return new_seed(device)
+        return new_seed(device)

@@ -1,5 +1,6 @@
 """What is saved, gradients, vmap and double backward of the operations, whoever computes them."""
 
 from megasoftmax.autograd import attention as attention
+from megasoftmax.autograd import dropout as dropout
 from megasoftmax.autograd import softmax as softmax
 from megasoftmax.autograd import topk as topk

@@ -17,13 +17,17 @@ from megasoftmax.reference.softmax import sum_over_rows
 
 REFERENCE = function.Implementation(attention_forward, attention_backward)
 
+_COUNT = len(ForwardArguments._fields)
+_TENSORS = ("query", "key", "value", "bias", "mask", "sink", "first", "end", "note", "seed")
+
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin with those of `attention_forward`."""
-    given = ForwardArguments(*inputs[:12])
+    given = ForwardArguments(*inputs[:_COUNT])
+    tensors = {name: getattr(given, name) for name in _TENSORS}
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *given[:5], given.sink)
-    ctx.given = given._replace(query=None, key=None, value=None, bias=None, mask=None, sink=None)
+    ctx.save_for_backward(*output, *tensors.values())
+    ctx.given = given._replace(**dict.fromkeys(tensors))
 
 
 def gradients(
@@ -37,8 +41,9 @@ def gradients(
     Of the statistics the log-sum-exp has one; the others are constants.
     """
     given = ctx.given
-    output, statistics, query, key, value, bias, mask, sink = ctx.saved_tensors
-    needs = ForwardArguments(*ctx.needs_input_grad[:12])
+    output, statistics, *tensors = ctx.saved_tensors
+    query, key, value, bias, mask, sink, first, end, note, seed = tensors
+    needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
     wants_bias = bias is not None and needs.bias
     wants_sink = sink is not None and needs.sink
     d_query, d_key, d_value, d_bias, d_rows = implementation.backward(
@@ -58,6 +63,12 @@ def gradients(
         sink,
         given.sink_value,
         given.relative,
+        first,
+        end,
+        note,
+        given.block,
+        given.dropout,
+        seed,
         wants_bias,
         wants_sink,
         torch.are_deterministic_algorithms_enabled(),
@@ -74,10 +85,13 @@ def gradients(
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """`forward` under vmap: examples join the batches."""
+    """`forward` under vmap: examples join the batches.
+
+    With dropout they go one by one: each drops what it would drop alone, from its own seed.
+    """
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None:
+    if dims.sink is not None or given.dropout > 0:
         return function.one_by_one(forward, count, in_dims, args), (0, 0)
     output, statistics = forward(*_examples_as_batches(given, dims, count))
     return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
@@ -89,7 +103,7 @@ def batch_backward(
     """`backward` under vmap."""
     given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None:
+    if dims.sink is not None or given.dropout > 0:
         return function.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
     outputs = backward(*_examples_as_batches(given, dims, count))
     asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)
@@ -103,28 +117,33 @@ def batch_backward(
 
 
 def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
-    """Arguments with `count` times the batches; a mask of one batch for all may stay so."""
+    """Arguments with `count` times the batches.
+
+    A mask, or a range, of one batch for all may stay so. Kernels make the note of the new mask.
+    """
+    broadcast = ("mask", "first", "end")
 
     def joined(name: str) -> Any:
         tensor, dim = getattr(given, name), getattr(dims, name)
-        if tensor is None or (name == "mask" and dim is None and tensor.shape[0] == 1):
+        if tensor is None or (name in broadcast and dim is None and tensor.shape[0] == 1):
             return tensor
         tensor = function.batch_first(tensor, dim, count)
         if name == "statistics":
             return tensor.movedim(1, 0).flatten(1, 2)
-        if name == "mask":
+        if name in broadcast:
             batches = given.query.shape[1 if dims.query == 0 else 0]
             tensor = tensor.expand(count, batches, *tensor.shape[2:])
         return tensor.flatten(0, 1)
 
-    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias", "mask")
-    return given._replace(**{name: joined(name) for name in names if name in given._fields})
+    names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias")
+    changed = {name: joined(name) for name in (*names, *broadcast) if name in given._fields}
+    return given._replace(**changed, note=None)
 
 
 FORWARD = function.Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
 IN_FORWARD_MODE = function.why_only_without_kernels("attention")
 
-# The reference's backward is differentiable by itself; that of the ops refuses.
+# The reference's backward is function.differentiable by itself; that of the ops refuses.
 call = function.differentiable(
     "Attention", FORWARD, function.plain_torch_only(REFERENCE, IN_FORWARD_MODE)
 )

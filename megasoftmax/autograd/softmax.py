@@ -26,24 +26,27 @@ from megasoftmax.reference.softmax import (
 
 REFERENCE = Implementation(softmax_forward, softmax_backward)
 
+_COUNT = len(ForwardArguments._fields)
+_BACKWARD_COUNT = len(BackwardArguments._fields)
+
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
-    scores, scale, _, bias, causal, left, right, sink, _, _, return_lse = inputs[:11]
-    wants_bias = bias is not None and ctx.needs_input_grad[3]
-    wants_sink = sink is not None and ctx.needs_input_grad[7]
+    given = ForwardArguments(*inputs[:_COUNT])
+    needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
+    bias, sink = given.bias, given.sink
+    wants_bias = bias is not None and needs.bias
+    wants_sink = sink is not None and needs.sink
     ctx.set_materialize_grads(False)
-    if wants_sink:
-        if not return_lse:
-            raise ValueError(
-                "return_lse: expected True where the sink requires a gradient, got False"
-            )
-        ctx.save_for_backward(*output, sink)
-    else:
-        ctx.save_for_backward(output[0])
+    if wants_sink and not given.return_lse:
+        raise ValueError("return_lse: expected True where the sink requires a gradient, got False")
+    probabilities, lse = output
+    of_sink = (lse, sink) if wants_sink else (None, None)
+    ctx.save_for_backward(probabilities, *of_sink, given.first, given.end)
     # Of the bias only shape and dtype matter: it is not kept, and may change before the backward.
     ctx.bias = (bias.shape, bias.dtype) if wants_bias else None
-    ctx.parameters = (scale, causal, left, right, scores.dtype, return_lse)
+    limits = (given.causal, given.window_left, given.window_right)
+    ctx.parameters = (given.scale, *limits, given.scores.dtype, given.return_lse)
 
 
 def gradients(
@@ -51,11 +54,10 @@ def gradients(
     ctx: Any,
     gradient: Tensor | None,
     lse_gradient: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+) -> Any:
     """The gradients of the arguments of `softmax_forward`."""
     scale, causal, left, right, dtype, has_lse = ctx.parameters
-    probabilities, *of_sink = ctx.saved_tensors
-    lse, sink = of_sink or (None, None)
+    probabilities, lse, sink, first, end = ctx.saved_tensors
     if gradient is None:
         gradient = probabilities.new_zeros(()).expand(probabilities.shape)
     elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
@@ -74,6 +76,8 @@ def gradients(
         causal,
         left,
         right,
+        first,
+        end,
         sink,
         None,
         dtype,
@@ -82,21 +86,20 @@ def gradients(
     )
     d_bias_or_none = None if bias is None else d_bias
     d_sink = None if sink is None else sum_over_rows(d_rows, sink)
-    return d_scores, None, None, d_bias_or_none, None, None, None, d_sink, None, None, None
+    return ForwardArguments(scores=d_scores, bias=d_bias_or_none, sink=d_sink)
 
 
 def save_for_double_gradients(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
     """Keeps for `double_gradients` what it needs. `inputs` begin like `softmax_backward`'s."""
-    given = BackwardArguments(*inputs[:14])
+    given = BackwardArguments(*inputs[:_BACKWARD_COUNT])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         given.gradient, given.probabilities, given.lse_gradient, given.lse, given.sink
     )
-    ctx.given = given._replace(
-        gradient=None, probabilities=None, lse_gradient=None, lse=None, bias=None, sink=None
-    )
+    tensors = ("gradient", "probabilities", "lse_gradient", "lse", "bias", "first", "end", "sink")
+    ctx.given = given._replace(**dict.fromkeys(tensors))
 
 
 def double_gradients(
@@ -138,15 +141,20 @@ def double_gradients(
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
-    """`forward` under vmap: batches become the first dimension of the scores."""
+    """`forward` under vmap: batches become the first dimension of the scores.
+
+    With dropout they go one by one: each drops what it would drop alone, from its own seed.
+    """
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
-    if dims.sink is not None or has_no_room(given.scores, dims.scores):
+    if dims.sink is not None or given.dropout or has_no_room(given.scores, dims.scores):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
     scores = batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
         scores=scores,
         mask=batch_aligned(given.mask, dims.mask, scores.dim()),
         bias=batch_aligned(given.bias, dims.bias, scores.dim()),
+        first=batch_aligned(given.first, dims.first, scores.dim() - 1),
+        end=batch_aligned(given.end, dims.end, scores.dim() - 1),
     )
     return forward(*batched), (0, 0 if given.return_lse else None)
 
@@ -171,6 +179,8 @@ def batch_backward(
         lse_gradient=batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
         lse=batch_first(given.lse, dims.lse, info.batch_size),
         bias=batch_aligned(bias, 0, probabilities.dim()),
+        first=batch_aligned(given.first, dims.first, probabilities.dim() - 1),
+        end=batch_aligned(given.end, dims.end, probabilities.dim() - 1),
     )
     d_scores, d_bias, d_rows = backward(*batched)
     if bias is not None:
@@ -199,7 +209,8 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
             )
 
     def call(implementation: Implementation, *args: Any) -> Any:
-        return InForwardMode.apply(*args[:-1], True, implementation)
+        given = ForwardArguments(*args)._replace(return_lse=True)
+        return InForwardMode.apply(*given, implementation)
 
     return call
 

@@ -118,6 +118,7 @@ class Options(NamedTuple):
     window_right: int
     sink_value: float | None
     relative: bool
+    dropout: float
 
 
 def attention(
@@ -128,7 +129,10 @@ def attention(
     value: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
+    first: Tensor | None,
+    end: Tensor | None,
     sink: Tensor | None,
+    seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, h, m, dv] and log-sum-exp [b, h, m] of this rank's queries and all keys.
@@ -138,15 +142,22 @@ def attention(
     Args:
         implementation: who computes a block.
         query, key, value: of this rank, as in `reference.attention.attention_forward`.
-        bias, mask, sink: the same; of this rank's queries and the keys of all ranks. A table is one
-            of all queries and all keys.
+        bias, mask, first, end, sink: the same; of this rank's queries and the keys of all ranks. A
+            table is one of all queries and all keys.
+        seed: of this rank, or None where options.dropout is 0. A block's own is as many more as its
+            number among the pairs of ranks, that of the queries first.
     """
     if is_in_forward_mode():
         raise NotImplementedError(
             "ring_attention: expected to be differentiated in reverse mode, got torch.func.jvp or "
             "a dual level; megasoftmax.attention has forward-mode derivatives"
         )
-    return _RingFunction.apply(query, key, value, bias, mask, sink, options, implementation, ring)
+    total = sum(ring.lengths)
+    # Nothing overflows when the first key of a block is subtracted.
+    first, end = (None if bound is None else bound.clamp(0, total) for bound in (first, end))
+    return _RingFunction.apply(
+        query, key, value, bias, mask, first, end, sink, seed, options, implementation, ring
+    )
 
 
 class _Block(NamedTuple):
@@ -161,6 +172,7 @@ class _Block(NamedTuple):
     window_right: int
     first_key: int  # where they begin in the sequence
     first_entry: int  # where theirs begin in a table
+    number: int  # among all pairs of ranks
 
     def of_pairs(self, tensor: Tensor | None, relative: bool) -> Any:
         """A view of the part of a mask, bias or table that belongs to the block."""
@@ -173,7 +185,22 @@ class _Block(NamedTuple):
             tensor = tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, length)
         return tensor
 
-    def arguments(self, bias: Tensor | None, mask: Tensor | None, options: Options) -> Any:
+    def of_queries(self, bound: Tensor | None) -> Tensor | None:
+        """The part of `first` or `end` that belongs to the block, counted in its keys."""
+        if bound is None:
+            return None
+        part = bound if bound.shape[-1] == 1 else bound.narrow(-1, 0, self.queries)
+        return part - self.first_key
+
+    def arguments(
+        self,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        first: Tensor | None,
+        end: Tensor | None,
+        seed: Tensor | None,
+        options: Options,
+    ) -> Any:
         """Those of forward and backward from the bias on.
 
         The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
@@ -189,6 +216,12 @@ class _Block(NamedTuple):
             None,
             -torch.inf,
             options.relative,
+            self.of_queries(first),
+            self.of_queries(end),
+            None,
+            1,
+            options.dropout,
+            None if seed is None else seed + self.number,
         )
 
 
@@ -209,7 +242,8 @@ def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | N
     left = -1 if left < 0 or left - surplus >= keys - 1 else left - surplus
     right = -1 if right < 0 or right + surplus >= queries - 1 else right + surplus
     first_entry = sum(ring.lengths) - diagonal - queries
-    return _Block(queries, keys, left, right, first_key, first_entry)
+    number = ring.rank * len(ring.lengths) + owner
+    return _Block(queries, keys, left, right, first_key, first_entry, number)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -221,7 +255,10 @@ class _RingFunction(torch.autograd.Function):
         value: Tensor,
         bias: Tensor | None,
         mask: Tensor | None,
+        first: Tensor | None,
+        end: Tensor | None,
         sink: Tensor | None,
+        seed: Tensor | None,
         options: Options,
         implementation: Implementation,
         ring: Ring,
@@ -239,7 +276,7 @@ class _RingFunction(torch.autograd.Function):
             of_block, found = implementation.forward(
                 query[:, :, : block.queries],
                 *(each[:, :, : block.keys] for each in held),
-                *block.arguments(bias, mask, options),
+                *block.arguments(bias, mask, first, end, seed, options),
             )
             statistics.append(found)
             rows = slice(block.queries)
@@ -252,7 +289,9 @@ class _RingFunction(torch.autograd.Function):
             output, lse = merge_attention((output, nothing), (lse, logit.expand(lse.shape)))
         output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, bias, mask, sink, output, lse, *statistics)
+        ctx.save_for_backward(
+            *(query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics)
+        )
         ctx.given = options, implementation, ring
         return output, lse
 
@@ -264,7 +303,9 @@ class _RingFunction(torch.autograd.Function):
             raise NotImplementedError(
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
-        query, key, value, bias, mask, sink, output, lse, *statistics = ctx.saved_tensors
+        query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics = (
+            ctx.saved_tensors
+        )
         options, implementation, ring = ctx.given
         compute = lse.dtype
         if d_output is None:
@@ -289,7 +330,7 @@ class _RingFunction(torch.autograd.Function):
                     *(each[:, :, : block.keys] for each in held),
                     output[:, :, rows],
                     of_block,
-                    *block.arguments(bias, mask, options),
+                    *block.arguments(bias, mask, first, end, seed, options),
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),
@@ -306,7 +347,7 @@ class _RingFunction(torch.autograd.Function):
         assert coming is not None
         d_key, d_value = coming.wait()
         d_sink = None
-        if sink is not None and ctx.needs_input_grad[5]:
+        if sink is not None and ctx.needs_input_grad[7]:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
             share_of_sink = reference.softmax.sink_share(sink, options.sink_value, lse)
@@ -317,7 +358,10 @@ class _RingFunction(torch.autograd.Function):
             d_value.to(value.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
             None,
+            None,
+            None,
             d_sink,
+            None,
             None,
             None,
             None,

@@ -6,8 +6,9 @@
 
 What batches or heads share is replicated, and its gradient is Partial: a sum over devices that is
 still to be made. Other placements are changed into these, as DTensor does it for torch's operators.
-The public functions register the rules when the first DTensor arrives; who calls
-torch.ops.megasoftmax.* by name calls `register` beforehand.
+With dropout they are not, and a call whose shards cannot be computed alone is refused: each shard
+drops by a seed of its own. The public functions register the rules when the first DTensor arrives;
+who calls torch.ops.megasoftmax.* by name calls `register` beforehand.
 """
 
 import math
@@ -38,6 +39,21 @@ def prepare(tensor: Tensor) -> bool:
     return True
 
 
+def seed_of_shards(seed: Tensor, scores: Any) -> Tensor:
+    """A seed for each shard of scores, or of a query, which drop other entries than each other.
+
+    Shards on devices that have the same part get the same one. It claims to be replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = scores.device_mesh
+    number = 0
+    for of_mesh, placement in enumerate(scores.placements):
+        if placement.is_shard():
+            number = number * mesh.size(of_mesh) + mesh.get_local_rank(of_mesh)
+    return DTensor.from_local(seed + number, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def register() -> None:
     """Tells DTensor, once, how each op is split."""
     if _registered:
@@ -61,7 +77,7 @@ def register() -> None:
                 ),
             )
             # Where several of them send nothing, DTensor takes the first.
-            for results, arguments in (replicated, *splits(*args))
+            for results, arguments in _allowed((replicated, *splits(*args)), op, args)
         ]
 
     for name, splits in _SPLITS.items():
@@ -74,6 +90,27 @@ _registered: list[str] = []
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
+def _allowed(splits: tuple[_Split, ...], op: Any, args: tuple[Any, ...]) -> list[_Split]:
+    """With dropout, only as the first result of the forward, or what it is of, is split.
+
+    Shards have seeds of their own, and what each drops depends on what it holds.
+    """
+    names = [each.name for each in op._schema.arguments]
+    given = dict(zip(names, args, strict=True))
+    if not given.get("dropout"):
+        return list(splits)
+    name = next(each for each in ("output", "scores", "query") if each in given)
+    placed = {each.dim if each.is_shard() else _REPLICATED for each in given[name].placements}
+    where = names.index(name)
+    found = [each for each in splits if tuple(each[1])[where] in placed]
+    if not found:
+        raise ValueError(
+            f"{name}: expected a DTensor whose shards can be computed alone, with dropout, got "
+            f"placements {given[name].placements}"
+        )
+    return found
+
+
 def _softmax_forward(*args: Any) -> Iterator[_Split]:
     given = reference.softmax.ForwardArguments(*args)
     scores = given.scores
@@ -84,7 +121,36 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
                 scores=dim,
                 mask=_of_broadcast(given.mask, scores, dim),
                 bias=_of_broadcast(given.bias, scores, dim),
+                first=_of_broadcast(given.first, scores, dim, missing=1),
+                end=_of_broadcast(given.end, scores, dim, missing=1),
                 sink=_of_sink(given.sink, dim == scores.ndim - 3),
+                seed=_REPLICATED,
+            ),
+        )
+
+
+def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
+    given = reference.softmax.DropoutBackwardArguments(*args)
+    scores = given.scores
+    for dim in range(scores.ndim - 2):
+        bias = _of_broadcast(given.bias, scores, dim)
+        yield (
+            (
+                dim,
+                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                dim if given.sink_gradient else _REPLICATED,
+            ),
+            reference.softmax.DropoutBackwardArguments(
+                gradient=dim,
+                scores=dim,
+                lse_gradient=dim,
+                lse=dim,
+                mask=_of_broadcast(given.mask, scores, dim),
+                bias=bias,
+                first=_of_broadcast(given.first, scores, dim, missing=1),
+                end=_of_broadcast(given.end, scores, dim, missing=1),
+                sink=_of_sink(given.sink, dim == scores.ndim - 3),
+                seed=_REPLICATED,
             ),
         )
 
@@ -106,6 +172,8 @@ def _softmax_backward(*args: Any) -> Iterator[_Split]:
                 lse_gradient=dim,
                 lse=dim,
                 bias=bias,
+                first=_of_broadcast(given.first, probabilities, dim, missing=1),
+                end=_of_broadcast(given.end, probabilities, dim, missing=1),
                 sink=_of_sink(given.sink, dim == probabilities.ndim - 3),
             ),
         )
@@ -166,6 +234,10 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
                 bias=_of_shared(given.bias, dim),
                 mask=_of_shared(given.mask, dim),
                 sink=_of_sink(given.sink, dim == 1),
+                first=_of_shared(given.first, dim),
+                end=_of_shared(given.end, dim),
+                note=_of_shared(given.note, dim),
+                seed=_REPLICATED,
             ),
         )
 
@@ -193,15 +265,19 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
                 bias=bias,
                 mask=_of_shared(given.mask, dim),
                 sink=_of_sink(given.sink, dim == 1),
+                first=_of_shared(given.first, dim),
+                end=_of_shared(given.end, dim),
+                note=_of_shared(given.note, dim),
+                seed=_REPLICATED,
             ),
         )
 
 
-def _of_broadcast(tensor: Any, scores: Any, dim: int) -> _Placement:
-    """Of what broadcasts to the scores, where they are split along a dimension."""
+def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int = 0) -> _Placement:
+    """Of what broadcasts to the scores, but for their last dimensions, where they are split."""
     if tensor is None:
         return None
-    own = dim - (scores.ndim - tensor.ndim)
+    own = dim - (scores.ndim - missing - tensor.ndim)
     return own if own >= 0 and tensor.shape[own] != 1 else _REPLICATED
 
 
@@ -267,6 +343,7 @@ def _parts(given: Any, dim: int) -> int | None:
 _SPLITS = {
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
+    "softmax_dropout_backward": _softmax_dropout_backward,
     "softmax_columns_forward": _columns_forward,
     "softmax_columns_backward": _columns_backward,
     "softmax_topk_forward": _topk_forward,

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from megasoftmax import arguments, biases, functional
-from megasoftmax.arguments import Window
+from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
+from megasoftmax.masks import TileMask
 
 
 class FusedAttention(torch.nn.Module):
@@ -18,7 +19,7 @@ class FusedAttention(torch.nn.Module):
 
         output = attention(query, key, value).transpose(1, 2).flatten(2)  # a view: [b, m, h dv]
 
-    It runs fused where that function does, and has no dropout. Positions are counted from the end:
+    It runs fused where that function does. Positions are counted from the end:
     the last query stands at the last key, for causality, window and the biases alike, so
     that decoding with a cache needs no argument.
 
@@ -36,6 +37,8 @@ class FusedAttention(torch.nn.Module):
         max_distance: from here on, all distances share the last bucket.
         alibi_slopes: [heads], see `megasoftmax.biases.alibi_slopes`: subtract slope * distance. A
             Parameter is learnt, another tensor is a buffer. Not beside relative_buckets.
+        dropout: in training, the probability that a key counts for nothing in the sum of values of
+            a query, as in `megasoftmax.attention`. torch's generator decides.
 
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
@@ -56,6 +59,7 @@ class FusedAttention(torch.nn.Module):
         relative_buckets: int | None = None,
         max_distance: int = 128,
         alibi_slopes: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if heads < 1:
@@ -66,11 +70,13 @@ class FusedAttention(torch.nn.Module):
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
+        arguments.check_dropout(dropout)
         self.heads = heads
         self.scale = arguments.as_number("scale", scale)
         self.causal = causal
         self.window = arguments.checked_window("window", window)
         self.max_distance = max_distance
+        self.dropout = dropout
         self.sink = torch.nn.Parameter(torch.empty(heads)) if sink else None
         self.relative_bias = None
         if relative_buckets is not None:
@@ -94,7 +100,8 @@ class FusedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         bias: Tensor | RelativeBias | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | TileMask | None = None,
+        visible: Ranges | None = None,
     ) -> Tensor:
         """Attention of heads that come before the tokens: [batch, heads, tokens, head_dim].
 
@@ -105,7 +112,9 @@ class FusedAttention(torch.nn.Module):
             bias: added to the scaled scores, see `megasoftmax.attention`; differentiable. Where
                 the module has a bias of its own the sum of the two is written, with heads 1 or as
                 many as the module's: [heads, m, n] values, unless this one is a RelativeBias too.
-            mask: bool, True = excluded, broadcastable to [batch, heads, m, n].
+            mask: bool, True = excluded, broadcastable to [batch, heads, m, n]; or a `TileMask`.
+            visible: (first, end), the range of keys that each query sees, broadcastable to
+                [batch, heads, m], as in `megasoftmax.attention`.
 
         Returns:
             [batch, heads, m, dv] of the type of query; in memory [batch, m, heads, dv].
@@ -113,7 +122,8 @@ class FusedAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
-        return functional.attention(query, key, value, **self._options(query, key, bias, mask))
+        options = self._options(query, key, bias, mask, visible)
+        return functional.attention(query, key, value, **options)
 
     def why_not_fused(
         self,
@@ -121,14 +131,15 @@ class FusedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         bias: Tensor | RelativeBias | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | TileMask | None = None,
+        visible: Ranges | None = None,
     ) -> tuple[Reason, ...]:
         """Why `forward` of the same arguments would not run fused; empty: it would.
 
         Raises:
             TypeError, ValueError: as `forward` would.
         """
-        options = self._options(query, key, bias, mask)
+        options = self._options(query, key, bias, mask, visible)
         return functional.why_not_fused(functional.attention, query, key, value, **options)
 
     def extra_repr(self) -> str:
@@ -140,12 +151,18 @@ class FusedAttention(torch.nn.Module):
             "relative_buckets": None if self.relative_bias is None else len(self.relative_bias),
             "max_distance": None if self.relative_bias is None else self.max_distance,
             "alibi": None if self.alibi_slopes is None else True,
+            "dropout": self.dropout or None,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([str(self.heads), *shown])
 
     def _options(
-        self, query: Tensor, key: Tensor, bias: Tensor | RelativeBias | None, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        bias: Tensor | RelativeBias | None,
+        mask: Tensor | TileMask | None,
+        visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
         arguments.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
@@ -161,7 +178,9 @@ class FusedAttention(torch.nn.Module):
             "scale": self.scale,
             "causal": self.causal,
             "window": self.window,
+            "visible": visible,
             "sink": self.sink,
+            "dropout": self.dropout if self.training else 0.0,
         }
 
     def _own_bias(self, queries: int, keys: int) -> RelativeBias | None:

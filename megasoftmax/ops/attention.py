@@ -20,6 +20,7 @@ from megasoftmax.autograd.function import Implementation, Rules, is_differentiat
 from megasoftmax.ops.registration import (
     below_autograd,
     define,
+    fake,
     implement,
     implement_everywhere,
     trace,
@@ -114,12 +115,14 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
     forward = define(
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
-        "float? sink_value, bool relative) -> (Tensor output, Tensor statistics)"
+        "float? sink_value, bool relative, Tensor? first, Tensor? end, Tensor? note, int block, "
+        "float dropout, Tensor? seed) -> (Tensor output, Tensor statistics)"
     )
     backward = define(
         f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
         "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
         "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
+        "Tensor? first, Tensor? end, Tensor? note, int block, float dropout, Tensor? seed, "
         "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
         "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
     )
@@ -134,3 +137,26 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
 
 IMPLEMENTATION = _defined("attention", has_kernels=True)
 IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)
+
+_TILE = 64  # queries, and keys, of a tile that a note speaks of
+
+
+def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
+    """Without kernels, which alone read a note."""
+    return _fake_tile_note(mask, block, queries, keys).zero_()
+
+
+def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
+    of_queries, of_keys = -(-queries // _TILE), -(-keys // _TILE)
+    words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
+    words += words % 2  # the bits of pairs begin at an even one
+    if block == 1:
+        words += (1 if mask.shape[2] == 1 else queries) * 2 * of_keys
+    return mask.new_empty((*mask.shape[:2], words), dtype=torch.int32)
+
+
+# What kernels note of a mask, an argument of the ops above, and of `block`: which tiles of 64
+# queries and 64 keys are excluded, throughout or in part, and the bits of the latter.
+tile_note = define("tile_note(Tensor mask, int block, int queries, int keys) -> Tensor")
+implement(tile_note, _tile_note)
+fake(tile_note, _fake_tile_note)

@@ -99,8 +99,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(implementation: Implementation, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    d_scores, *_ = softmax.gradients(implementation, ctx, *grads)
-    return d_scores, None, None, None
+    return softmax.gradients(implementation, ctx, *grads).scores, None, None, None
 
 
 def _batch_forward(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

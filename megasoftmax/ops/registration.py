@@ -40,16 +40,23 @@ def implement_everywhere(op: Any, function: Callable[..., Any]) -> None:
     _library.impl(op, function, "CompositeExplicitAutograd")
 
 
-def trace(op: Any, fake: Callable[..., Any], rules: Rules, implementation: Implementation) -> None:
+def fake(op: Any, function: Callable[..., Any]) -> None:
+    """Lets a function tell what an op returns, without values."""
+    torch.library.register_fake(op, function, lib=_library)
+
+
+def trace(
+    op: Any, returned: Callable[..., Any], rules: Rules, implementation: Implementation
+) -> None:
     """Tells torch what an op returns, its gradients, which that implementation computes, and vmap.
 
     Args:
         op: what is traced.
-        fake: returns what the op returns, without values.
+        returned: returns what the op returns, without values.
         rules: of its arguments.
         implementation: whose backward, and dimension, the gradients take.
     """
-    torch.library.register_fake(op, fake, lib=_library)
+    fake(op, returned)
     torch.library.register_vmap(op, partial(rules.batch, op), lib=_library)
     torch.library.register_autograd(
         op, partial(rules.gradients, implementation), setup_context=rules.save, lib=_library

@@ -5,32 +5,46 @@ from typing import Any
 
 from torch import Tensor
 
-from megasoftmax.autograd.function import Implementation
-from megasoftmax.autograd.softmax import BACKWARD, FORWARD
+from megasoftmax.autograd import dropout, softmax
+from megasoftmax.autograd.function import Implementation, Rules
 from megasoftmax.ops.registration import below_autograd, define, implement, trace
 from megasoftmax.reference.softmax import (
     BackwardArguments,
+    DropoutBackwardArguments,
     ForwardArguments,
     accumulation_dtype,
     softmax_backward,
+    softmax_dropout_backward,
     softmax_forward,
 )
 
 _forward = define(
     "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
-    "int window_left, int window_right, Tensor? sink, float? sink_value, ScalarType dtype, "
-    "bool return_lse) -> (Tensor, Tensor)",
+    "int window_left, int window_right, Tensor? first, Tensor? end, Tensor? sink, "
+    "float? sink_value, ScalarType dtype, bool return_lse, float dropout, Tensor? seed) "
+    "-> (Tensor, Tensor)",
 )
 _backward = define(
     "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
-    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? sink, "
-    "float? sink_value, ScalarType dtype, bool bias_gradient, bool sink_gradient) "
+    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? first, "
+    "Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, bool bias_gradient, "
+    "bool sink_gradient) -> (Tensor, Tensor, Tensor)",
+)
+
+_dropout_backward = define(
+    "softmax_dropout_backward(Tensor gradient, Tensor scores, Tensor? lse_gradient, Tensor lse, "
+    "float scale, Tensor? mask, Tensor? bias, bool causal, int window_left, int window_right, "
+    "Tensor? first, Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, "
+    "bool bias_gradient, bool sink_gradient, float dropout, Tensor seed) "
     "-> (Tensor, Tensor, Tensor)",
 )
 
 # Below autograd.
 IMPLEMENTATION = Implementation(
     partial(below_autograd, _forward), partial(below_autograd, _backward)
+)
+WITH_DROPOUT = Implementation(
+    partial(below_autograd, _forward), partial(below_autograd, _dropout_backward)
 )
 
 
@@ -61,8 +75,36 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _fake_dropout_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = DropoutBackwardArguments(*args)
+    return _fake_backward(
+        *BackwardArguments(
+            probabilities=given.scores,
+            bias=given.bias,
+            dtype=given.dtype,
+            bias_gradient=given.bias_gradient,
+            sink_gradient=given.sink_gradient,
+        )
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.has_dropout = ForwardArguments(*inputs).dropout > 0
+    (dropout if ctx.has_dropout else softmax).save_for_gradients(ctx, inputs, output)
+
+
+def _gradients(implementation: Implementation, ctx: Any, *grads: Tensor | None) -> Any:
+    if ctx.has_dropout:
+        return dropout.gradients(_traced_with_dropout, ctx, *grads)
+    return softmax.gradients(implementation, ctx, *grads)
+
+
 _traced = Implementation(_forward, _backward)
+_traced_with_dropout = Implementation(_forward, _dropout_backward)
+_FORWARD = Rules(ForwardArguments._fields, _save, _gradients, softmax.batch_forward)
 implement(_forward, softmax_forward)
-trace(_forward, _fake_forward, FORWARD, _traced)
+trace(_forward, _fake_forward, _FORWARD, _traced)
 implement(_backward, softmax_backward)
-trace(_backward, _fake_backward, BACKWARD, _traced)
+trace(_backward, _fake_backward, softmax.BACKWARD, _traced)
+implement(_dropout_backward, softmax_dropout_backward)
+trace(_dropout_backward, _fake_dropout_backward, dropout.BACKWARD, _traced_with_dropout)

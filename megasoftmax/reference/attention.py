@@ -19,13 +19,16 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
+from megasoftmax.reference.dropout import dropped, kept
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
     arguments_of,
+    excluded_by_ranges,
     excluded_by_window,
     largest_of_rows,
     sink_logit,
     sink_share,
+    union,
 )
 
 # The most logits at a time, if it holds those of one query and the heads that share a key head:
@@ -46,6 +49,12 @@ def attention_forward(
     sink: Tensor | None,
     sink_value: float | None,
     relative: bool,
+    first: Tensor | None,
+    end: Tensor | None,
+    note: Tensor | None,
+    block: int,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of values for each query, and statistics of its weights.
 
@@ -59,6 +68,14 @@ def attention_forward(
         scale: factor of the products of queries and keys.
         causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
         relative: bias is [bb, bh, m + n - 1], of which pair (i, j) takes entry j - i + m - 1.
+        first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
+            What lies outside of [0, n] is cut.
+        note: what `megasoftmax::tile_note` made of the mask, or None. Serves kernels alone.
+        block: 1, or a multiple of 64: the mask then has an entry for each block x block pairs,
+            [b or 1, h or 1, ceil(m / block), ceil(n / block)].
+        dropout: the probability to drop an entry of P, where it weighs the values: it counts as 0,
+            and what is kept as `dropout.factor` times P.
+        seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
 
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
@@ -66,19 +83,19 @@ def attention_forward(
         the row; the logarithm of the denominator relative to it, sink included; and that of the
         denominator, the log-sum-exp.
 
-        A row with nothing left has output 0 where mask, bias, causality, a window or a sink is
-        given, and where there are no keys, else NaN; its statistics are 0 and twice the sink or
-        -inf. A visible NaN or +inf makes NaN of its row.
+        A row with nothing left has output 0 where mask, bias, causality, a window, first, end or a
+        sink is given, and where there are no keys, else NaN; its statistics are 0 and twice the
+        sink or -inf. A visible NaN or +inf makes NaN of its row.
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
     )
     compute = accumulation_dtype(query.dtype)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
         p, largest, relative_lse, lse = _weights(block, given, compute)
-        output = _times(p, block.value.to(compute))
+        output = _times(_dropped(p, _kept(block, given), given), block.value.to(compute))
         return output, torch.stack([largest, relative_lse, lse], -1)
 
     with _full_precision(query.device.type):
@@ -107,6 +124,12 @@ def attention_backward(
     sink: Tensor | None,
     sink_value: float | None,
     relative: bool,
+    first: Tensor | None,
+    end: Tensor | None,
+    note: Tensor | None,
+    block: int,
+    dropout: float,
+    seed: Tensor | None,
     bias_gradient: bool,
     sink_gradient: bool,
     deterministic: bool,
@@ -117,7 +140,8 @@ def attention_backward(
         dk = scale dz q,  dv = P dO,  dbias = dz summed over what was broadcast,
         dsink = -exp(sink - lse) D
 
-    Where P is exactly 0, dz is exactly 0, whatever dO and v hold.
+    With dropout, the P of dv and the dO v of dz are dropped like the P of the output. Where P is
+    exactly 0, dz is exactly 0, whatever dO and v hold.
 
     Args:
         d_output: of the output, with its shape and dtype, any strides.
@@ -134,7 +158,7 @@ def attention_backward(
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
     )
     compute = accumulation_dtype(query.dtype)
 
@@ -146,10 +170,12 @@ def attention_backward(
         d = (g * block.output.to(compute)).sum(-1)
         if block.d_lse is not None:
             d = d - block.d_lse
-        dz = torch.where(p == 0, 0, p * (_times(g, block.value.to(compute).mT) - d.unsqueeze(-1)))
+        keep = _kept(block, given)
+        dp = _dropped(_times(g, block.value.to(compute).mT), keep, given)
+        dz = torch.where(p == 0, 0, p * (dp - d.unsqueeze(-1)))
         d_query = scale * _times(dz, block.key.to(compute))
         d_key = scale * _summed_times(dz, block.query.to(compute), block.key.shape[1])
-        d_value = _summed_times(p, g, block.key.shape[1])
+        d_value = _summed_times(_dropped(p, keep, given), g, block.key.shape[1])
         d_bias, d_sink = d.new_empty(0), d.new_empty(0)
         if bias_gradient:
             assert block.bias is not None
@@ -196,7 +222,8 @@ def _full_precision(device_type: str) -> AbstractContextManager[Any]:
 class _Block(NamedTuple):
     """What the logits of some batches, heads and queries are made from, shaped as in the ops.
 
-    Query i of the block stands at key i + diagonal.
+    Query i of the block stands at key i + diagonal. It is query i + first_query of all, and so with
+    batches and heads.
     """
 
     query: Tensor
@@ -205,7 +232,13 @@ class _Block(NamedTuple):
     bias: Tensor | None
     mask: Tensor | None
     sink: Tensor | None
+    first: Tensor | None
+    end: Tensor | None
     diagonal: int
+    first_batch: int
+    first_head: int
+    first_query: int
+    mask_block: int  # the mask has an entry for each mask_block x mask_block pairs
     output: Tensor | None = None
     d_output: Tensor | None = None
     d_lse: Tensor | None = None
@@ -226,7 +259,10 @@ def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
 def _block(given: Any) -> _Block:
     """All of it."""
     diagonal = given.key.shape[-2] - given.query.shape[-2]
-    return _Block(given.query, given.key, given.value, given.bias, given.mask, given.sink, diagonal)
+    return _Block(
+        *(given.query, given.key, given.value, given.bias, given.mask, given.sink),
+        *(given.first, given.end, diagonal, 0, 0, 0, given.block),
+    )
 
 
 def _in_blocks(
@@ -284,9 +320,15 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
         key=block.key if dim == 2 else part(block.key),
         value=block.value if dim == 2 else part(block.value),
         bias=part(block.bias) if dim in _cuts_of_bias(block.bias) else block.bias,
-        mask=part(block.mask),
+        mask=block.mask if dim == 2 and block.mask_block != 1 else part(block.mask),
         sink=part(block.sink, 0) if dim == 1 and is_per_head else block.sink,
+        first=part(block.first),
+        end=part(block.end),
         diagonal=block.diagonal + start if dim == 2 else block.diagonal,
+        first_batch=block.first_batch + start if dim == 0 else block.first_batch,
+        first_head=block.first_head + start if dim == 1 else block.first_head,
+        first_query=block.first_query + start if dim == 2 else block.first_query,
+        mask_block=block.mask_block,
         output=part(block.output),
         d_output=part(block.d_output),
         d_lse=part(block.d_lse),
@@ -326,17 +368,12 @@ def _weights(
             _grouped(z, block.bias) + bias,
             "bb batches bh heads m n -> (bb batches) (bh heads) m n",
         ).to(compute)
-    excluded = excluded_by_window(
-        queries,
-        keys,
-        given.causal,
-        given.window_left,
-        given.window_right,
-        z.device,
-        block.diagonal,
+    window = (given.causal, given.window_left, given.window_right)
+    excluded = union(
+        _mask_of_pairs(block),
+        excluded_by_window(queries, keys, *window, z.device, block.diagonal),
+        excluded_by_ranges(block.first, block.end, keys),
     )
-    if block.mask is not None:
-        excluded = block.mask if excluded is None else block.mask | excluded
     if excluded is not None:
         z = z.masked_fill(excluded, -torch.inf)
 
@@ -359,6 +396,22 @@ def _weights(
     return p, largest, log_total + (highest - largest), log_total + highest
 
 
+def _kept(block: _Block, given: Any) -> Tensor | None:
+    """Bool [b, h, m, n], True = not dropped; None without dropout."""
+    if given.dropout == 0:
+        return None
+    batches, heads, queries, _ = block.query.shape
+    batch = torch.arange(block.first_batch, block.first_batch + batches, device=given.seed.device)
+    head = torch.arange(block.first_head, block.first_head + heads, device=given.seed.device)
+    number = batch.unsqueeze(-1) * given.query.shape[1] + head
+    keys = block.key.shape[2]
+    return kept(given.seed, given.dropout, number, block.first_query, queries, keys)
+
+
+def _dropped(weights: Tensor, keep: Tensor | None, given: Any) -> Tensor:
+    return weights if keep is None else dropped(weights, keep, given.dropout)
+
+
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     """[b, h, m, x] times [b, hk, x, y], of which h // hk heads share one: [b, h, m, y]."""
     return (_by_key_head(rows, matrices.shape[1]) @ matrices).reshape(
@@ -377,6 +430,23 @@ def _by_key_head(rows: Tensor, heads: int) -> Tensor:
     groups = rows.shape[1] // max(heads, 1)
     pattern = "b (heads groups) m x -> b heads (groups m) x"
     return rearrange(rows, pattern, heads=heads, groups=groups)
+
+
+def _mask_of_pairs(block: _Block) -> Tensor | None:
+    """[b or 1, h or 1, m or 1, n or 1]."""
+    if block.mask is None or block.mask_block == 1:
+        return block.mask
+    queries, keys = block.query.shape[2], block.key.shape[2]
+    first, skipped = divmod(block.first_query, block.mask_block)
+    rows = block.mask.narrow(2, first, -(-(skipped + queries) // block.mask_block))
+    whole = mask_of_blocks(rows, block.mask_block, skipped + queries, keys)
+    return whole.narrow(2, skipped, queries)
+
+
+def mask_of_blocks(blocks: Tensor, size: int, queries: int, keys: int) -> Tensor:
+    """[..., queries, keys] of [..., ceil(queries / size), ceil(keys / size)]."""
+    rows = blocks.repeat_interleave(size, -2)[..., :queries, :]
+    return rows.repeat_interleave(size, -1)[..., :keys]
 
 
 def _grouped(logits: Tensor, bias: Tensor) -> Tensor:

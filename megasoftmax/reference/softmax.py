@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasoftmax.reference.dropout import drop_, kept_of_scores
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of logits, sums and log-sum-exp: float32, or float64 for float64 scores."""
@@ -52,15 +54,48 @@ def excluded_by_window(
     return (distance > right).logical_or_(distance < -left)
 
 
+def excluded_by_ranges(first: Tensor | None, end: Tensor | None, keys: int) -> Tensor | None:
+    """Bool [..., keys], True = before `first` or from `end` on; None when both are.
+
+    first, end: integers [...].
+    """
+    if first is None and end is None:
+        return None
+    given = first if end is None else end
+    assert given is not None
+    key = torch.arange(keys, device=given.device)
+    parts = (
+        None if first is None else key < first.unsqueeze(-1),
+        None if end is None else key >= end.unsqueeze(-1),
+    )
+    return union(*parts)
+
+
+def union(*parts: Tensor | None) -> Tensor | None:
+    """What is True in any of them; None where all are."""
+    found = None
+    for part in parts:
+        if part is not None:
+            found = part if found is None else found | part
+    return found
+
+
 def excluded_entries(
-    scores: Tensor, mask: Tensor | None, causal: bool, left: int, right: int
+    scores: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    left: int,
+    right: int,
+    first: Tensor | None,
+    end: Tensor | None,
 ) -> Tensor | None:
-    """Bool, broadcastable to `scores`, True = excluded by mask, causality or window; or None."""
-    queries = scores.shape[-2] if scores.dim() > 1 else 1
-    outside = excluded_by_window(queries, scores.shape[-1], causal, left, right, scores.device)
-    if mask is None or outside is None:
-        return outside if mask is None else mask
-    return mask | outside
+    """Bool, broadcastable to `scores`, True = excluded by mask, causality, window or range."""
+    queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
+    return union(
+        mask,
+        excluded_by_window(queries, keys, causal, left, right, scores.device),
+        excluded_by_ranges(first, end, keys),
+    )
 
 
 def sink_logit(
@@ -87,10 +122,14 @@ def softmax_forward(
     causal: bool,
     window_left: int,
     window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
     sink: Tensor | None,
     sink_value: float | None,
     dtype: torch.dtype,
     return_lse: bool,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities and log-sum-exp.
 
@@ -102,18 +141,24 @@ def softmax_forward(
         causal: query i sees keys up to i + keys - queries.
         window_left: query i sees keys from i + keys - queries - window_left on; -1 = from 0 on.
         window_right: and up to i + keys - queries + window_right; -1 = up to the last.
+        first: int32, broadcastable to [..., heads, queries]: each query sees keys from there on; or
+            None, from 0 on. What lies outside of [0, keys] is cut.
+        end: likewise, and keys before it; None: up to the last.
         sink: [heads] or one element, a logit that joins the denominator; or None.
         sink_value: the same as a number; at most one of the two.
         dtype: of the probabilities.
         return_lse: False saves the work of the log-sum-exp.
+        dropout: the probability to drop an entry: it becomes 0, and what is kept is multiplied by
+            `dropout.factor`, before it is rounded to `dtype`.
+        seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
 
     Returns:
         Probabilities, contiguous, of the shape of scores, in `dtype`. Log-sum-exp, natural, sink
         included, [..., heads, queries], float32 (float64 for float64 scores), or (0,).
 
-        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window
-        or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN or +inf
-        makes the visible part of a row NaN.
+        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window,
+        first, end or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN
+        or +inf makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
     # Without a bias it is differences of scores that are scaled: so no product overflows.
@@ -124,7 +169,7 @@ def softmax_forward(
     z = z * before if z.dtype == compute else z.to(compute).mul_(before)  # a copy in either case
     if bias is not None:
         z.add_(bias)
-    excluded = excluded_entries(scores, mask, causal, window_left, window_right)
+    excluded = excluded_entries(scores, mask, causal, window_left, window_right, first, end)
     has_sink = sink is not None or sink_value is not None
     can_be_empty = excluded is not None or bias is not None or has_sink
     highest = None
@@ -159,6 +204,9 @@ def softmax_forward(
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
         _clear_(probabilities, keep=highest)
+    if dropout > 0:
+        assert seed is not None
+        drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
     probabilities, lse = probabilities.to(dtype), lse.to(compute)
     if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
         probabilities, lse = probabilities.clone(), lse.clone()
@@ -175,6 +223,8 @@ def softmax_backward(
     causal: bool,
     window_left: int,
     window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
     sink: Tensor | None,
     sink_value: float | None,
     dtype: torch.dtype,
@@ -195,8 +245,8 @@ def softmax_backward(
         lse: what `softmax_forward` returned; needed for the gradient of the sink only.
         scale: as in `softmax_forward`.
         bias: read for its shape and dtype only.
-        causal, window_left, window_right: as in `softmax_forward`. What they exclude has
-            probability 0, so that nothing depends on them here; kernels skip it.
+        causal, window_left, window_right, first, end: as in `softmax_forward`. What they exclude
+            has probability 0, so that nothing depends on them here; kernels skip it.
         sink, sink_value: as in `softmax_forward`.
         dtype: of the scores and of their gradient.
         bias_gradient, sink_gradient: whether these are asked for.
@@ -208,7 +258,27 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    dz = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
+
+
+def _backward_(
+    dz: Tensor,
+    p: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_backward` in place of dz, which is g where p is not 0, else 0."""
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
@@ -226,6 +296,88 @@ def softmax_backward(
     return d_scores, d_bias, d_sink
 
 
+def softmax_dropout_backward(
+    gradient: Tensor,
+    scores: Tensor,
+    lse_gradient: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    first: Tensor | None,
+    end: Tensor | None,
+    sink: Tensor | None,
+    sink_value: float | None,
+    dtype: torch.dtype,
+    bias_gradient: bool,
+    sink_gradient: bool,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `softmax_forward` with dropout, from those of what it returned, g and h.
+
+        p = exp(scale * scores + bias - lse),  dp = g / kept probability, 0 where dropped,
+        D = sum(dp * p) - h,  dz = p * (dp - D),  dscores = scale * dz,
+        dbias = dz summed over what was broadcast,  dsink = -exp(sink - lse) * D
+
+    Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there.
+
+    Args:
+        gradient: of the probabilities, with their shape and dtype, any strides.
+        lse_gradient: of the log-sum-exp, or None.
+        lse: what `softmax_forward` returned.
+        dtype: of the scores and of their gradient.
+        bias_gradient, sink_gradient: whether these are asked for.
+        The others: as in `softmax_forward`.
+
+    Returns:
+        As `softmax_backward`.
+    """
+    given = ForwardArguments(
+        *(scores, scale, mask, bias, causal, window_left, window_right, first, end),
+        *(sink, sink_value, gradient.dtype, True, dropout, seed),
+    )
+    p = probabilities_again(given, lse, in_place=True)
+    keep = kept_of_scores(seed, dropout, scores)
+    g = drop_(torch.empty_like(p).copy_(gradient), keep, dropout)
+    _clear_(g, keep=p)
+    return _backward_(
+        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(dtype, bias_gradient, sink_gradient),
+    )
+
+
+def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> Tensor:
+    """What `softmax_forward` computes without dropout, not rounded, from its log-sum-exp.
+
+    Args:
+        given: the arguments of `softmax_forward`.
+        lse: what it returned.
+        in_place: makes one buffer, and is not differentiable.
+    """
+    excluded = excluded_entries(
+        *(given.scores, given.mask, given.causal, given.window_left, given.window_right),
+        *(given.first, given.end),
+    )
+    has_sink = given.sink is not None or given.sink_value is not None
+    if excluded is not None or given.bias is not None or has_sink:
+        empty = (lse == -torch.inf).unsqueeze(-1)
+        excluded = empty if excluded is None else excluded | empty
+    z = given.scores.to(lse.dtype) * given.scale
+    if in_place:
+        z = z if given.bias is None else z.add_(given.bias)
+        z.sub_(lse.unsqueeze(-1))
+        z = z if excluded is None else z.masked_fill_(excluded, -torch.inf)
+        return z.exp_()
+    z = z if given.bias is None else (z + given.bias).to(lse.dtype)
+    z = z - lse.unsqueeze(-1)
+    z = z if excluded is None else z.masked_fill(excluded, -torch.inf)
+    return z.exp()
+
+
 def softmax_columns_forward(
     scores: Tensor, scale: float, dtype: torch.dtype, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -240,7 +392,8 @@ def softmax_columns_forward(
         float32 (float64 for float64 scores), or (0,).
     """
     probabilities, lse = softmax_forward(
-        scores.mT, scale, None, None, False, -1, -1, None, None, dtype, return_lse
+        *(scores.mT, scale, None, None, False, -1, -1, None, None, None, None),
+        *(dtype, return_lse, 0.0, None),
     )
     return probabilities.mT.contiguous(), lse
 
@@ -272,6 +425,8 @@ def softmax_columns_backward(
         False,
         -1,
         -1,
+        None,
+        None,
         None,
         None,
         dtype,
@@ -418,3 +573,4 @@ def arguments_of(function: Callable[..., Any]) -> Any:
 
 ForwardArguments = arguments_of(softmax_forward)
 BackwardArguments = arguments_of(softmax_backward)
+DropoutBackwardArguments = arguments_of(softmax_dropout_backward)

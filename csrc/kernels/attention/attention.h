@@ -7,6 +7,10 @@
 
 namespace megasoftmax {
 
+// Makes params.note, of which `batches` and `heads` have words of their own: all, or one.
+cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
+                           cudaStream_t stream);
+
 // Parts that the forward wants room for, see AttentionForwardParams::parts; 0: none.
 int attention_forward_splits(const AttentionParams& params);
 

@@ -101,14 +101,22 @@ struct FloatBiasTile {
   __device__ int pitch() const { return is_relative ? -1 : kPitch; }
 };
 
-// The bias of elements [m][n] and [m][n + 1], of a tile of the bias as it lies in memory.
-template <class T, class Fragments>
+// The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of
+// a tile of the bias, as it lies in memory. Scores have queries in rows, or keys.
+template <class T, bool kKeysInRows, class Tile>
 struct TileBias {
-  const Fragments& fragments;
+  std::conditional_t<kKeysInRows, FragmentsAcross<Tile>, FragmentsDown<Tile>> fragments;
+  int query, key;
 
+  __device__ TileBias(const Tile& tile, int query, int key)
+      : fragments(tile, kKeysInRows ? 0 : query), query(query), key(key) {}
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     Pack<T> pack;
-    fragments.load(pack.words, m * 16, n * 8);
+    if constexpr (kKeysInRows) {
+      fragments.load_transposed(pack.words, query + n * 8, key + m * 16);
+    } else {
+      fragments.load(pack.words, m * 16, key + n * 8);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       left[i] = pack[i];
@@ -117,57 +125,26 @@ struct TileBias {
   }
 };
 
-// The same of a tile in float32, from this warp's first row on.
-template <class FloatTile>
+// The same of a tile in float32.
+template <bool kKeysInRows, class FloatTile>
 struct FloatBias {
   const float* first;  // of this lane
   int pitch;
 
-  __device__ FloatBias(const FloatTile& tile, int row) : pitch(tile.pitch()) {
-    const int lane = thread_index_anew() % 32;
-    first = tile.row(row + lane / 4) + lane % 4 * 2;
+  __device__ FloatBias(const FloatTile& tile, int query, int key) : pitch(tile.pitch()) {
+    const FirstElement mine;
+    first = tile.row(query + (kKeysInRows ? mine.column : mine.row)) + key +
+            (kKeysInRows ? mine.row : mine.column);
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const entries = first + (m * 16 + half * 8) * pitch + n * 8;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        left[2 * half + i] = entries[i];
-        right[2 * half + i] = entries[8 + i];
-      }
+    for (int i = 0; i < 4; ++i) {
+      left[i] = entry(row_offset(m, i), column_offset(n, i));
+      right[i] = entry(row_offset(m, i), column_offset(n + 1, i));
     }
   }
-};
-
-// Both with keys in rows and queries in columns.
-template <class Tile>
-struct TransposedFragments {
-  FragmentsAcross<Tile> fragments;
-  int first_key, first_query;
-
-  __device__ TransposedFragments(const Tile& tile, int first_key, int first_query)
-      : fragments(tile, 0), first_key(first_key), first_query(first_query) {}
-  __device__ void load(uint32_t (&words)[4], int row, int column) const {
-    fragments.load_transposed(words, first_query + column, first_key + row);
-  }
-};
-template <class FloatTile>
-struct TransposedFloatBias {
-  const float* first;
-  int pitch;
-
-  __device__ TransposedFloatBias(const FloatTile& tile, int first_key, int first_query)
-      : pitch(tile.pitch()) {
-    const int lane = thread_index_anew() % 32;
-    first = tile.row(first_query + lane % 4 * 2) + first_key + lane / 4;
-  }
-  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int query = n * 8 + i / 4 * 8 + i % 2, key = m * 16 + i % 4 / 2 * 8;
-      (i < 4 ? left : right)[i % 4] = first[query * pitch + key];
-    }
+  __device__ float entry(int row, int column) const {
+    return first[kKeysInRows ? column * pitch + row : row * pitch + column];
   }
 };
 
@@ -189,5 +166,44 @@ __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float sca
     }
   }
 }
+
+// A tile of the bias in shared memory, as its kind allows.
+template <class T, BiasKind kBias, int kQueries, int kKeys, int kPadding>
+struct SharedBias {
+  using Rows = Tile<T, kQueries, kKeys>;
+  using FloatRows = FloatBiasTile<kQueries, kKeys, kPadding>;
+  static constexpr int kBytes = kBias == BiasKind::kTile  ? Rows::kBytes
+                                : kBias == BiasKind::kAny ? FloatRows::kBytes
+                                                          : 0;
+
+  const AttentionParams& params;
+  char* memory;
+
+  __device__ Rows rows() const { return {shared_address(memory)}; }
+  __device__ FloatRows float_rows() const {
+    return {reinterpret_cast<float*>(memory), params.is_relative};
+  }
+
+  // Fills the tile, by the threads of a block, for wait_for_copies.
+  template <int kThreads>
+  __device__ void fill(int batch, int head, int query, int key) const {
+    const BiasRows<T> bias(params, batch, head);
+    if constexpr (kBias == BiasKind::kTile) {
+      rows().template start_copy<kThreads>(bias.row(query) + key, bias.query_stride,
+                                           params.queries - query, params.keys - key);
+    } else if constexpr (kBias == BiasKind::kAny) {
+      float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
+    }
+  }
+  // Makes logits of this warp's products, from `query` and `key` of the tile on.
+  template <bool kKeysInRows, int kM, int kN>
+  __device__ void add_to(Accumulators<kM, kN>& scores, int query, int key) const {
+    if constexpr (kBias == BiasKind::kTile) {
+      add_bias(scores, params.scale, TileBias<T, kKeysInRows, Rows>(rows(), query, key));
+    } else if constexpr (kBias == BiasKind::kAny) {
+      add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
+    }
+  }
+};
 
 }  // namespace megasoftmax

@@ -39,22 +39,20 @@ cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, i
 }
 
 // Launches a thread for each of `count` items.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_flat(void (*kernel)(Parameters...), int64_t count, int threads,
-                        cudaStream_t stream, Arguments... arguments) {
+template <class Params>
+cudaError_t launch_flat(void (*kernel)(Params), int64_t count, int threads, cudaStream_t stream,
+                        const Params& params) {
   if (count <= 0) return cudaSuccess;
   const int64_t blocks = divide_up<int64_t>(count, threads);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                0, Together::kNot, 1, stream, arguments...);
+                0, Together::kNot, 1, stream, params);
 }
 
 template <class T, bool kHasBias>
 cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   const int64_t rows = params.heads_per_key_head.divisor * params.queries;
   params.row_tiles = Divider(divide_up<int64_t>(rows, 16));
-  params.keys_per_split =
-      divide_up(divide_up(params.keys, params.splits), kDecodeKeys) * kDecodeKeys;
   const int index = tile_for(kAttentionForwardTiles, params);
   MEGASOFTMAX_RETURN_IF_ERROR(with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
@@ -75,21 +73,23 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
   return with_bias_kind(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionForwardTiles, params);
     return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
-      using Memory = ForwardMemory<T, kIndex>;
-      static_assert(Memory::bytes(kBias, 1) <= kMinSharedBytes);
+      using Memory = ForwardMemory<T, kBias, kIndex>;
+      static_assert(Memory::bytes(1) <= kMinSharedBytes);
       // A second tile of the bias must not cost a block.
       int shared_bytes = 0;
       MEGASOFTMAX_RETURN_IF_ERROR(
           attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, shared_bytes));
       constexpr int kReserved = 1024;  // of each block
+      constexpr int kStages = Memory::kMaxBiasStages;
       AttentionForwardParams launched = params;
       launched.bias_stages =
-          Memory::kTile.blocks_per_sm * (Memory::bytes(kBias, 2) + kReserved) <= shared_bytes ? 2
-                                                                                              : 1;
-      return launch_tiles(attention_forward_kernel<T, kBias, kIndex>,
+          Memory::kTile.blocks_per_sm * (Memory::bytes(kStages) + kReserved) <= shared_bytes
+              ? kStages
+              : 1;
+      return launch_tiles(is_plain(params) ? attention_forward_kernel<T, kBias, true, kIndex>
+                                           : attention_forward_kernel<T, kBias, false, kIndex>,
                           divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
-                          Memory::kThreads, Memory::bytes(kBias, launched.bias_stages), stream,
-                          launched);
+                          Memory::kThreads, Memory::bytes(launched.bias_stages), stream, launched);
     });
   });
 }
@@ -112,7 +112,8 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
   // Without a window each entry of a dense gradient is written, once.
   const bool is_written = (params.bias_gradient_kind == BiasGradient::kDense ||
                            params.bias_gradient_kind == BiasGradient::kInOrder) &&
-                          params.window_left < 0 && params.window_right < 0;
+                          params.window_left < 0 && params.window_right < 0 &&
+                          params.note.words == nullptr;
   if (params.bias_gradient != nullptr && !is_written)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
@@ -129,27 +130,27 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
       static_assert(Memory::bytes(1) <= kMinSharedBytes);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
       MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
-          attention_backward_kernel<T, kBias, kIndex>, key_tiles * Memory::kSlices,
-          params.key_heads, params.batches, stream, params));
+          is_plain(params) ? attention_backward_kernel<T, kBias, true, kIndex>
+                           : attention_backward_kernel<T, kBias, false, kIndex>,
+          key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params));
       if (!has_sums) {
-        using OfQueries = QueryGradientMemory<T, kIndex>;
-        static_assert(OfQueries::bytes(kBias) <= kMinSharedBytes);
-        MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
-            attention_query_gradient_in_order_kernel<T, kBias, kIndex>,
-            divide_up(params.queries, OfQueries::kQueries), params.heads, params.batches,
-            OfQueries::kThreads, OfQueries::bytes(kBias), stream, params));
+        using OfQueries = QueryGradientMemory<T, kBias, kIndex>;
+        static_assert(OfQueries::kBytes <= kMinSharedBytes);
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            launch_tiles(attention_query_gradient_in_order_kernel<T, kBias, kIndex>,
+                         divide_up(params.queries, OfQueries::kQueries), params.heads,
+                         params.batches, OfQueries::kThreads, OfQueries::kBytes, stream, params));
       }
       if constexpr (kBias != BiasKind::kNone) {
-        const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
-        const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
         if (params.bias_gradient_kind == BiasGradient::kInOrder)
           return launch_of_keys<Memory>(attention_bias_gradient_kernel<T, kBias, kIndex>,
                                         key_tiles * divide_up(params.queries, Memory::kQueries),
-                                        bias_heads, bias_batches, stream, params);
+                                        params.bias_heads(), params.bias_batches(), stream, params);
         if (params.bias_gradient_kind == BiasGradient::kDiagonals)
-          return launch_flat(attention_diagonals_kernel,
-                             bias_batches * bias_heads * (params.queries + params.keys - 1), 256,
-                             stream, params, Memory::kKeys, params.table_gradient);
+          return launch_flat(
+              attention_diagonals_kernel<Memory::kKeys>,
+              params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1), 256,
+              stream, params);
       }
       return cudaSuccess;
     });

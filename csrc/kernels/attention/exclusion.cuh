@@ -1,10 +1,10 @@
 #pragma once
-// Which keys a query does not see: by length, window and mask. Found before the product, while
-// registers are free, and applied after it, so that nothing that a score holds matters where it is
-// excluded.
+// Which keys a query does not see: by length, window, range and mask. Found before the product,
+// while registers are free, and applied after it, so that nothing that a score holds matters where
+// it is excluded.
 
+#include "fragments.cuh"
 #include "params.h"
-#include "sm80/tile.cuh"
 
 namespace megasoftmax {
 
@@ -21,7 +21,16 @@ __device__ inline KeyRange visible_keys(const AttentionParams& params, int query
       params.window_left < 0 ? 0 : max(diagonal - params.window_left, 0),
       params.window_right < 0 ? params.keys : min(diagonal + params.window_right + 1, params.keys)};
 }
-// The queries that see a key; a range of them.
+// By range, too.
+__device__ inline KeyRange visible_keys(const AttentionParams& params, int batch, int head,
+                                        int query) {
+  KeyRange range = visible_keys(params, query);
+  const auto& [first, end] = params.visible;
+  if (first.data != nullptr) range.begin = max(range.begin, first.at(batch, head, query));
+  if (end.data != nullptr) range.end = min(range.end, end.at(batch, head, query));
+  return range;
+}
+// The queries that see a key, by length and window; a range of them.
 __device__ inline KeyRange visible_from(const AttentionParams& params, int key) {
   const int diagonal = key + params.queries - params.keys;
   return {params.window_right < 0 ? 0 : max(diagonal - params.window_right, 0),
@@ -29,20 +38,101 @@ __device__ inline KeyRange visible_from(const AttentionParams& params, int key) 
                                  : min(diagonal + params.window_left + 1, params.queries)};
 }
 
-// A bit for each of a lane's elements.
+// Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair;
+// none: one from `count` on.
+__device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count) {
+  uint32_t bits = ~0u << tile % 32;
+  for (int word = tile / 32; word * 32 < count; ++word) {
+    bits &= __ldg(line + word) | __ldg(other + word);
+    if (bits != 0) return word * 32 + __ffs(static_cast<int>(bits)) - 1;
+    bits = ~0u;
+  }
+  return count;
+}
+// The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
+// `first_key` on, by the note.
+template <int kKeys>
+__device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
+                                      int first_key, int query) {
+  const NoteLayout& layout = params.note.layout;
+  const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
+  const int tile = first_key / kNoteTile;
+  const int last = min(tile + kKeys / kNoteTile, layout.key_tiles) - 1;
+  return next_seen(lines + tile * layout.words_of_queries(),
+                   lines + last * layout.words_of_queries(), query / kNoteTile,
+                   layout.query_tiles) *
+         kNoteTile;
+}
+
+// The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
+// one. Of 32 tiles from a multiple of 32 on it has the bits of those that are seen, and of those of
+// which some pair is excluded.
+template <int kQueries>
+class KeyTiles {
+ public:
+  // The first key, which begins a tile, of the first tile from `key` on.
+  __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
+                      int key) {
+    if (params.note.words == nullptr) return key;
+    int tile = key / kNoteTile;
+    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
+    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+  }
+  // The same of the tile after that of `key`, the one that was found last. `block` tells what
+  // `from` takes, when it is needed.
+  template <class Block>
+  __device__ int after(const AttentionParams& params, int key, Block&& block) {
+    int tile = key / kNoteTile + 1;
+    const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
+    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+    tile = divide_up(tile, 32) * 32;
+    if (params.note.words == nullptr) return tile * kNoteTile;
+    const auto [first_query, head, batch] = block();
+    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
+    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+  }
+  // Of the tile that was found last.
+  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }
+
+ private:
+  __device__ int first_from(const AttentionParams& params, int batch, int head, int first_query,
+                            int tile) {
+    const int count = params.note.layout.key_tiles;
+    while (tile < count) {
+      const uint32_t rest = seen_ >> tile % 32;
+      if (rest != 0) return tile + __ffs(static_cast<int>(rest)) - 1;
+      tile = (tile / 32 + 1) * 32;
+      if (tile < count) load(params, batch, head, first_query, tile / 32);
+    }
+    return count;
+  }
+  __device__ void load(const AttentionParams& params, int batch, int head, int first_query,
+                       int word) {
+    const NoteLayout& layout = params.note.layout;
+    const uint32_t* const note = params.note.of(batch, head) + word;
+    seen_ = mixed_ = 0;
+#pragma unroll
+    for (int i = 0; i < kQueries / kNoteTile; ++i) {
+      const int line = first_query / kNoteTile + i;
+      if (line >= layout.query_tiles) continue;
+      const uint32_t* const words = note + line * layout.words_of_keys();
+      const uint32_t seen = __ldg(words + layout.seen_by_query());
+      seen_ |= seen;
+      mixed_ |= __ldg(words + layout.mixed_by_query()) | ~seen;
+    }
+  }
+
+  uint32_t seen_ = ~0u, mixed_ = 0;
+};
+
+// A bit for each of a lane's elements. Element i of tile (m, n) is bit 4 * m + i of byte n.
 template <int kM, int kN>
 struct Excluded {
-  static constexpr int kWords = kM * kN * 4 / 32 > 0 ? kM * kN * 4 / 32 : 1;
+  static_assert(kM <= 2);
+  static constexpr int kWords = divide_up(kN, 4);
   uint32_t words[kWords] = {};
 
-  __device__ void add(int m, int n, int i) {
-    const int bit = (m * kN + n) * 4 + i;
-    words[bit / 32] |= 1u << bit % 32;
-  }
-  __device__ bool has(int m, int n, int i) const {
-    const int bit = (m * kN + n) * 4 + i;
-    return (words[bit / 32] >> bit % 32 & 1) != 0;
-  }
+  __device__ void add(int m, int n, int i) { words[n / 4] |= bit_of(m, n, i); }
   __device__ bool any() const {
     uint32_t all = 0;
 #pragma unroll
@@ -51,46 +141,125 @@ struct Excluded {
   }
 
   // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
-  // rows, or in columns, that are beyond the tensor, outside of the window, or masked.
-  template <bool kKeysInRows>
+  // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
+  // `is_cut`: length or window may exclude some.
+  template <bool kKeysInRows, bool kIsPlain = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
-                                       int first_query, int first_key) {
-    const int lane = thread_index_anew() % 32;
-    const auto for_each = [&](auto&& excludes) {
+                                       int first_query, int first_key, bool is_cut) {
+    const FirstElement mine;
+    bool is_mixed = false;
+    if (!kIsPlain && params.note.words != nullptr) {
+      const NoteLayout& layout = params.note.layout;
+      const uint32_t* const note = params.note.of(batch, head);
+      const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
+      if (query_tile >= layout.query_tiles || key_tile >= layout.key_tiles) {
+        exclude_all();
+        return;
+      }
+      const uint32_t* const words = note + query_tile * layout.words_of_keys() + key_tile / 32;
+      if ((__ldg(words + layout.seen_by_query()) >> key_tile % 32 & 1) == 0) {
+        exclude_all();
+        return;
+      }
+      is_mixed = (__ldg(words + layout.mixed_by_query()) >> key_tile % 32 & 1) != 0;
+      if (is_mixed && layout.bit_rows > 0) {
+        add_masked<kKeysInRows>(params, note + layout.bits(), first_query, first_key, mine);
+      }
+      is_mixed = is_mixed && params.visible.are_given();
+    }
+    if (!is_cut && !is_mixed) return;
+    const auto range_of = [&](int query) {
+      if (query >= params.queries) return KeyRange{0, 0};
+      return is_mixed ? visible_keys(params, batch, head, query) : visible_keys(params, query);
+    };
+    if constexpr (kKeysInRows) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
+        for (int right = 0; right < 2; ++right) {
+          const KeyRange visible = range_of(first_query + mine.column + column_offset(n, right));
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = m * 16 + i / 2 * 8 + lane / 4, column = n * 8 + lane % 4 * 2 + i % 2;
-            if (excludes(first_query + (kKeysInRows ? column : row),
-                         first_key + (kKeysInRows ? row : column)))
-              add(m, n, i);
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int i = right; i < 4; i += 2) {
+              if (!visible.contains(first_key + mine.row + row_offset(m, i))) add(m, n, i);
+            }
           }
         }
       }
-    };
-    for_each([&](int query, int key) {
-      return !visible_keys(params, query).contains(key) || query >= params.queries;
-    });
-    if (params.mask.data == nullptr) return;
-    const bool* const mask = params.mask.row<const bool>(batch, head, 0);
-    for_each([&](int query, int key) {
-      return mask[min(query, params.queries - 1) * params.mask.query_stride +
-                  min(key, params.keys - 1) * params.mask.column_stride];
-    });
+    } else {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const KeyRange visible = range_of(first_query + mine.row + row_offset(m, 2 * half));
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+              if (!visible.contains(first_key + mine.column + column_offset(n, i))) add(m, n, i);
+            }
+          }
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& elements, float value) const {
     if (!any()) return;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if ((words[n / 4] & bit_of(m, n, i)) != 0) elements[m][n][i] = value;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ static constexpr uint32_t bit_of(int m, int n, int i) {
+    return 1u << (n % 4 * 8 + m * 4 + i);
+  }
+  __device__ void exclude_all() {
+#pragma unroll
+    for (uint32_t& word : words) word = ~0u;
+  }
+  // What the bits of a note exclude.
+  template <bool kKeysInRows>
+  __device__ __forceinline__ void add_masked(const AttentionParams& params, const uint32_t* bits,
+                                             int first_query, int first_key,
+                                             const FirstElement& mine) {
+    const int pitch = params.note.layout.bit_rows == 1 ? 0 : params.note.layout.words_of_bits();
+    const uint32_t* const first = bits + first_key / 32;
+    const auto row_of = [&](int query) {
+      return first + int64_t{min(query, params.queries - 1)} * pitch;
+    };
+    if constexpr (kKeysInRows) {
+      static_assert(kM == 2);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (has(m, n, i)) elements[m][n][i] = value;
+        for (int right = 0; right < 2; ++right) {
+          const int query = first_query + mine.column + column_offset(n, right);
+          // Of bits 0, 8, 16 and 24 bits 0, 2, 4 and 6.
+          uint32_t keys = __ldg(row_of(query)) >> mine.row & 0x01010101u;
+          keys |= keys >> 6;
+          keys = (keys | keys >> 12) & 0x55u;
+          words[n / 4] |= keys << (n % 4 * 8 + right);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t* const row = row_of(first_query + mine.row + row_offset(m, 2 * half));
+#pragma unroll
+          for (int word = 0; word < kWords; ++word)
+            words[word] |= (__ldg(row + word) >> mine.column & 0x03030303u) << (m * 4 + half * 2);
         }
       }
     }

@@ -3,9 +3,10 @@
 // https://arxiv.org/abs/1805.02867.
 
 #include "../common/math.cuh"
+#include "../common/reduce.cuh"
 #include "../common/sink.cuh"
+#include "fragments.cuh"
 #include "params.h"
-#include "sm80/tile.cuh"
 
 namespace megasoftmax {
 
@@ -37,9 +38,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
           row = fmaxf(row, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        row = fmaxf(row, __shfl_xor_sync(~0u, row, 1));
-        row = fmaxf(row, __shfl_xor_sync(~0u, row, 2));
-        largest[m][half] = fmaxf(max[m][half], row * to_logit);
+        largest[m][half] = fmaxf(max[m][half], warp_max<4>(row) * to_logit);
         magnitude = fmaxf(magnitude, fabsf(largest[m][half]));
       }
     }
@@ -118,6 +117,12 @@ struct RowEnd {
     factor = share / total;
     log_sum = logf(total) + (reference - max);
     lse = reference + logf(total);
+  }
+
+  __device__ void store(const AttentionParams& params, int64_t row) const {
+    params.statistics[row] = max;
+    params.statistics[params.rows() + row] = log_sum;
+    params.statistics[2 * params.rows() + row] = lse;
   }
 };
 

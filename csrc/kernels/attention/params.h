@@ -5,6 +5,7 @@
 
 #include "../common/integers.h"
 #include "../common/tensors.h"
+#include "note.h"
 
 namespace megasoftmax {
 
@@ -16,13 +17,16 @@ struct AttentionParams {
   Strided query, key, value;  // of one type
   Divider heads_per_key_head;
 
-  // Bool, true = excluded, and a bias, of any strides. Consecutive batches and heads may share an
-  // entry of the bias.
+  // Bool, true = excluded, and a bias, of any strides. An entry of the mask stands for `mask_block`
+  // queries and keys. Consecutive batches and heads may share an entry of the bias.
   Strided mask, bias;
+  int mask_block = 1;  // or a multiple of kNoteTile
+  VisibleRanges visible;
   bool is_relative = false;  // the bias: an entry depends on key - query alone
   Divider batches_per_bias, heads_per_bias;
 
   SinkLogit sink;
+  Dropout dropout;
   int window_left = -1, window_right = -1;  // as in Window
   float scale = 1;
   bool can_exclude = false;  // a row of which nothing is left is 0, else no number
@@ -36,6 +40,9 @@ struct AttentionParams {
   Divider tiles, tiled_batches;
   bool is_batch_first = false;
 
+  // Of mask and ranges, where one is given and keys are not split.
+  Note note;
+
   __device__ void place(int block, int& tile, int& head, int& batch) const {
     int rest;
     if (is_batch_first) {
@@ -48,6 +55,11 @@ struct AttentionParams {
   }
 
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
+  __device__ int64_t row_index(int batch, int head, int query) const {
+    return (batch * heads + head) * queries + query;
+  }
+  __host__ __device__ int64_t bias_batches() const { return batches / batches_per_bias.divisor; }
+  __host__ __device__ int64_t bias_heads() const { return heads / heads_per_bias.divisor; }
 };
 
 struct AttentionForwardParams : AttentionParams {
@@ -56,8 +68,8 @@ struct AttentionForwardParams : AttentionParams {
   // [splits, rows, value_dim + 2], float32, workspace: of each part of the keys the weighted sums
   // of values, and the largest score and the sum of weights. Null: keys are not split.
   float* parts = nullptr;
-  int splits = 0, keys_per_split = 0;
-  Divider row_tiles;  // of a key head; set by the launcher, like keys_per_split
+  int splits = 0;
+  Divider row_tiles;  // of a key head; set by the launcher
 
   int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
 };
@@ -70,7 +82,8 @@ struct alignas(16) RowOfBackward {
   float unused;
 };
 
-// What a launch makes of the gradient of a bias, dS.
+// What a launch makes of the gradient of a bias, dS: sm80/bias_gradient.cuh has how, but for
+// kQueries, which needs no scores.
 enum class BiasGradient {
   kNone,
   kDense,      // [batches, heads, queries, keys], in the type of the bias
@@ -78,7 +91,7 @@ enum class BiasGradient {
   kQueries,    // its sums over keys: [batches, heads, queries], float32
   kShared,     // its sums over what shares an entry of the bias, in any order, float32
   kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
-  kDiagonals,  // its sums along diagonals, tile by tile of keys, see sm80/bias_gradient.cuh
+  kDiagonals,  // its sums along diagonals, tile by tile of keys
 };
 
 struct AttentionBackwardParams : AttentionParams {

@@ -24,6 +24,17 @@ inline BiasKind bias_kind(const AttentionParams& params) {
                                                                                  : BiasKind::kAny;
 }
 
+// A bias of size 1 over queries or keys is broadcast over them.
+inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bias_queries,
+                                       int64_t bias_keys, bool is_deterministic) {
+  if (params.is_relative) return BiasGradient::kDiagonals;
+  if (bias_keys != params.keys) return BiasGradient::kQueries;
+  if (bias_queries != params.queries) return BiasGradient::kKeys;
+  if (params.batches_per_bias.divisor == 1 && params.heads_per_bias.divisor == 1)
+    return BiasGradient::kDense;
+  return is_deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
+}
+
 // The first of a table whose tiles hold the head dimensions.
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
@@ -32,20 +43,37 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   return index;
 }
 
-// Few queries take a kernel of their own, with the keys split among blocks: into how many parts.
-// 0 for more queries.
+// Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
+// or a mask of blocks.
+inline bool takes_few_queries(int64_t queries, bool has_dropout, int64_t mask_block) {
+  return queries <= kMaxDecodeQueries && !has_dropout && mask_block == 1;
+}
+
+// That kernel has the keys split among blocks: into how many parts. 0: another kernel.
 inline int forward_splits(const AttentionParams& params, int multiprocessors) {
-  if (params.queries > kMaxDecodeQueries) return 0;
+  if (!takes_few_queries(params.queries, params.dropout.seed != nullptr, params.mask_block))
+    return 0;
   const int64_t row_tiles =
       divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, 16);
   const int64_t blocks = params.batches * params.key_heads * row_tiles;
+  // What a window leaves of the keys: blocks find their parts of it, and of ranges, themselves.
+  const bool is_window = params.window_left >= 0 && params.window_right >= 0;
+  const int64_t seen = is_window
+                           ? int64_t{params.window_left} + params.window_right + params.queries
+                           : int64_t{params.keys};
+  const int64_t keys = std::min<int64_t>(seen, params.keys);
   const auto splits_for = [&](int64_t blocks_per_sm, int fewest_keys) {
     return std::clamp<int64_t>(
         divide_up<int64_t>(multiprocessors * blocks_per_sm, std::max<int64_t>(blocks, 1)), 1,
-        std::max(params.keys / fewest_keys, 1));
+        std::max<int64_t>(keys / fewest_keys, 1));
   };
   return static_cast<int>(
       std::max(splits_for(1, kFewestKeysOfSplit), splits_for(kMaxDecodeBlocksPerSm, kKeysOfSplit)));
+}
+
+// Such launches have kernels of their own, which lose no time over masks and dropout.
+inline bool is_plain(const AttentionParams& params) {
+  return params.note.words == nullptr && params.dropout.seed == nullptr;
 }
 
 inline bool is_valid(const AttentionParams& params) {

@@ -27,6 +27,25 @@ struct Strided {
   }
 };
 
+// An integer for each row, of any strides; absent when data is null.
+struct RowNumbers {
+  const int* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, query_stride = 0;
+
+  __host__ __device__ int at(int64_t batch, int64_t head, int64_t query) const {
+    return data[batch * batch_stride + head * head_stride + query * query_stride];
+  }
+};
+
+// Columns [first, end) that a row sees, as far as they are given. They may lie outside of the row.
+struct VisibleRanges {
+  RowNumbers first, end;
+
+  __host__ __device__ bool are_given() const {
+    return first.data != nullptr || end.data != nullptr;
+  }
+};
+
 // Query i sees columns [i + offset - left, i + offset + right], offset = columns - queries; -1
 // lifts the limit of a side. Causal is right = 0.
 struct Window {
@@ -45,6 +64,19 @@ struct SinkLogit {
   bool is_given = false;  // may be -infinity all the same
 
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
+};
+
+// Dropout of probabilities: an entry is dropped where its 16 random bits are below the threshold.
+struct Dropout {
+  const int64_t* seed = nullptr;  // on the device; null: nothing is dropped
+  uint32_t threshold = 0;         // from 0 to 2^16
+  float factor = 1;               // of what is kept: one over its probability; 0 where none is
+
+  Dropout() = default;
+  Dropout(const int64_t* seed, double probability)
+      : seed(seed), threshold(static_cast<uint32_t>(std::lrint(probability * 65536))) {
+    factor = threshold < 65536 ? static_cast<float>(65536. / (65536 - threshold)) : 0.f;
+  }
 };
 
 }  // namespace megasoftmax

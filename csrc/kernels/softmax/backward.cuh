@@ -88,7 +88,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const bool has_row = rows.has(params, turn), is_row = is_owner && has_row;
     const RowIndex index = rows.at(params, has_row ? turn : 0);
     const int64_t row = index.row(params.shape), first_element = row * columns;
-    const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
+    const Bounds bounds = Bounds::of<true>(params, index);
     // With a bias gradient every row of the owner must put a column into the same chunk, and odd
     // rows are partial throughout.
     const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : first_element);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   if (!rows.has(params, 0)) return;
 
   const auto place_of = [&](const RowIndex& index) {
-    return Row(params.shape, params.window, index, Biases::kPresent);
+    return Row(params.shape, index, Bounds::of<true>(params, index), Biases::kPresent);
   };
   Row row = place_of(rows.at(params, 0));
   UnitPart part = owner.part_of(row.visible, row.grid);

@@ -72,9 +72,10 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   const int64_t queries_per_tile = shares ? kQueriesPerSharedTile : params.shape.queries;
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-    constexpr unsigned kPossible = Mask::kPresent   ? kMasked | kNarrow
-                                   : Bias::kPresent ? kLimited | kNarrow
-                                                    : kPlain | kUneven | kLimited | kNarrow | kTiny;
+    constexpr unsigned kPossible = Mask::kPresent ? kMasked | kNarrow
+                                   : Bias::kPresent || Mask::kMayHaveRange
+                                       ? kLimited | kNarrow
+                                       : kPlain | kUneven | kLimited | kNarrow | kTiny;
     if constexpr ((kRegime.serves & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
     } else if constexpr (kRegime.storage == Storage::kTile) {
@@ -100,8 +101,11 @@ cudaError_t launch_forward_with_bias(const ForwardParams& params, const Plan& pl
 template <class T>
 cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& plan,
                                      cudaStream_t stream) {
-  return params.mask.data != nullptr ? launch_forward_with_bias<T, BoolMask>(params, plan, stream)
-                                     : launch_forward_with_bias<T, NoMask>(params, plan, stream);
+  if (params.mask.data != nullptr)
+    return launch_forward_with_bias<T, BoolMask>(params, plan, stream);
+  return params.visible.are_given() && params.bias.data == nullptr
+             ? launch_forward<T, RangeAlone, NoBias>(params, plan, stream)
+             : launch_forward_with_bias<T, NoMask>(params, plan, stream);
 }
 
 template <class T, template <KernelShape, int> class BiasGradientOf>

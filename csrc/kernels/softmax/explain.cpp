@@ -80,12 +80,14 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
   Window window{call.left, call.right};
   drop_idle_limits(window, shape);
   explanation->visible_columns = visible_columns(shape, window);
-  if (call.has_bias_gradient == 0) merge_dimensions(shape, window, SinkLogit{}, {&tensor});
+  if (call.has_bias_gradient == 0)
+    merge_dimensions(shape, window, VisibleRanges{}, SinkLogit{}, {&tensor});
   if (call.is_backward == 0) {
     ForwardParams params;
     params.shape = shape;
     params.scores = tensor;
     params.window = window;
+    params.is_limited = window.is_limited();
     params.is_dense = true;
     if (call.is_masked != 0) params.mask = tensor;
     fill(kForwardRegimes, plan_forward(params, device, -1), call, device, shape, *explanation,
@@ -95,6 +97,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
     params.shape = params.bias_shape = shape;
     params.gradient = params.probabilities = tensor;
     params.window = window;
+    params.is_limited = window.is_limited();
     params.is_dense = true;
     if (call.has_bias_gradient != 0) params.bias_gradient = &params;
     fill(kBackwardRegimes, plan_backward(params, device, -1), call, device, shape, *explanation,

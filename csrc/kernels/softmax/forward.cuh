@@ -31,7 +31,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   }
   const int columns = static_cast<int>(params.shape.columns);
   const int64_t row = index.row(params.shape), first_element = row * columns;
-  const Bounds bounds = Bounds::of(params.window, params.shape, index.query);
+  const Bounds bounds = Bounds::of < Mask::kMayHaveRange || Bias::kPresent > (params, index);
   const auto grid = ChunkGrid<kElements>::aligned_to(first_element);
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
                                              grid, bounds, columns);
@@ -125,7 +125,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   int number = owner.owner_of_block();
   const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (index.query >= static_cast<int>(params.shape.queries)) return;
-  Row row(params.shape, params.window, index);
+  const auto place_of = [&](const RowIndex& index) {
+    return Row(params.shape, index,
+               Bounds::of < Mask::kMayHaveRange || Bias::kPresent > (params, index));
+  };
+  Row row = place_of(index);
   UnitPart part = owner.part_of(row.visible, row.grid);
   if constexpr (!Owner::kRereads)
     start_units(scores_of(row, part), row, part, owner.first_unit(), owner.last_unit(part));
@@ -191,7 +195,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     // Where this row leaves shared memory the next one comes in.
     number += schedule.owners;
     const bool has_next = kTakesTurns && number < schedule.rows;
-    const Row next(params.shape, params.window, has_next ? row_at(schedule, number) : row.index);
+    const Row next = place_of(has_next ? row_at(schedule, number) : row.index);
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     const Reader next_scores = scores_of(next, next_part);
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;

@@ -47,10 +47,11 @@ inline bool is_dense(const Strided& tensor, const Shape& shape) {
          (tensor.batch_stride == shape.columns * shape.queries * shape.heads || shape.batches == 1);
 }
 
-// Merges batches into heads and heads into queries where every tensor allows it and no window or
-// sink tells them apart: then the grid does not depend on how the caller folded the rows.
-inline void merge_dimensions(Shape& shape, const Window& window, const SinkLogit& sink,
-                             std::initializer_list<Strided*> tensors) {
+// Merges batches into heads and heads into queries where every tensor allows it and no window,
+// ranges or sink tell them apart: then the grid does not depend on how the caller folded the rows.
+inline void merge_dimensions(Shape& shape, const Window& window, const VisibleRanges& visible,
+                             const SinkLogit& sink, std::initializer_list<Strided*> tensors) {
+  if (visible.are_given()) return;
   const bool is_per_head = sink.data != nullptr && sink.stride != 0;
   const auto merge = [&](int64_t Strided::* outer, int64_t Strided::* inner, int64_t& outer_count,
                          int64_t& inner_count) {

@@ -52,6 +52,7 @@ struct ForwardParams {
   Strided scores, mask, bias;
   SinkLogit sink;
   Window window;
+  VisibleRanges visible;
   float scale = 1;
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
@@ -60,10 +61,11 @@ struct ForwardParams {
 
   void* workspace = nullptr;  // see softmax_forward_workspace
 
-  // Set by the launcher: how many rows there are, whether one without visible entries is 0, and
-  // whether row r of the scores begins at element r * columns, at a multiple of 16 bytes for r = 0.
+  // Set by the launcher: how many rows there are, whether window or ranges limit them, whether one
+  // without visible entries is 0, and whether row r of the scores begins at element r * columns, at
+  // a multiple of 16 bytes for r = 0.
   int64_t rows = 0;
-  bool can_exclude = false;
+  bool is_limited = false, can_exclude = false;
   bool is_dense = false;
 };
 
@@ -74,6 +76,7 @@ struct BackwardParams {
   const float* log_sum_exp = nullptr;           // [rows], read for the sink's gradient only
   SinkLogit sink;
   Window window;
+  VisibleRanges visible;
   float scale = 1;
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
@@ -90,8 +93,9 @@ struct BackwardParams {
 
   void* workspace = nullptr;  // see softmax_backward_workspace
 
-  // Set by the launcher: whether both inputs are dense, and which rows an owner takes in turn.
-  bool is_dense = false;
+  // Set by the launcher: whether window or ranges limit rows, whether both inputs are dense, and
+  // which rows an owner takes in turn.
+  bool is_limited = false, is_dense = false;
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;
 };

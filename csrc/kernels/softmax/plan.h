@@ -26,12 +26,12 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
 }
 
 // What a launch asks of its rows, but for the bias gradient.
-inline Rows rows_of(const Shape& shape, const Window& window, int64_t visible_chunks,
-                    bool is_masked, bool has_bias, bool is_dense, int pack_elements) {
+inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
+                    bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= kNarrowRow) return kNarrow;
   if (is_masked) return kMasked;
-  if (window.is_limited() || has_bias) return kLimited;
+  if (is_limited || has_bias) return kLimited;
   const bool is_even = shape.columns % pack_elements == 0;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
   if (is_dense && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
@@ -79,7 +79,7 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
   const bool has_bias = params.bias.data != nullptr;
-  const Rows kind = rows_of(params.shape, params.window, chunks, params.mask.data != nullptr,
+  const Rows kind = rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr,
                             has_bias, params.is_dense, pack_elements);
   return plan_rows(kForwardRegimes, chunks, params.shape.rows(), kind, device, pack_bytes, forced);
 }
@@ -94,8 +94,8 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
   }
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
-  const Rows kind =
-      rows_of(params.shape, params.window, chunks, false, false, params.is_dense, pack_elements);
+  const Rows kind = rows_of(params.shape, params.is_limited, chunks, false, false, params.is_dense,
+                            pack_elements);
   return plan_rows(kBackwardRegimes, chunks, params.shape.rows(), kind, device, 2 * pack_bytes,
                    forced);
 }

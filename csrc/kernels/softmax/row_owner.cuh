@@ -47,12 +47,12 @@ struct RowPlace {
   int first_column;  // of its first visible chunk
 
   // `is_fixed`: chunks begin at column 0, wherever the row lies.
-  __device__ RowPlace(const Shape& shape, const Window& window, const RowIndex& index,
+  __device__ RowPlace(const Shape& shape, const RowIndex& index, const Bounds& visible,
                       bool is_fixed = false)
       : index(index),
         row(index.row(shape)),
         first_element(row * static_cast<int>(shape.columns)),
-        visible(Bounds::of(window, shape, index.query)),
+        visible(visible),
         grid(ChunkGrid<kElements>::aligned_to(is_fixed ? 0 : first_element)),
         first_column(grid.begin(visible)) {}
 };

@@ -10,19 +10,26 @@
 
 namespace megasoftmax {
 
-// Columns [begin, end) that window and causality leave to a row. What lies outside may be read, as
-// part of the chunks at the borders, where the storage holds them, but is never used.
+// Columns [begin, end) that window, causality and range leave to a row. What lies outside may be
+// read, as part of the chunks at the borders, where the storage holds them, but is never used.
 struct Bounds {
   int begin, end;
 
-  __host__ __device__ static Bounds of(const Window& window, const Shape& shape, int query) {
-    const int columns = static_cast<int>(shape.columns);
-    if (!window.is_limited()) return {0, columns};
-    const int diagonal = query + columns - static_cast<int>(shape.queries);
-    int begin = diagonal - static_cast<int>(window.left),
-        end = diagonal + static_cast<int>(window.right) + 1;
-    begin = window.left < 0 || begin < 0 ? 0 : begin;
-    end = window.right < 0 || end > columns ? columns : end;
+  // `kMayHaveRange`: only then the range is looked for.
+  template <bool kMayHaveRange, class Params>
+  __device__ static Bounds of(const Params& params, const RowIndex& index) {
+    const int columns = static_cast<int>(params.shape.columns);
+    if (!params.is_limited) return {0, columns};
+    const auto [left, right] = params.window;
+    const int diagonal = index.query + columns - static_cast<int>(params.shape.queries);
+    int begin = left < 0 ? 0 : max(diagonal - static_cast<int>(left), 0);
+    int end = right < 0 ? columns : min(diagonal + static_cast<int>(right) + 1, columns);
+    if constexpr (kMayHaveRange) {
+      const auto& [first_of, end_of] = params.visible;
+      if (first_of.data != nullptr)
+        begin = max(begin, first_of.at(index.batch, index.head, index.query));
+      if (end_of.data != nullptr) end = min(end, end_of.at(index.batch, index.head, index.query));
+    }
     return end > begin ? Bounds{begin, end} : Bounds{0, 0};
   }
   __host__ __device__ bool contains(int column) const { return column >= begin && column < end; }
@@ -78,18 +85,25 @@ struct alignas(kElements) MaskBytes {
 };
 
 struct NoMask {
-  static constexpr bool kPresent = false;
+  static constexpr bool kPresent = false, kMayHaveRange = false;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   __device__ NoMask(const Strided&, const RowIndex&) {}
   __device__ bool excluded(int) const { return false; }
 };
 
-struct BoolMask {
-  static constexpr bool kPresent = true;
-  // Its bytes need registers.
+// Rows that have a range and no mask: bounds that were read need registers.
+struct RangeAlone : NoMask {
+  static constexpr bool kMayHaveRange = true;
   static constexpr int blocks_per_sm(int of_regime) {
     return of_regime - (of_regime < 5 ? 1 : of_regime / 5);
   }
+  using NoMask::NoMask;
+};
+
+struct BoolMask {
+  static constexpr bool kPresent = true, kMayHaveRange = true;
+  // Its bytes need registers.
+  static constexpr int blocks_per_sm(int of_regime) { return RangeAlone::blocks_per_sm(of_regime); }
   const uint8_t* row;
   int64_t column_stride;
   bool has_words;  // all of the row may be read by aligned words of 4 and 8 bytes

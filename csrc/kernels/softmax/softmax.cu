@@ -19,10 +19,12 @@ std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
   params.can_exclude = params.mask.data != nullptr || params.bias.data != nullptr ||
-                       params.window.is_limited() || params.sink.is_given;
+                       params.window.is_limited() || params.visible.are_given() ||
+                       params.sink.is_given;
   params.is_dense = is_dense(params.scores, params.shape);
   drop_idle_limits(params.window, params.shape);
-  merge_dimensions(params.shape, params.window, params.sink,
+  params.is_limited = params.window.is_limited() || params.visible.are_given();
+  merge_dimensions(params.shape, params.window, params.visible, params.sink,
                    {&params.scores, &params.mask, &params.bias});
 }
 
@@ -32,8 +34,9 @@ void prepare(BackwardParams& params) {
   params.is_dense =
       is_dense(params.gradient, params.shape) && is_dense(params.probabilities, params.shape);
   drop_idle_limits(params.window, params.shape);
+  params.is_limited = params.window.is_limited() || params.visible.are_given();
   if (params.bias_gradient == nullptr) {
-    merge_dimensions(params.shape, params.window, params.sink,
+    merge_dimensions(params.shape, params.window, params.visible, params.sink,
                      {&params.gradient, &params.probabilities});
     params.bias_shape = params.shape;
     return;

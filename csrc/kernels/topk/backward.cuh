@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   const int64_t row = is_row ? number : params.rows - 1;
   const RowIndex index = row_at(schedule, row);
   const int columns = static_cast<int>(params.shape.columns);
-  const RowPlace<kElements> place(params.shape, Window{}, index);
+  const RowPlace<kElements> place(params.shape, index, Bounds{0, columns});
   const int begin = place.first_column + part * schedule.max_units * kUnit;
   const Bounds bounds{max(begin, 0),
                       static_cast<int>(min(int64_t{begin} + schedule.max_units * kUnit,

@@ -2,10 +2,12 @@
 // Gradients of O = softmax(S) V, S = scale * Q K^T + B:
 //   P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  delta = rowsum(dO O) - dlse,
 //   dK = scale * dS^T Q,  dQ = scale * dS K,  dB = dS.
+// With dropout dV takes the P that were kept, times the factor of dropout, and dS those dO V^T.
 //
 // A block owns a tile of keys and values, and takes one tile of queries after the other, of all
 // heads that share the keys. dQ is summed in float32 in global memory, over blocks in any order.
 
+#include "../../common/reduce.cuh"
 #include "../../common/sink.cuh"
 #include "backward_tile.cuh"
 #include "bias_gradient.cuh"
@@ -33,15 +35,13 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta = fmaf(output[i], gradient[i], delta);
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    delta += __shfl_xor_sync(~0u, delta, distance);
+  delta = warp_sum<32>(delta);
   if (lane != 0) return;
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
   params.rows_of_backward[row] = {max, is_empty ? INFINITY : log_sum * kLog2E, delta, 0.f};
-  const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
+  const float sink = sink_logit(params.sink, head);
   const float sink_gradient =
       sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
   if (params.sink_gradient != nullptr) params.sink_gradient[row] = sink_gradient;
@@ -67,27 +67,28 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   const uint32_t memory = shared_address(shared_memory);
   const KeyTile key_tile{memory};
   const ScoreTile score_tile{memory + Memory::kScores};
-  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+  const int thread = thread_index_anew(), warp = thread / 32;
+  const FirstElement mine(thread);
   const int column = warp % kColumnWarps * kColumns + slice;
   const int first_row = warp / kColumnWarps * kRows;
   float gradients[kRows / 16][kColumns / 8][4] = {};
   multiply_transposed<T, Memory::kKeys>(gradients, FragmentsAcross<ScoreTile>(score_tile, 0),
                                         FragmentsDown<KeyTile>(key_tile, 0), first_row, column);
-  const int query = first_query + first_row + lane / 4;
-  float* const first =
-      params.query_gradient_sum +
-      ((int64_t{batch} * params.heads + head) * params.queries + query) * params.head_dim + column +
-      lane % 4 * 2;
+  const int query = first_query + first_row + mine.row;
+  float* const first = params.query_gradient_sum +
+                       params.row_index(batch, head, query) * params.head_dim + column +
+                       mine.column;
   const auto add = [&]<bool kIsWhole>() {
 #pragma unroll
-    for (int row = 0; row < kRows; row += 8) {
+    for (int i = 0; i < kRows / 4; i += 2) {
+      const int row = row_offset(i / 4, i % 4);
       if (!kIsWhole && query + row >= params.queries) continue;
       float* const sums = first + row * params.head_dim;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        const float* const pair = gradients[row / 16][n] + row % 16 / 4;
+        const float* const pair = gradients[i / 4][n] + i % 4;
         if (kIsWhole || column + n * 8 < params.head_dim)
-          add_to_global(sums + n * 8, pair[0], pair[1]);
+          add_to_global(sums + column_offset(n, 0), pair[0], pair[1]);
       }
     }
   };
@@ -99,7 +100,8 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-template <class T, BiasKind kBias, int kIndex>
+// Plain: without mask, ranges and dropout.
+template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -128,9 +130,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     begin = first_from.begin / kQueries * kQueries;
     end = last_from.end;
     all_visible_begin = last_from.begin;
-    all_visible_end = params.mask.data == nullptr && first_key + kKeys <= params.keys
-                          ? min(first_from.end, params.queries) - kQueries
-                          : -1;
+    all_visible_end =
+        first_key + kKeys <= params.keys ? min(first_from.end, params.queries) - kQueries : -1;
   }
   {
     const auto copy = [&](const KeyTile& tile, const Strided& tensor, int columns) {
@@ -141,14 +142,19 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(value_tile, params.value, params.value_dim);
   }
   const int group = static_cast<int>(params.heads_per_key_head.divisor);
-  const int steps = max(divide_up(end - begin, kQueries), 0) * group;
   struct Place {
     int head, query;
   };
-  const auto next = [&](Place place) {
-    const bool is_last = place.query + kQueries >= end;
-    return is_last ? Place{place.head + 1, begin} : Place{place.head, place.query + kQueries};
+  // The first place from `query` on, which may be behind the last of the head.
+  const auto place_from = [&](int head, int query) {
+    for (const int last_head = (key_head + 1) * group; head < last_head; ++head, query = begin) {
+      if (!kIsPlain && params.note.words != nullptr)
+        query = next_query_tile<kKeys>(params, batch, head, first_key, query);
+      if (query < end) break;
+    }
+    return Place{head, query};
   };
+  const auto is_place = [&](Place place) { return place.head < (key_head + 1) * group; };
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
   const auto copy_queries = [&](int step, Place place) {
     const auto [head, query] = place;
@@ -160,75 +166,58 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(query_tile, params.query, params.head_dim);
     copy(QueryTile{query_tile.address + QueryTile::kBytes}, params.output_gradient,
          params.value_dim);
-    const int thread = thread_index_anew();
-    if (thread < kQueries) {
-      const int64_t row = (int64_t{batch} * params.heads + head) * params.queries + query + thread;
-      start_copy_of(shared_address(rows + step % 2 * kQueries + thread),
-                    params.rows_of_backward + min(row, params.rows() - 1),
-                    query + thread < params.queries ? 16 : 0);
-    }
+    start_copy_of_rows<kQueries>(params, rows + step % 2 * kQueries, batch, head, query);
     end_copies();
   };
   const auto copy_bias = [&](Place place) {
-    const auto [head, query] = place;
-    const BiasRows<T> bias(params, batch, head);
-    if constexpr (kBias == BiasKind::kTile) {
-      typename Memory::BiasTile{memory + Memory::kBiasAt}.template start_copy<kThreads>(
-          bias.row(query) + first_key, bias.query_stride, params.queries - query,
-          params.keys - first_key);
-      end_copies();
-    } else if constexpr (kBias == BiasKind::kAny) {
-      const typename Memory::FloatBias tile{
-          reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      tile.template fill<kThreads>(bias, query, first_key, params.queries, params.keys);
-    }
+    if constexpr (kBias != BiasKind::kNone)
+      typename Memory::Bias{params, shared_memory + Memory::kBiasAt}.template fill<kThreads>(
+          batch, place.head, place.query, first_key);
   };
 
-  [[maybe_unused]] float key_sums[2][2] = {};  // of gradients of the bias
+  float key_sums[2][2] = {};  // of gradients of the bias
   float key_gradient[2][kColumns][4] = {}, value_gradient[2][kColumns][4] = {};
-  Place place{key_head * group, begin};
-  if (steps > 0) {
+  Place place = place_from(key_head * group, begin), next;
+  if (is_place(place)) {
     copy_queries(0, place);
-    if constexpr (kBias != BiasKind::kNone) copy_bias(place);
+    copy_bias(place);
     wait_for_copies();
     __syncthreads();
   }
 
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; is_place(place); ++step, place = next) {
     wait_for_copies();
     __syncthreads();  // this step's copies are there, the step before is done
     const auto [head, query] = place;
-    place = next(place);
-    if (params.stages > 1 && step + 1 < steps) copy_queries(step + 1, place);
+    next = place_from(head, query + kQueries);
+    if (params.stages > 1 && is_place(next)) copy_queries(step + 1, next);
 
     Excluded<2, 4> excluded;
-    if (query < all_visible_begin || query > all_visible_end) {
+    const bool is_cut = query < all_visible_begin || query > all_visible_end;
+    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
       const BackwardWarp warp;
-      excluded.template find<true>(params, batch, head, query + warp.query, first_key + warp.key);
+      excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
+                                             first_key + warp.key, is_cut);
     }
+    Excluded<2, 4> dropped;
+    if (!kIsPlain) dropped = find_dropped(params, batch, head, query, first_key);
     ScoresOfWarp weights = {}, gradients = {};
     find_score_gradients<T, kBias, Memory>(params, shared_memory, stage_of(step),
-                                           rows + step % 2 * kQueries, excluded, weights, gradients,
-                                           [] {});
+                                           rows + step % 2 * kQueries, excluded, dropped, weights,
+                                           gradients, [] {});
     share_scores<T, ScoreTile>(shared_memory + Memory::kWeights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kScores, gradients);
-    if constexpr (kBias != BiasKind::kNone) {
-      if (kBias == BiasKind::kAny && slice == 0)
-        leave_bias_gradient(params, gradients, batch, head, query, first_key);
-      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kKeys)
-        add_to_key_sums(params, gradients, key_sums, batch, head, first_key, place.head != head);
-    }
-    __syncthreads();  // weights and gradients of all scores are there, the bias is used up
-    if constexpr (kBias != BiasKind::kNone) {
-      if (step + 1 < steps) copy_bias(place);
+    const FirstScore at{batch, head, query, first_key};
+    const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
-        leave_bias_gradient<T, ScoreTile>(params, shared_memory + Memory::kScores, batch, head,
-                                          query, first_key);
-      if (slice == 0 && params.bias_gradient_kind == BiasGradient::kDiagonals)
-        add_to_diagonals<T, kThreads, ScoreTile>(params, shared_memory + Memory::kScores, batch,
-                                                 head, first_key / kKeys, query);
-    }
+        with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, next.head != at.head, body);
+    };
+    with_gradient([&](auto policy) { policy.take(params, at, gradients); });
+    __syncthreads();  // weights and gradients of all scores are there, the bias is used up
+    if (is_place(next)) copy_bias(next);
+    with_gradient(
+        [&](auto policy) { policy.take_shared(params, at, shared_memory + Memory::kScores); });
     {
       const BackwardWarp warp;
       const int column = slice + warp.half * kHalfSlice;
@@ -241,9 +230,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     if (params.query_gradient_sum != nullptr)
       add_to_query_gradient<T, Memory>(params, shared_memory, batch, head, query, slice);
-    if (params.stages == 1 && step + 1 < steps) {
+    if (params.stages == 1 && is_place(next)) {
       __syncthreads();  // queries and gradients are used up
-      copy_queries(step + 1, place);
+      copy_queries(step + 1, next);
     }
   }
   wait_for_copies();
@@ -262,7 +251,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                              column / 8);
   };
   store(0, key_gradient, params.scale, params.key_gradient, params.head_dim);
-  store(Memory::kValues, value_gradient, 1.f, params.value_gradient, params.value_dim);
+  store(Memory::kValues, value_gradient, params.dropout.factor, params.value_gradient,
+        params.value_dim);
 }
 
 }  // namespace megasoftmax

@@ -8,6 +8,7 @@
 #include "../../common/math.cuh"
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
+#include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../params.h"
@@ -20,24 +21,34 @@ struct BackwardMemory {
   static constexpr AttentionBackwardTile kTile = kAttentionBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
+  static_assert(kQueries == kNoteTile && kKeys % kNoteTile == 0);
   using KeyTile = Tile<T, kKeys, kDim>;
   using QueryTile = Tile<T, kQueries, kDim>;
   using ScoreTile = Tile<T, kKeys, kQueries>;
-  using BiasTile = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys, kDim <= 64 ? 8 : 4>;
+  using Bias = SharedBias<T, kBias, kQueries, kKeys, kDim <= 64 ? 8 : 4>;
 
   // Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
   // gradients of outputs of each stage.
   static constexpr int kValues = KeyTile::kBytes, kWeights = 2 * KeyTile::kBytes;
   static constexpr int kScores = kWeights + ScoreTile::kBytes, kRows = kScores + ScoreTile::kBytes;
   static constexpr int kBiasAt = kRows + 2 * kQueries * static_cast<int>(sizeof(RowOfBackward));
-  static constexpr int kBiasBytes = kBias == BiasKind::kTile  ? BiasTile::kBytes
-                                    : kBias == BiasKind::kAny ? FloatBias::kBytes
-                                                              : 0;
-  static constexpr int kStagesAt = divide_up(kBiasAt + kBiasBytes, 1024) * 1024;
+  static constexpr int kStagesAt = divide_up(kBiasAt + Bias::kBytes, 1024) * 1024;
   static constexpr int kStageBytes = 2 * QueryTile::kBytes;
   static constexpr int bytes(int stages) { return kStagesAt + stages * kStageBytes; }
 };
+
+// Starts to copy what a tile of queries needs of its rows.
+template <int kQueries>
+__device__ inline void start_copy_of_rows(const AttentionBackwardParams& params,
+                                          RowOfBackward* rows, int batch, int head,
+                                          int first_query) {
+  const int thread = thread_index_anew(), query = first_query + thread;
+  if (thread >= kQueries) return;
+  const int64_t row = params.row_index(batch, head, query);
+  start_copy_of(shared_address(rows + thread),
+                params.rows_of_backward + min(row, params.rows() - 1),
+                query < params.queries ? 16 : 0);
+}
 
 // This warp's place in a tile.
 struct BackwardWarp {
@@ -53,14 +64,28 @@ struct BackwardWarp {
 
 using ScoresOfWarp = Accumulators<2, 4>;
 
-// Calls `between` when the queries and the keys are used up.
+// The elements of a warp that dropout takes out.
+__device__ __forceinline__ Excluded<2, 4> find_dropped(const AttentionParams& params, int batch,
+                                                       int head, int first_query, int first_key) {
+  Excluded<2, 4> dropped;
+  if (params.dropout.seed != nullptr) {
+    const BackwardWarp warp;
+    for_each_dropped<true, 2, 4>(params, batch, head, first_query + warp.query,
+                                 first_key + warp.key,
+                                 [&](int m, int n, int i) { dropped.add(m, n, i); });
+  }
+  return dropped;
+}
+
+// Weights are those after dropout, but for its factor. Calls `between` when the queries and the
+// keys are used up.
 template <class T, BiasKind kBias, class Memory, class Between>
 __device__ __forceinline__ void find_score_gradients(
     const AttentionParams& params, char* shared_memory, int stage, const RowOfBackward* rows,
-    Excluded<2, 4>& excluded, ScoresOfWarp& weights, ScoresOfWarp& gradients, Between&& between) {
+    const Excluded<2, 4>& excluded, const Excluded<2, 4>& dropped, ScoresOfWarp& weights,
+    ScoresOfWarp& gradients, Between&& between) {
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
-  using BiasTile = typename Memory::BiasTile;
   const uint32_t memory = shared_address(shared_memory);
   const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
   const QueryTile query_tile{memory + Memory::kStagesAt + stage * Memory::kStageBytes};
@@ -68,34 +93,27 @@ __device__ __forceinline__ void find_score_gradients(
   const BackwardWarp warp;
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
                                  FragmentsAcross<QueryTile>(query_tile, warp.query));
-  if constexpr (kBias == BiasKind::kTile) {
-    using Fragments = TransposedFragments<BiasTile>;
-    const Fragments fragments(BiasTile{memory + Memory::kBiasAt}, warp.key, warp.query);
-    add_bias(weights, params.scale, TileBias<T, Fragments>{fragments});
-  } else if constexpr (kBias == BiasKind::kAny) {
-    using FloatBias = typename Memory::FloatBias;
-    const FloatBias tile{reinterpret_cast<float*>(shared_memory + Memory::kBiasAt),
-                         params.is_relative};
-    add_bias(weights, params.scale, TransposedFloatBias<FloatBias>(tile, warp.key, warp.query));
-  }
+  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasAt};
+  bias.template add_to<true>(weights, warp.query, warp.key);
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
                                  FragmentsAcross<QueryTile>(gradient_tile, warp.query));
+  dropped.apply(gradients, 0.f);
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
-  const RowOfBackward* const columns = rows + warp.query + thread_index_anew() % 4 * 2;
+  const RowOfBackward* const columns = rows + warp.query + FirstElement().column;
   bool is_finite = true;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
 #pragma unroll
     for (int right = 0; right < 2; ++right) {
-      const RowOfBackward row = columns[n * 8 + right];
+      const RowOfBackward row = columns[column_offset(n, right)];
       is_finite = is_finite && fabsf(row.delta) < INFINITY;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float &weight = weights[i / 2][n][i % 2 * 2 + right],
               &gradient = gradients[i / 2][n][i % 2 * 2 + right];
         weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.max), kLog2E, -row.log2_sum));
-        gradient = (gradient - row.delta) * weight;
+        gradient = fmaf(gradient, params.dropout.factor, -row.delta) * weight;
       }
     }
   }
@@ -109,25 +127,17 @@ __device__ __forceinline__ void find_score_gradients(
   }
   excluded.apply(weights, 0.f);
   excluded.apply(gradients, 0.f);
+  dropped.apply(weights, 0.f);
 }
 
 // To where all warps find them: a tile at an offset of the shared memory.
 template <class T, class ScoreTile>
 __device__ inline void share_scores(char* tile, const ScoresOfWarp& scores) {
   const BackwardWarp warp;
-  const int lane = thread_index_anew() % 32;
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<uint32_t*>(
-            tile + ScoreTile::offset(warp.key + m * 16 + half * 8 + lane / 4, warp.query / 8 + n) +
-            lane % 4 * 4) = round_pair<T>(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
-      }
-    }
-  }
+  for (int m = 0; m < 2; ++m)
+    store_to_tile<T, ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], {1.f, 1.f},
+                                warp.query / 8);
 }
 
 }  // namespace megasoftmax

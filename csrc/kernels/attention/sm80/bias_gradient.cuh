@@ -1,53 +1,78 @@
 #pragma once
 // dB = dS, or its sums over what shares an entry of the bias.
+//
+// Each kind of gradient is a policy. A step of the backward offers it the gradients of a tile of
+// scores twice: `take` has what this warp holds in registers, in float32; `take_shared` has the
+// block's tile in 16 bits, as products read it. A bias in 16 bits gets the latter.
 
 #include "backward_tile.cuh"
 
 namespace megasoftmax {
 
-// A gradient that has an entry for each score, [..., queries, keys]: number `entry` of its heads.
+// The first score of a tile.
+struct FirstScore {
+  int batch, head, query, key;
+};
 
-// In float32, from registers: eight lanes write, or add to, eight neighbours.
+// A gradient with an entry for each score of a head of the bias: [..., queries, keys].
+template <class Element>
+__device__ inline Element* bias_gradient_at(const AttentionBackwardParams& params,
+                                            int64_t bias_head, int query, int key) {
+  return static_cast<Element*>(params.bias_gradient) +
+         (bias_head * params.queries + query) * params.keys + key;
+}
+
+struct NoBiasGradient {
+  template <class... Arguments>
+  __device__ static void take(const Arguments&...) {}
+  template <class... Arguments>
+  __device__ static void take_shared(const Arguments&...) {}
+};
+
+// Of a bias in float32, dense, or added up over what shares an entry: eight lanes write, or add to,
+// eight neighbours.
 template <bool kAdds>
-__device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
-                                           const ScoresOfWarp& gradients, int64_t entry,
-                                           int first_query, int first_key) {
-  const BackwardWarp warp;
-  const int lane = thread_index_anew() % 32;
-  const int query = first_query + warp.query + lane % 4 * 2, key = first_key + warp.key + lane / 4;
-  float* const first = static_cast<float*>(params.bias_gradient) +
-                       (entry * params.queries + query) * params.keys + key;
-  const auto store = [&]<bool kIsWhole>() {
+struct FloatBiasGradient : NoBiasGradient {
+  int64_t bias_head;
+
+  __device__ void take(const AttentionBackwardParams& params, const FirstScore& at,
+                       const ScoresOfWarp& gradients) {
+    const BackwardWarp warp;
+    const FirstElement mine;
+    const int query = at.query + warp.query + mine.column, key = at.key + warp.key + mine.row;
+    float* const first = bias_gradient_at<float>(params, bias_head, query, key);
+    const auto store = [&]<bool kIsWhole>() {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < 4; ++n) {
 #pragma unroll
-      for (int right = 0; right < 2; ++right) {
-        if (!kIsWhole && query + n * 8 + right >= params.queries) continue;
-        float* const row = first + int64_t{n * 8 + right} * params.keys;
+        for (int right = 0; right < 2; ++right) {
+          const int column = column_offset(n, right);
+          if (!kIsWhole && query + column >= params.queries) continue;
+          float* const entries = first + int64_t{column} * params.keys;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < 2; ++m) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int at = m * 16 + half * 8;
-            if (!kIsWhole && key + at >= params.keys) continue;
-            const float gradient = gradients[m][n][half * 2 + right];
-            if constexpr (kAdds) {
-              add_to_global(row + at, gradient);
-            } else {
-              row[at] = gradient;
+            for (int i = right; i < 4; i += 2) {
+              const int row = row_offset(m, i);
+              if (!kIsWhole && key + row >= params.keys) continue;
+              if constexpr (kAdds) {
+                add_to_global(entries + row, gradients[m][n][i]);
+              } else {
+                entries[row] = gradients[m][n][i];
+              }
             }
           }
         }
       }
+    };
+    // A branch around each addition costs several: whole tiles have none.
+    if (at.query + warp.query + 32 <= params.queries && at.key + warp.key + 32 <= params.keys) {
+      store.template operator()<true>();
+    } else {
+      store.template operator()<false>();
     }
-  };
-  // A branch around each addition costs several: whole tiles have none.
-  if (first_query + warp.query + 32 <= params.queries && first_key + warp.key + 32 <= params.keys) {
-    store.template operator()<true>();
-  } else {
-    store.template operator()<false>();
   }
-}
+};
 
 // Elements of a tile of scores for this lane: of column lane / 4 of eight, 8 neighbours of 32 rows,
 // from number lane % 4 * 8 on.
@@ -74,169 +99,167 @@ struct FragmentsAlong : Fragments<ScoreTile> {
   }
 };
 
-// In 16 bits, from the block's tile: each warp 16 queries and 64 keys.
-template <class T, class ScoreTile>
-__device__ inline void store_bias_gradient(const AttentionBackwardParams& params,
-                                           const ScoreTile& tile, int64_t entry, int first_query,
-                                           int first_key) {
-  T* const out = static_cast<T*>(params.bias_gradient) + entry * params.queries * params.keys;
-  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
-  constexpr int kQueryBlocks = ScoreTile::kColumns / 16;
-  const FragmentsAlong<ScoreTile> fragments(tile);
-  const bool has_chunks = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
+// Of a bias in 16 bits, dense: each warp writes 16 queries and 64 keys.
+template <class ScoreTile>
+struct DenseBiasGradient : NoBiasGradient {
+  int64_t bias_head;
+
+  __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
+                              const char* scores) {
+    using T = typename ScoreTile::Element;
+    T* const out = bias_gradient_at<T>(params, bias_head, 0, 0);
+    const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+    constexpr int kQueryBlocks = ScoreTile::kColumns / 16;
+    const FragmentsAlong<ScoreTile> fragments(ScoreTile{shared_address(scores)});
+    const bool has_chunks = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
 #pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    const int column = warp % kQueryBlocks * 16 + block % 2 * 8;
-    const int row = warp / kQueryBlocks * 64 + block / 2 * 32;
-    uint32_t pairs[4];
-    fragments.load(pairs, row, column);
-    const int query = first_query + column + lane / 4, key = first_key + row + lane % 4 * 8;
-    if (query >= params.queries || key >= params.keys) continue;
-    T* const place = out + int64_t{query} * params.keys + key;
-    if (has_chunks) {
-      *reinterpret_cast<uint4*>(place) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      continue;
-    }
+    for (int block = 0; block < 4; ++block) {
+      const int column = warp % kQueryBlocks * 16 + block % 2 * 8;
+      const int row = warp / kQueryBlocks * 64 + block / 2 * 32;
+      uint32_t pairs[4];
+      fragments.load(pairs, row, column);
+      const int query = at.query + column + lane / 4, key = at.key + row + lane % 4 * 8;
+      if (query >= params.queries || key >= params.keys) continue;
+      T* const place = out + int64_t{query} * params.keys + key;
+      if (has_chunks) {
+        *reinterpret_cast<uint4*>(place) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        continue;
+      }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const T* const pair = reinterpret_cast<const T*>(pairs + i);
-      if (has_pairs) {
-        if (key + 2 * i < params.keys) reinterpret_cast<uint32_t*>(place)[i] = pairs[i];
-      } else {
-        if (key + 2 * i < params.keys) place[2 * i] = pair[0];
-        if (key + 2 * i + 1 < params.keys) place[2 * i + 1] = pair[1];
+      for (int i = 0; i < 4; ++i) {
+        const T* const pair = reinterpret_cast<const T*>(pairs + i);
+        if (has_pairs) {
+          if (key + 2 * i < params.keys) reinterpret_cast<uint32_t*>(place)[i] = pairs[i];
+        } else {
+          if (key + 2 * i < params.keys) place[2 * i] = pair[0];
+          if (key + 2 * i + 1 < params.keys) place[2 * i + 1] = pair[1];
+        }
       }
     }
   }
-}
+};
 
-// Added to sums in float32, from the block's tile: a warp takes 32 keys of a query together, since
-// an addition costs what the lines of the cache cost that it touches.
-template <class T, class ScoreTile>
-__device__ inline void add_to_bias_gradient(const AttentionBackwardParams& params,
-                                            const char* scores, int64_t entry, int first_query,
-                                            int first_key) {
-  constexpr int kChunks = 4, kParts = ScoreTile::kColumns / 8 / kChunks;
-  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
-  const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
-  const int query = first_query + first_chunk * 8, key = first_key + row;
-  if (key >= params.keys) return;
-  float* const first = static_cast<float*>(params.bias_gradient) +
-                       (entry * params.queries + query) * params.keys + key;
-  const auto add = [&]<bool kIsWhole>() {
+// Of a bias in 16 bits, added up in float32 over what shares an entry: a warp takes 32 keys of a
+// query together, since an addition costs what the lines of the cache cost that it touches.
+template <class ScoreTile>
+struct SharedBiasGradient : NoBiasGradient {
+  int64_t bias_head;
+
+  __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
+                              const char* scores) {
+    constexpr int kChunks = 4, kParts = ScoreTile::kColumns / 8 / kChunks;
+    const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+    const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
+    const int query = at.query + first_chunk * 8, key = at.key + row;
+    if (key >= params.keys) return;
+    float* const first = bias_gradient_at<float>(params, bias_head, query, key);
+    const auto add = [&]<bool kIsWhole>() {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const auto gradients = *reinterpret_cast<const Pack<T, 8>*>(
-          scores + ScoreTile::offset(row, first_chunk + chunk));
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const auto gradients = *reinterpret_cast<const Pack<typename ScoreTile::Element, 8>*>(
+            scores + ScoreTile::offset(row, first_chunk + chunk));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (kIsWhole || query + chunk * 8 + i < params.queries)
-          add_to_global(first + int64_t{chunk * 8 + i} * params.keys, gradients[i]);
+        for (int i = 0; i < 8; ++i) {
+          if (kIsWhole || query + chunk * 8 + i < params.queries)
+            add_to_global(first + int64_t{chunk * 8 + i} * params.keys, gradients[i]);
+        }
+      }
+    };
+    if (query + kChunks * 8 <= params.queries) {
+      add.template operator()<true>();
+    } else {
+      add.template operator()<false>();
+    }
+  }
+};
+
+// Sums over queries, of this warp's keys, in registers until the last tile of a head. Two warps
+// have the same keys: each adds once, so that their order does not matter.
+struct KeysBiasGradient : NoBiasGradient {
+  float (&sums)[2][2];
+  bool is_last_of_head;
+
+  __device__ void take(const AttentionBackwardParams& params, const FirstScore& at,
+                       const ScoresOfWarp& gradients) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[m][i / 2] += gradients[m][n][i];
       }
     }
-  };
-  if (query + kChunks * 8 <= params.queries) {
-    add.template operator()<true>();
-  } else {
-    add.template operator()<false>();
-  }
-}
-
-// Index of the bias head that (batch, head) reads.
-__device__ inline int64_t entry_of_bias(const AttentionBackwardParams& params, int batch,
-                                        int head) {
-  int bias_batch, bias_head, rest;
-  params.batches_per_bias.split(batch, bias_batch, rest);
-  params.heads_per_bias.split(head, bias_head, rest);
-  return bias_batch * (params.heads / params.heads_per_bias.divisor) + bias_head;
-}
-
-// What a step of the backward leaves of a dense or shared gradient: in float32 what registers hold.
-__device__ inline void leave_bias_gradient(const AttentionBackwardParams& params,
-                                           const ScoresOfWarp& gradients, int batch, int head,
-                                           int first_query, int first_key) {
-  if (params.bias.type != DType::kFloat32) return;
-  if (params.bias_gradient_kind == BiasGradient::kDense) {
-    store_bias_gradient<false>(params, gradients, entry_of_bias(params, batch, head), first_query,
-                               first_key);
-  } else if (params.bias_gradient_kind == BiasGradient::kShared) {
-    store_bias_gradient<true>(params, gradients, entry_of_bias(params, batch, head), first_query,
-                              first_key);
-  }
-}
-
-// The same of a bias in 16 bits, from the block's tile, as products read it.
-template <class T, class ScoreTile>
-__device__ inline void leave_bias_gradient(const AttentionBackwardParams& params,
-                                           const char* scores, int batch, int head, int first_query,
-                                           int first_key) {
-  if (params.bias.type == DType::kFloat32) return;
-  if (params.bias_gradient_kind == BiasGradient::kDense) {
-    store_bias_gradient<T>(params, ScoreTile{shared_address(scores)},
-                           entry_of_bias(params, batch, head), first_query, first_key);
-  } else if (params.bias_gradient_kind == BiasGradient::kShared) {
-    add_to_bias_gradient<T, ScoreTile>(params, scores, entry_of_bias(params, batch, head),
-                                       first_query, first_key);
-  }
-}
-
-// Sums over queries; what a warp has of its keys is added with the last tile of a head, once by
-// each of two warps, so that their order does not matter.
-__device__ inline void add_to_key_sums(const AttentionBackwardParams& params,
-                                       const ScoresOfWarp& gradients, float (&sums)[2][2],
-                                       int batch, int head, int first_key, bool is_last) {
+    if (!is_last_of_head) return;
+    const BackwardWarp warp;
+    const FirstElement mine;
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[m][i / 2] += gradients[m][n][i];
+      for (int half = 0; half < 2; ++half) {
+        const float sum = sum_of_row(sums[m][half]);
+        const int key = at.key + warp.key + mine.row + row_offset(m, 2 * half);
+        if (mine.column == 0 && key < params.keys)
+          atomicAdd(static_cast<float*>(params.bias_gradient) +
+                        (int64_t{at.batch} * params.heads + at.head) * params.keys + key,
+                    sum);
+        sums[m][half] = 0.f;
+      }
     }
   }
-  if (!is_last) return;
-  const BackwardWarp warp;
-  const int lane = thread_index_anew() % 32;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = sums[m][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int key = first_key + warp.key + m * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && key < params.keys)
-        atomicAdd(static_cast<float*>(params.bias_gradient) +
-                      (int64_t{batch} * params.heads + head) * params.keys + key,
-                  sum);
-      sums[m][half] = 0.f;
-    }
-  }
-}
+};
 
 // Sums along diagonals, each by one thread in one order. Each tile of keys has sums of its own:
 // [batches, heads, tiles, kKeys - 1 + queries], of which number d is that of key - first key -
 // query = d - (queries - 1).
-template <class T, int kThreads, class ScoreTile>
-__device__ inline void add_to_diagonals(const AttentionBackwardParams& params, const char* scores,
-                                        int batch, int head, int tile, int first_query) {
-  constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
-  static_assert(kKeys + kQueries - 1 <= kThreads);
-  const int thread = thread_index_anew();
-  const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
-  float* const sums = static_cast<float*>(params.bias_gradient) +
-                      ((int64_t{batch} * params.heads + head) * tiles + tile) * diagonals;
-  // Key - query inside the tile.
-  const int distance = thread - (kQueries - 1);
-  if (distance >= kKeys) return;
-  float sum = 0.f;
-  const int begin = max(distance, 0), end = min(distance + kQueries, kKeys);
-  for (int key = begin; key < end; ++key) {
-    const int query = key - distance;
-    sum += to_float(
-        *reinterpret_cast<const T*>(scores + ScoreTile::offset(key, query / 8) + query % 8 * 2));
+template <class ScoreTile>
+struct DiagonalsBiasGradient : NoBiasGradient {
+  __device__ static void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
+                                     const char* scores) {
+    constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
+    const int thread = thread_index_anew();
+    const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
+    float* const sums =
+        static_cast<float*>(params.bias_gradient) +
+        ((int64_t{at.batch} * params.heads + at.head) * tiles + at.key / kKeys) * diagonals;
+    // Key - query inside the tile.
+    const int distance = thread - (kQueries - 1);
+    if (distance >= kKeys) return;
+    float sum = 0.f;
+    const int begin = max(distance, 0), end = min(distance + kQueries, kKeys);
+    for (int key = begin; key < end; ++key) {
+      const int query = key - distance;
+      sum += to_float(*reinterpret_cast<const typename ScoreTile::Element*>(
+          scores + ScoreTile::offset(key, query / 8) + query % 8 * 2));
+    }
+    const int64_t diagonal = distance - at.query + params.queries - 1;
+    if (diagonal >= 0) sums[diagonal] += sum;
   }
-  const int64_t diagonal = distance - first_query + params.queries - 1;
-  if (diagonal >= 0) sums[diagonal] += sum;
+};
+
+// Calls body(policy) for the gradient that blocks of keys make in a launch.
+template <BiasKind kBias, class ScoreTile, class Body>
+__device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams& params,
+                                                   const FirstScore& at, float (&key_sums)[2][2],
+                                                   bool is_last_of_head, Body&& body) {
+  if constexpr (kBias != BiasKind::kNone) {
+    const bool is_float = kBias == BiasKind::kAny && params.bias.type == DType::kFloat32;
+    const auto bias_head = [&] {
+      int batch, head, rest;
+      params.batches_per_bias.split(at.batch, batch, rest);
+      params.heads_per_bias.split(at.head, head, rest);
+      return batch * params.bias_heads() + head;
+    };
+    const BiasGradient kind = params.bias_gradient_kind;
+    // A switch would become a table of jumps, which costs registers.
+    if (kind == BiasGradient::kDense)
+      is_float ? body(FloatBiasGradient<false>{{}, bias_head()})
+               : body(DenseBiasGradient<ScoreTile>{{}, bias_head()});
+    if (kind == BiasGradient::kShared)
+      is_float ? body(FloatBiasGradient<true>{{}, bias_head()})
+               : body(SharedBiasGradient<ScoreTile>{{}, bias_head()});
+    if (kind == BiasGradient::kKeys) body(KeysBiasGradient{{}, key_sums, is_last_of_head});
+    if (kind == BiasGradient::kDiagonals) body(DiagonalsBiasGradient<ScoreTile>{});
+  }
 }
 
 // dB of a bias that batches or heads share: a block owns a tile of 64 queries and some keys of it,
@@ -261,8 +284,6 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     first_key = tile % key_tiles * kKeys;
     first_query = tile / key_tiles * kQueries;
   }
-  const int64_t entry =
-      int64_t{bias_batch} * (params.heads / params.heads_per_bias.divisor) + bias_head;
   const int heads = static_cast<int>(params.heads_per_bias.divisor);
   const int members = heads * static_cast<int>(params.batches_per_bias.divisor);
   const auto place_of = [&](int member, int& head, int& batch) {
@@ -292,16 +313,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   const auto copy_keys_and_queries = [&](int member) {
     copy(0, params.key, member, true, params.head_dim);
     copy(Memory::kStagesAt, params.query, member, false, params.head_dim);
-    const int thread = thread_index_anew();
-    if (thread < kQueries) {
-      int head, batch;
-      place_of(member, head, batch);
-      const int64_t row =
-          (int64_t{batch} * params.heads + head) * params.queries + first_query + thread;
-      start_copy_of(shared_address(rows + member % 2 * kQueries + thread),
-                    params.rows_of_backward + min(row, params.rows() - 1),
-                    first_query + thread < params.queries ? 16 : 0);
-    }
+    int head, batch;
+    place_of(member, head, batch);
+    start_copy_of_rows<kQueries>(params, rows + member % 2 * kQueries, batch, head, first_query);
     end_copies();
   };
   const auto copy_values_and_gradients = [&](int member) {
@@ -312,22 +326,14 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   };
 
   {
-    const BiasRows<T> bias(params, bias_batch * static_cast<int>(params.batches_per_bias.divisor),
-                           bias_head * heads);
-    if constexpr (kBias == BiasKind::kTile) {
-      typename Memory::BiasTile{memory + Memory::kBiasAt}.template start_copy<kThreads>(
-          bias.row(first_query) + first_key, bias.query_stride, params.queries - first_query,
-          params.keys - first_key);
-    } else {
-      const typename Memory::FloatBias tile{
-          reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      tile.template fill<kThreads>(bias, first_query, first_key, params.queries, params.keys);
-    }
+    int head, batch;
+    place_of(0, head, batch);
+    typename Memory::Bias{params, shared_memory + Memory::kBiasAt}.template fill<kThreads>(
+        batch, head, first_query, first_key);
   }
-  const bool is_all_inside =
-      first_key + kKeys <= params.keys && first_query + kQueries <= params.queries &&
-      params.mask.data == nullptr && visible_keys(params, first_query).end >= first_key + kKeys &&
-      visible_keys(params, last_query).begin <= first_key;
+  const bool is_cut = first_key + kKeys > params.keys || first_query + kQueries > params.queries ||
+                      visible_keys(params, first_query).end < first_key + kKeys ||
+                      visible_keys(params, last_query).begin > first_key;
   ScoresOfWarp sums = {};
   copy_keys_and_queries(0);
   copy_values_and_gradients(0);
@@ -335,17 +341,19 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   for (int member = 0; member < members; ++member) {
     wait_for_older_copies<1>();
     __syncthreads();  // keys and queries are there
+    int head, batch;
+    place_of(member, head, batch);
     Excluded<2, 4> excluded;
-    if (!is_all_inside) {
-      int head, batch;
-      place_of(member, head, batch);
+    if (is_cut || params.note.words != nullptr) {
       const BackwardWarp warp;
       excluded.template find<true>(params, batch, head, first_query + warp.query,
-                                   first_key + warp.key);
+                                   first_key + warp.key, is_cut);
     }
+    const Excluded<2, 4> dropped = find_dropped(params, batch, head, first_query, first_key);
     ScoresOfWarp scores = {}, gradients = {};
     find_score_gradients<T, kBias, Memory>(
-        params, shared_memory, 0, rows + member % 2 * kQueries, excluded, scores, gradients, [&] {
+        params, shared_memory, 0, rows + member % 2 * kQueries, excluded, dropped, scores,
+        gradients, [&] {
           wait_for_copies();
           __syncthreads();  // values and gradients are there, keys and queries are used up
           if (member + 1 < members) copy_keys_and_queries(member + 1);
@@ -356,41 +364,43 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     __syncthreads();  // values and gradients are used up
     if (member + 1 < members) copy_values_and_gradients(member + 1);
   }
+  const int64_t bias_entry = bias_batch * params.bias_heads() + bias_head;
+  const FirstScore at{.query = first_query, .key = first_key};
   if (params.bias.type == DType::kFloat32) {
-    store_bias_gradient<false>(params, sums, entry, first_query, first_key);
+    FloatBiasGradient<false>{{}, bias_entry}.take(params, at, sums);
   } else {
-    share_scores<T, typename Memory::ScoreTile>(shared_memory + Memory::kScores, sums);
+    using ScoreTile = typename Memory::ScoreTile;
+    share_scores<T, ScoreTile>(shared_memory + Memory::kScores, sums);
     __syncthreads();
-    store_bias_gradient<T>(params, typename Memory::ScoreTile{memory + Memory::kScores}, entry,
-                           first_query, first_key);
+    DenseBiasGradient<ScoreTile>{{}, bias_entry}.take_shared(params, at,
+                                                             shared_memory + Memory::kScores);
   }
 }
 
 // The gradient of a relative bias from sums of diagonals, an entry per thread.
-static __global__ void __launch_bounds__(256)
-    attention_diagonals_kernel(const __grid_constant__ AttentionBackwardParams params, int tile,
-                               float* table) {
+template <int kKeys>
+__global__ void __launch_bounds__(256)
+    attention_diagonals_kernel(const __grid_constant__ AttentionBackwardParams params) {
   const int entries = params.queries + params.keys - 1;
-  const int64_t bias_heads = params.heads / params.heads_per_bias.divisor;
-  const int64_t bias_batches = params.batches / params.batches_per_bias.divisor;
+  const int64_t bias_heads = params.bias_heads();
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= bias_batches * bias_heads * entries) return;
+  if (i >= params.bias_batches() * bias_heads * entries) return;
   const int64_t of_table = i / entries;
   const int entry = static_cast<int>(i - of_table * entries);
   const int64_t first_head = of_table % bias_heads * params.heads_per_bias.divisor;
   const int64_t first_batch = of_table / bias_heads * params.batches_per_bias.divisor;
-  const int tiles = divide_up(params.keys, tile), diagonals = tile - 1 + params.queries;
+  const int tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
   float sum = 0.f;
   for (int64_t batch = first_batch; batch < first_batch + params.batches_per_bias.divisor;
        ++batch) {
     for (int64_t head = first_head; head < first_head + params.heads_per_bias.divisor; ++head) {
       const float* const sums = static_cast<const float*>(params.bias_gradient) +
                                 (batch * params.heads + head) * tiles * diagonals;
-      for (int t = max(entry - diagonals + tile, 0) / tile; t < tiles && t * tile <= entry; ++t)
-        sum += sums[int64_t{t} * diagonals + entry - t * tile];
+      for (int t = max(entry - diagonals + kKeys, 0) / kKeys; t < tiles && t * kKeys <= entry; ++t)
+        sum += sums[int64_t{t} * diagonals + entry - t * kKeys];
     }
   }
-  table[i] = sum;
+  params.table_gradient[i] = sum;
 }
 
 }  // namespace megasoftmax

@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const FirstElement mine(threadIdx.x);
   int split, first_row, key_head, batch;
   {
     int tile;
@@ -59,20 +60,38 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     params.row_tiles.split(tile, split, row_tile);
     first_row = row_tile * 16;
   }
-  const int begin = split * params.keys_per_split;
-  const int end = min(begin + params.keys_per_split, params.keys);
+  // What the rows of a lane see, and what of the keys that any row sees is this split's.
+  KeyRange visible[2];
+  int begin, end;
+  {
+    int first_seen = params.keys, last_seen = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
+      visible[half] =
+          row.is_row ? visible_keys(params, batch, row.head, row.query) : KeyRange{0, 0};
+      first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
+      last_seen = max(last_seen, visible[half].end);
+    }
+    const int seen = __reduce_max_sync(~0u, last_seen);
+    begin = max(__reduce_min_sync(~0u, first_seen), 0) / kDecodeKeys * kDecodeKeys;
+    const int keys = divide_up(max(seen - begin, 0), params.splits);
+    const int keys_per_split = divide_up(keys, kDecodeKeys) * kDecodeKeys;
+    begin += split * keys_per_split;
+    end = min(begin + keys_per_split, seen);
+  }
 
   // Queries, as matrices `a`.
   uint32_t queries[kDim / 16][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
+    const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
     const T* const source = params.query.row<const T>(batch, row.head, row.query);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
-        const int column = step * 16 + right * 8 + lane % 4 * 2;
+        const int column = mine.column + column_offset(2 * step + right, 0);
         queries[step][2 * right + half] = row.is_row && column < params.head_dim
                                               ? *reinterpret_cast<const uint32_t*>(source + column)
                                               : 0;
@@ -110,8 +129,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     Excluded<1, kN> excluded;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const DecodeRow row(params, key_head, first_row + half * 8 + lane / 4);
-      const KeyRange visible = visible_keys(params, row.query);
+      const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
       const bool* const mask = params.mask.data == nullptr
                                    ? nullptr
                                    : params.mask.row<const bool>(batch, row.head, row.query);
@@ -119,8 +137,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int column = key + n * 8 + lane % 4 * 2 + i;
-          const bool is_visible = row.is_row && column < end && visible.contains(column);
+          const int column = key + mine.column + column_offset(n, i);
+          const bool is_visible = column < end && visible[half].contains(column);
           if (!is_visible || (mask != nullptr && mask[column * params.mask.column_stride]))
             excluded.add(0, n, 2 * half + i);
           if constexpr (kHasBias) {
@@ -164,17 +182,15 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   float* const ends = sums + kWarps * 16 * kPitch;  // largest logit and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp * 16 + half * 8 + lane / 4;
-    float sum = softmax.sum[0][half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (lane % 4 == 0) {
+    const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
+    const float sum = sum_of_row(softmax.sum[0][half]);
+    if (mine.column == 0) {
       ends[2 * row] = softmax.max[0][half];
       ends[2 * row + 1] = sum;
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
-      *reinterpret_cast<float2*>(sums + row * kPitch + n * 8 + lane % 4 * 2) = {
+      *reinterpret_cast<float2*>(sums + row * kPitch + mine.column + column_offset(n, 0)) = {
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
@@ -189,8 +205,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
       shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
-    const int64_t row_of_all =
-        (int64_t{batch} * params.heads + place.head) * params.queries + place.query;
+    const int64_t row_of_all = params.row_index(batch, place.head, place.query);
     float* const part =
         params.parts + (split * params.rows() + row_of_all) * (params.value_dim + 2);
     if (lane == 0) {
@@ -224,13 +239,8 @@ __global__ void __launch_bounds__(128)
   for (int split = 0; split < params.splits; ++split)
     sum += part(split)[params.value_dim + 1] *
            exp2_approximate((part(split)[params.value_dim] - max) * kLog2E);
-  const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
-  const RowEnd row_end(max, sum, sink, params.can_exclude);
-  if (lane == 0) {
-    params.statistics[row] = row_end.max;
-    params.statistics[rows + row] = row_end.log_sum;
-    params.statistics[2 * rows + row] = row_end.lse;
-  }
+  const RowEnd row_end(max, sum, sink_logit(params.sink, head), params.can_exclude);
+  if (lane == 0) row_end.store(params, row);
   T* const out = params.output.row<T>(batch, head, query);
   for (int column = lane; column < params.value_dim; column += 32) {
     float total = 0.f;

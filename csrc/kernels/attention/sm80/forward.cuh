@@ -9,6 +9,7 @@
 
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
+#include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../online_softmax.cuh"
@@ -16,23 +17,20 @@
 
 namespace megasoftmax {
 
-template <class T, int kIndex>
+template <class T, BiasKind kBias, int kIndex>
 struct ForwardMemory {
   static constexpr AttentionTile kTile = kAttentionForwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.queries();
+  static_assert(kKeys == kNoteTile && kQueries % kNoteTile == 0 && kNoteTile % kWarpQueries == 0);
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
-  using Bias = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys, kDim <= 128 ? 8 : 4>;
+  using Bias = SharedBias<T, kBias, kQueries, kKeys, kDim <= 128 ? 8 : 4>;
 
   // Queries, keys, values, bias.
   static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
-  static constexpr int bytes(BiasKind bias, int bias_stages) {
-    return kBiasOffset + (bias == BiasKind::kTile  ? bias_stages * Bias::kBytes
-                          : bias == BiasKind::kAny ? FloatBias::kBytes
-                                                   : 0);
-  }
+  static constexpr int kMaxBiasStages = kBias == BiasKind::kTile ? 2 : 1;
+  static constexpr int bytes(int bias_stages) { return kBiasOffset + bias_stages * Bias::kBytes; }
 };
 
 // What a block owns. Cheap enough to be found anew where it is needed seldom.
@@ -47,14 +45,15 @@ struct TileOfQueries {
   }
 };
 
-template <class T, BiasKind kBias, int kIndex>
+// Plain: without mask, ranges and dropout.
+template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
     attention_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
-  using Memory = ForwardMemory<T, kIndex>;
+  using Memory = ForwardMemory<T, kBias, kIndex>;
   using QueryTile = typename Memory::Queries;
   using KeyTile = typename Memory::Keys;
-  using BiasTile = typename Memory::Bias;
+  using BiasTile = typename Memory::Bias::Rows;
   constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
   constexpr int kWarpQueries = Memory::kWarpQueries, kQueries = Memory::kQueries;
   constexpr int kKeys = Memory::kKeys;
@@ -63,9 +62,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const QueryTile query_tile{shared_address(shared_memory)};
   const KeyTile key_tile{query_tile.address + QueryTile::kBytes};
   const KeyTile value_tile{key_tile.address + KeyTile::kBytes};
-  const typename Memory::FloatBias float_bias{
-      reinterpret_cast<float*>(shared_memory + Memory::kBiasOffset), params.is_relative};
 
+  [[maybe_unused]] KeyTiles<kQueries> tiles;
   int begin, end, all_visible_begin, all_visible_end, first_query;
   const T *key_rows, *value_rows;
   [[maybe_unused]] const T* bias_rows = nullptr;
@@ -78,7 +76,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     begin = first_sees.begin / kKeys * kKeys;
     end = last_sees.end;
     all_visible_begin = last_sees.begin;
-    all_visible_end = params.mask.data == nullptr ? first_sees.end - kKeys : -1;
+    all_visible_end = first_sees.end - kKeys;
+    if constexpr (!kIsPlain)
+      begin = tiles.from(params, block.batch, block.head, first_query, begin);
     int key_head, rest;
     params.heads_per_key_head.split(block.head, key_head, rest);
     key_rows = params.key.row<const T>(block.batch, key_head, 0);
@@ -93,20 +93,20 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   }
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
   // which has the keys.
-  const bool is_bias_ahead = kBias == BiasKind::kTile && params.bias_stages == 2;
-  const auto bias_tile_of = [&](int key) {
-    const int stage = is_bias_ahead ? key / kKeys % 2 : 0;
+  const bool is_bias_ahead = Memory::kMaxBiasStages == 2 && params.bias_stages == 2;
+  [[maybe_unused]] int bias_stage = 0;
+  const auto bias_tile_of = [&](int stage) {
     return BiasTile{query_tile.address + Memory::kBiasOffset + stage * BiasTile::kBytes};
   };
-  const auto copy_bias = [&](int key) {
+  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasOffset};
+  const auto copy_bias = [&](int key, int stage) {
     if constexpr (kBias == BiasKind::kTile) {
-      bias_tile_of(key).template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
-                                                      params.queries - first_query,
-                                                      params.keys - key);
+      bias_tile_of(stage).template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
+                                                        params.queries - first_query,
+                                                        params.keys - key);
     } else if constexpr (kBias == BiasKind::kAny) {
       const TileOfQueries block(params, kQueries);
-      float_bias.template fill<kThreads>(BiasRows<T>(params, block.batch, block.head),
-                                         block.first_query, key, params.queries, params.keys);
+      bias.template fill<kThreads>(block.batch, block.head, block.first_query, key);
     }
   };
   const auto copy_keys = [&](int key) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   OnlineSoftmax<kM> softmax(params.scale);
   if (begin < end) {
     copy_keys(begin);
-    copy_bias(begin);
+    copy_bias(begin, 0);
     end_copies();
   }
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpQueries;
@@ -128,7 +128,15 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const FragmentsDown<KeyTile> value_fragments(value_tile, 0);
 
 #pragma unroll 1
-  for (int key = begin; key < end; key += kKeys) {
+  for (int key = begin, next = 0; key < end; key = next) {
+    const bool is_cut = key < all_visible_begin || key > all_visible_end;
+    bool may_exclude = is_cut;
+    if constexpr (kIsPlain) {
+      next = key + kKeys;
+    } else {
+      may_exclude = is_cut || tiles.may_exclude(key);
+      next = tiles.after(params, key, [&] { return TileOfQueries(params, kQueries); });
+    }
     wait_for_copies();
     __syncthreads();  // keys and bias are there, the values before are used up
     value_tile.template start_copy<kThreads>(value_rows + key * params.value.query_stride,
@@ -136,23 +144,24 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                              params.value_dim);
     end_copies();
     if (is_bias_ahead) {
-      if (key + kKeys < end) copy_bias(key + kKeys);
+      if (next < end) copy_bias(next, bias_stage ^ 1);
       end_copies();
     }
 
     Excluded<kM, kN> excluded;
-    if (key < all_visible_begin || key > all_visible_end) {
+    if (may_exclude) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
-      excluded.template find<false>(params, block.batch, block.head, first_query, key);
+      excluded.template find<false, kIsPlain>(params, block.batch, block.head, first_query, key,
+                                              is_cut);
     }
     float scores[kM][kN][4] = {};
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
     if constexpr (kBias == BiasKind::kTile) {
-      const FragmentsDown<BiasTile> fragments(bias_tile_of(key), warp_row);
-      add_bias(scores, params.scale, TileBias<T, FragmentsDown<BiasTile>>{fragments});
-    } else if constexpr (kBias == BiasKind::kAny) {
-      add_bias(scores, params.scale, FloatBias<typename Memory::FloatBias>(float_bias, warp_row));
+      add_bias(scores, params.scale,
+               TileBias<T, false, BiasTile>(bias_tile_of(bias_stage), warp_row, 0));
+    } else {
+      bias.template add_to<false>(scores, warp_row, 0);
     }
     excluded.apply(scores, -INFINITY);
 
@@ -162,38 +171,40 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       wait_for_copies();
     }
     __syncthreads();  // values are there, keys and bias are used up
-    if (key + kKeys < end) {
-      copy_keys(key + kKeys);
-      if (!is_bias_ahead) copy_bias(key + kKeys);
+    if (next < end) {
+      copy_keys(next);
+      if (!is_bias_ahead) copy_bias(next, 0);
       end_copies();
     }
+    if (is_bias_ahead) bias_stage ^= 1;
     softmax.template step<kBias != BiasKind::kNone>(scores, output);
+    if (!kIsPlain && params.dropout.seed != nullptr) {
+      const TileOfQueries block(params, kQueries);
+      const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
+      for_each_dropped<false, kM, kN>(params, block.batch, block.head, first_query, key,
+                                      [&](int m, int n, int i) { scores[m][n][i] = 0.f; });
+    }
     multiply_weights<T>(output, scores, value_fragments);
   }
   const TileOfQueries block(params, kQueries);
   const int head = block.head, batch = block.batch;
-  const int lane = thread_index_anew() % 32, warp = thread_index_anew() / 32;
+  const FirstElement mine;
+  const int warp = thread_index_anew() / 32;
   const int warp_query = block.first_query + warp * kWarpQueries;
-  const float sink = params.sink.is_present() ? sink_logit(params.sink, head) : -INFINITY;
-  const int64_t rows = params.rows(),
-                first_row = (int64_t{batch} * params.heads + head) * params.queries + warp_query;
+  const float sink = sink_logit(params.sink, head);
+  const int64_t first_row = params.row_index(batch, head, warp_query);
   float factors[kM][2];
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = softmax.sum[m][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd row_end(softmax.max[m][half], sum, sink, params.can_exclude);
-      const int row = m * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && warp_query + row < params.queries) {
-        params.statistics[first_row + row] = row_end.max;
-        params.statistics[rows + first_row + row] = row_end.log_sum;
-        params.statistics[2 * rows + first_row + row] = row_end.lse;
-      }
-      factors[m][half] = row_end.factor;
+      const RowEnd row_end(softmax.max[m][half], sum_of_row(softmax.sum[m][half]), sink,
+                           params.can_exclude);
+      const int row = mine.row + row_offset(m, 2 * half);
+      if (mine.column == 0 && warp_query + row < params.queries)
+        row_end.store(params, first_row + row);
+      factors[m][half] = kIsPlain ? row_end.factor : row_end.factor * params.dropout.factor;
     }
   }
   // Through what held this warp's queries.

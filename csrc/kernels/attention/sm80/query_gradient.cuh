@@ -7,29 +7,25 @@
 
 namespace megasoftmax {
 
-template <class T, int kIndex>
+template <class T, BiasKind kBias, int kIndex>
 struct QueryGradientMemory {
   static constexpr int kDim = kAttentionBackwardTiles[kIndex].head_dim;
   static constexpr int kQueries = kInOrderQueries, kKeys = kInOrderKeys;
   static constexpr int kThreads = 2 * kQueries;  // 16 queries a warp
+  static_assert(kQueries == kNoteTile && kKeys == kNoteTile);
   using Rows = Tile<T, kQueries, kDim>;
-  using Bias = Tile<T, kQueries, kKeys>;
-  using FloatBias = FloatBiasTile<kQueries, kKeys, 8>;
+  using Bias = SharedBias<T, kBias, kQueries, kKeys, 8>;
 
   static constexpr int kGradients = Rows::kBytes, kKeysAt = 2 * Rows::kBytes;
   static constexpr int kValues = 3 * Rows::kBytes, kBiasAt = 4 * Rows::kBytes;
-  static constexpr int bytes(BiasKind bias) {
-    return kBiasAt + (bias == BiasKind::kTile  ? Bias::kBytes
-                      : bias == BiasKind::kAny ? FloatBias::kBytes
-                                               : 0);
-  }
+  static constexpr int kBytes = kBiasAt + Bias::kBytes;
 };
 
 template <class T, BiasKind kBias, int kIndex>
-__global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
+__global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThreads)
     attention_query_gradient_in_order_kernel(
         const __grid_constant__ AttentionBackwardParams params) {
-  using Memory = QueryGradientMemory<T, kIndex>;
+  using Memory = QueryGradientMemory<T, kBias, kIndex>;
   using Rows = typename Memory::Rows;
   constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
   constexpr int kQueries = Memory::kQueries, kKeys = Memory::kKeys;
@@ -38,6 +34,7 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
   const uint32_t memory = shared_address(shared_memory);
   const Rows query_tile{memory}, gradient_tile{memory + Memory::kGradients};
   const Rows key_tile{memory + Memory::kKeysAt}, value_tile{memory + Memory::kValues};
+  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasAt};
 
   int head, batch, first_query, key_head;
   {
@@ -57,54 +54,48 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
   copy(query_tile, params.query, head, first_query, params.queries, params.head_dim);
   copy(gradient_tile, params.output_gradient, head, first_query, params.queries, params.value_dim);
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const FirstElement mine(threadIdx.x);
   RowOfBackward rows[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = min(first_query + warp_row + half * 8 + lane / 4, params.queries - 1);
-    rows[half] =
-        params.rows_of_backward[(int64_t{batch} * params.heads + head) * params.queries + query];
+    const int query =
+        min(first_query + warp_row + mine.row + row_offset(0, 2 * half), params.queries - 1);
+    rows[half] = params.rows_of_backward[params.row_index(batch, head, query)];
   }
   wait_for_copies();
   __syncthreads();
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   float query_gradient[1][kColumns][4] = {};
+  KeyTiles<kQueries> tiles;
+  const auto block = [&] {
+    struct Block {
+      int first_query, head, batch;
+    };
+    return Block{first_query, head, batch};
+  };
 #pragma unroll 1
-  for (int key = first_sees.begin / kKeys * kKeys; key < last_sees.end; key += kKeys) {
+  for (int key = tiles.from(params, batch, head, first_query, first_sees.begin / kKeys * kKeys);
+       key < last_sees.end; key = tiles.after(params, key, block)) {
     copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
     copy(value_tile, params.value, key_head, key, params.keys, params.value_dim);
-    if constexpr (kBias != BiasKind::kNone) {
-      const BiasRows<T> bias(params, batch, head);
-      if constexpr (kBias == BiasKind::kTile) {
-        typename Memory::Bias{memory + Memory::kBiasAt}.template start_copy<kThreads>(
-            bias.row(first_query) + key, bias.query_stride, params.queries - first_query,
-            params.keys - key);
-      } else {
-        const typename Memory::FloatBias tile{
-            reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-        tile.template fill<kThreads>(bias, first_query, key, params.queries, params.keys);
-      }
-    }
+    if constexpr (kBias != BiasKind::kNone)
+      bias.template fill<kThreads>(batch, head, first_query, key);
     wait_for_copies();
     __syncthreads();
     Excluded<1, kN> excluded;
-    if (params.mask.data != nullptr || key < last_sees.begin || key + kKeys > first_sees.end ||
-        first_query + kQueries > params.queries)
-      excluded.template find<false>(params, batch, head, first_query + warp_row, key);
+    const bool is_cut = key < last_sees.begin || key + kKeys > first_sees.end ||
+                        first_query + kQueries > params.queries;
+    if (is_cut || tiles.may_exclude(key))
+      excluded.template find<false>(params, batch, head, first_query + warp_row, key, is_cut);
     float weights[1][kN][4] = {}, gradients[1][kN][4] = {};
     multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
                            FragmentsAcross<Rows>(key_tile, 0));
-    if constexpr (kBias == BiasKind::kTile) {
-      using Fragments = FragmentsDown<typename Memory::Bias>;
-      const Fragments fragments(typename Memory::Bias{memory + Memory::kBiasAt}, warp_row);
-      add_bias(weights, params.scale, TileBias<T, Fragments>{fragments});
-    } else if constexpr (kBias == BiasKind::kAny) {
-      const typename Memory::FloatBias tile{
-          reinterpret_cast<float*>(shared_memory + Memory::kBiasAt), params.is_relative};
-      add_bias(weights, params.scale, FloatBias<typename Memory::FloatBias>(tile, warp_row));
-    }
+    bias.template add_to<false>(weights, warp_row, 0);
     multiply_rows<T, kDim>(gradients, FragmentsDown<Rows>(gradient_tile, warp_row),
                            FragmentsAcross<Rows>(value_tile, 0));
+    if (params.dropout.seed != nullptr)
+      for_each_dropped<false, 1, kN>(params, batch, head, first_query + warp_row, key,
+                                     [&](int m, int n, int i) { gradients[m][n][i] = 0.f; });
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -112,7 +103,9 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kIndex>::kThreads)
         const RowOfBackward& row = rows[i / 2];
         const float weight = exp2_approximate(
             fmaf(fmaf(weights[0][n][i], to_logit, -row.max), kLog2E, -row.log2_sum));
-        gradients[0][n][i] = weight == 0.f ? 0.f : (gradients[0][n][i] - row.delta) * weight;
+        gradients[0][n][i] =
+            weight == 0.f ? 0.f
+                          : fmaf(gradients[0][n][i], params.dropout.factor, -row.delta) * weight;
       }
     }
     excluded.apply(gradients, 0.f);

@@ -6,12 +6,14 @@
 
 #include "../../common/ptx.cuh"
 #include "../../common/vector.cuh"
+#include "../fragments.cuh"
 
 namespace megasoftmax {
 
 template <class T, int kRows_, int kColumns_>
 struct Tile {
   static_assert(sizeof(T) == 2);
+  using Element = T;
   static constexpr int kRows = kRows_, kColumns = kColumns_;
   static constexpr int kChunks = kColumns / 8, kRowBytes = kColumns * 2;
   static constexpr int kBytes = kRows * kRowBytes;
@@ -104,30 +106,22 @@ struct FragmentsAcross : Fragments<Tile> {
   }
 };
 
-// Results of 16x8 each: a warp's kM * 16 rows and kN * 8 columns.
-template <int kM, int kN>
-using Accumulators = float[kM][kN][4];
-
-// Two neighbours as a matrix instruction takes them.
-template <class T>
-__device__ inline uint32_t round_pair(float first, float second) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(pair);
+// Writes 16 rows of results, each half of them times a factor, to a tile, from its row `first_row`
+// and chunk `first_chunk` on.
+template <class T, class Tile, int kN>
+__device__ inline void store_to_tile(char* tile, int first_row, const float (&results)[kN][4],
+                                     const float (&factors)[2], int first_chunk) {
+  const FirstElement mine;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + mine.row + row_offset(0, 2 * half);
+      *reinterpret_cast<uint32_t*>(tile + Tile::offset(row, first_chunk + n) + mine.column * 2) =
+          round_pair<T>(results[n][2 * half] * factors[half],
+                        results[n][2 * half + 1] * factors[half]);
+    }
   }
-}
-
-// A result's columns 16 * step and on as a matrix `a`.
-template <class T, int kN>
-__device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {
-  const auto &left = results[2 * step], &right = results[2 * step + 1];
-  a[0] = round_pair<T>(left[0], left[1]);
-  a[1] = round_pair<T>(left[2], left[3]);
-  a[2] = round_pair<T>(right[0], right[1]);
-  a[3] = round_pair<T>(right[2], right[3]);
 }
 
 // Writes this warp's 16 rows of results, times a factor, to rows of a tensor, of which there are
@@ -137,20 +131,10 @@ template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
                                   int rows, int columns, int first_chunk = 0) {
-  const int lane = thread_index_anew() % 32;
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<uint32_t*>(
-          tile + Tile::offset(warp_row + half * 8 + lane / 4, first_chunk + n) + lane % 4 * 4) =
-          round_pair<T>(results[n][2 * half] * factors[half],
-                        results[n][2 * half + 1] * factors[half]);
-    }
-  }
+  store_to_tile<T, Tile>(tile, warp_row, results, factors, first_chunk);
   __syncwarp();
 #pragma unroll
-  for (int i = lane; i < 16 * kN; i += 32) {
+  for (int i = thread_index_anew() % 32; i < 16 * kN; i += 32) {
     const int row = warp_row + i / kN, chunk = first_chunk + i % kN;
     if (row < rows && chunk * 8 < columns)
       *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * 8) =

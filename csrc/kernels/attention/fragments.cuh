@@ -1,0 +1,48 @@
+#pragma once
+// Results of matrix instructions: which lane of a warp holds which element.
+
+#include "../common/ptx.cuh"
+#include "../common/vector.cuh"
+
+namespace megasoftmax {
+
+// kM * 16 rows and kN * 8 columns of a warp. A lane's element [m][n][i] lies row_offset(m, i) rows
+// and column_offset(n, i) columns from the lane's first element. Elements 2 * half and the next are
+// neighbours in one row.
+template <int kM, int kN>
+using Accumulators = float[kM][kN][4];
+
+__host__ __device__ constexpr int row_offset(int m, int i) { return m * 16 + i / 2 * 8; }
+__host__ __device__ constexpr int column_offset(int n, int i) { return n * 8 + i % 2; }
+
+// Where a lane's first element lies. The four lanes from a multiple of 4 on share their rows.
+struct FirstElement {
+  int row, column;
+
+  __device__ explicit FirstElement(unsigned thread = thread_index_anew())
+      : row(thread % 32 / 4), column(thread % 4 * 2) {}
+};
+
+// The sum over the lanes that share a row.
+__device__ inline float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Two neighbours as a matrix instruction takes them.
+template <class T>
+__device__ inline uint32_t round_pair(float first, float second) {
+  return Pack<T, 2>::round({first, second}).words[0];
+}
+
+// A result's columns 16 * step and on as a matrix `a`.
+template <class T, int kN>
+__device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const pair = results[2 * step + i / 2] + i % 2 * 2;
+    a[i] = round_pair<T>(pair[0], pair[1]);
+  }
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,55 @@
+#pragma once
+// A note of what mask and ranges leave of the scores of a head, tile by tile of kNoteTile queries
+// and keys. Kernels skip tiles without a visible pair, and look at pairs only where a tile has
+// both. Plain host code.
+
+#include <cstdint>
+
+#include "../common/integers.h"
+
+namespace megasoftmax {
+
+inline constexpr int kNoteTile = 64;
+
+// The words of a head: a bit for each tile that is seen, in lines of queries, and for each that is
+// mixed; the first again in lines of keys; then one for each pair that the mask excludes, unless it
+// excludes whole tiles.
+struct NoteLayout {
+  int query_tiles = 0, key_tiles = 0;
+  int bit_rows = 0;  // one for each query, or one that all share
+
+  NoteLayout() = default;
+  __host__ __device__ NoteLayout(int queries, int keys, int bit_rows)
+      : query_tiles(divide_up(queries, kNoteTile)),
+        key_tiles(divide_up(keys, kNoteTile)),
+        bit_rows(bit_rows) {}
+
+  __host__ __device__ int words_of_keys() const { return divide_up(key_tiles, 32); }
+  __host__ __device__ int words_of_queries() const { return divide_up(query_tiles, 32); }
+  __host__ __device__ int words_of_bits() const { return key_tiles * (kNoteTile / 32); }
+
+  // Where each part begins. Seen: some pair is visible. Mixed: but not all of them.
+  __host__ __device__ int64_t seen_by_query() const { return 0; }
+  __host__ __device__ int64_t mixed_by_query() const {
+    return int64_t{query_tiles} * words_of_keys();
+  }
+  __host__ __device__ int64_t seen_by_key() const { return 2 * mixed_by_query(); }
+  // At an even word, since they are written by 64.
+  __host__ __device__ int64_t bits() const {
+    return divide_up<int64_t>(seen_by_key() + int64_t{key_tiles} * words_of_queries(), 2) * 2;
+  }
+  __host__ __device__ int64_t words() const { return bits() + int64_t{bit_rows} * words_of_bits(); }
+};
+
+// Absent when words is null.
+struct Note {
+  uint32_t* words = nullptr;
+  NoteLayout layout;
+  int64_t batch_stride = 0, head_stride = 0;
+
+  __host__ __device__ uint32_t* of(int64_t batch, int64_t head) const {
+    return words + batch * batch_stride + head * head_stride;
+  }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,195 @@
+"""Autograd and vmap of softmax with dropout, by any implementation.
+
+No mask is kept: scores and log-sum-exp give the probabilities again, and the seed what is dropped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax.autograd.function import Implementation, Rules, differentiable, one_by_one
+from megasoftmax.autograd.softmax import batch_forward
+from megasoftmax.reference.dropout import dropped, kept_of_scores
+from megasoftmax.reference.softmax import (
+    DropoutBackwardArguments,
+    ForwardArguments,
+    probabilities_again,
+    softmax_double_backward,
+    softmax_dropout_backward,
+    softmax_forward,
+    softmax_tangents,
+    sum_over_rows,
+)
+
+REFERENCE = Implementation(softmax_forward, softmax_dropout_backward)
+
+_COUNT = len(ForwardArguments._fields)
+_TENSORS = ("scores", "mask", "bias", "first", "end", "sink", "seed")
+_BACKWARD_COUNT = len(DropoutBackwardArguments._fields)
+_BACKWARD_TENSORS = ("gradient", "lse_gradient", "lse", *_TENSORS)
+_SHARED = [name for name in ForwardArguments._fields if name in DropoutBackwardArguments._fields]
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
+    given = ForwardArguments(*inputs[:_COUNT])
+    ctx.set_materialize_grads(False)
+    if any(ctx.needs_input_grad) and not given.return_lse:
+        raise ValueError("return_lse: expected True where dropout has a gradient, got False")
+    ctx.save_for_backward(output[1], *(getattr(given, name) for name in _TENSORS))
+    ctx.given = given._replace(**dict.fromkeys(_TENSORS))
+
+
+def gradients(
+    implementation: Implementation,
+    ctx: Any,
+    gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+) -> Any:
+    """The gradients of the arguments of `softmax_forward`."""
+    lse, *tensors = ctx.saved_tensors
+    given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+    needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
+    scores, bias, sink = given.scores, given.bias, given.sink
+    if gradient is None:
+        gradient = scores.new_zeros((), dtype=given.dtype).expand(scores.shape)
+    elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
+        gradient = gradient.contiguous()
+    wants_bias = bias is not None and needs.bias
+    wants_sink = sink is not None and needs.sink
+    d_scores, d_bias, d_rows = implementation.backward(
+        gradient,
+        scores,
+        lse_gradient,
+        lse,
+        given.scale,
+        given.mask,
+        bias,
+        given.causal,
+        given.window_left,
+        given.window_right,
+        given.first,
+        given.end,
+        sink,
+        given.sink_value,
+        scores.dtype,
+        wants_bias,
+        wants_sink,
+        given.dropout,
+        given.seed,
+    )
+    return ForwardArguments(
+        scores=d_scores,
+        bias=d_bias if wants_bias else None,
+        sink=sum_over_rows(d_rows, sink) if wants_sink else None,
+    )
+
+
+def save_for_double_gradients(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    """Keeps for `double_gradients` what it needs: all of the inputs."""
+    given = DropoutBackwardArguments(*inputs[:_BACKWARD_COUNT])
+    ctx.save_for_backward(*(getattr(given, name) for name in _BACKWARD_TENSORS))
+    ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
+
+
+def double_gradients(
+    implementation: Implementation,
+    ctx: Any,
+    scores_cotangent: Tensor,
+    bias_cotangent: Tensor,
+    sink_cotangent: Tensor,
+) -> Any:
+    """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
+
+    That is `softmax_backward` of a gradient that is dropped and of probabilities p, and
+    p = exp(scale * scores + bias - lse).
+    """
+    tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
+    given = ctx.given._replace(**tensors)
+    of_forward = {name: getattr(given, name) for name in _SHARED}
+    p = probabilities_again(ForwardArguments(**of_forward), given.lse)
+    keep = kept_of_scores(given.seed, given.dropout, given.scores)
+    d_dropped, d_p, d_lse_gradient, d_lse_of_sink = softmax_double_backward(
+        scores_cotangent,
+        bias_cotangent if given.bias_gradient else None,
+        sink_cotangent if given.sink_gradient else None,
+        dropped(given.gradient.to(p.dtype), keep, given.dropout),
+        p,
+        given.lse_gradient,
+        given.lse,
+        given.scale,
+        given.sink,
+        given.sink_value,
+        given.dtype,
+    )
+    d_z = torch.where(p == 0, 0, p * d_p)
+    d_lse, d_bias, d_sink = -d_z.sum(-1), None, None
+    if given.bias is not None:
+        d_bias = d_z.sum_to_size(given.bias.shape).to(given.bias.dtype)
+    if d_lse_of_sink is not None:
+        d_lse = d_lse + d_lse_of_sink
+        d_sink = None if given.sink is None else -sum_over_rows(d_lse_of_sink, given.sink)
+    return DropoutBackwardArguments(
+        gradient=dropped(d_dropped, keep, given.dropout).to(given.gradient.dtype),
+        scores=(given.scale * d_z).to(given.scores.dtype),
+        lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
+        lse=d_lse,
+        bias=d_bias,
+        sink=d_sink,
+    )
+
+
+def batch_backward(
+    backward: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[Any, tuple[int, int, int]]:
+    """`backward` under vmap: each example drops what it would drop alone."""
+    return one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
+
+
+def _in_forward_mode(function: Any) -> Callable[..., Any]:
+    class InForwardMode(function):
+        """Its return_lse must be True."""
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            function.setup_context(ctx, inputs, output)
+            given = ForwardArguments(*inputs[:-1])
+            ctx.save_for_forward(output[1], *(getattr(given, name) for name in _TENSORS))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            of = ForwardArguments(*tangents[:-1])
+            lse, *tensors = ctx.saved_tensors
+            given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+            p = probabilities_again(given, lse)
+            d_p, d_lse = softmax_tangents(
+                of.scores, of.bias, of.sink, p, lse, given.scale, given.sink
+            )
+            keep = kept_of_scores(given.seed, given.dropout, given.scores)
+            return dropped(d_p, keep, given.dropout).to(given.dtype), d_lse
+
+    def call(implementation: Implementation, *args: Any) -> Any:
+        given = ForwardArguments(*args)._replace(return_lse=True)
+        return InForwardMode.apply(*given, implementation)
+
+    return call
+
+
+FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
+BACKWARD = Rules(
+    DropoutBackwardArguments._fields, save_for_double_gradients, double_gradients, batch_backward
+)
+
+# Where something requires a gradient, return_lse must be True.
+call = differentiable(
+    "DroppedSoftmax",
+    FORWARD,
+    _in_forward_mode,
+    BACKWARD,
+    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
+    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported",
+)

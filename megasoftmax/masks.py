@@ -1,0 +1,101 @@
+"""Masks of attention that many calls share, or that have an entry for many pairs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megasoftmax.reference.attention import mask_of_blocks
+
+
+class TileMask:
+    """A mask of which kernels note, once, what they may skip.
+
+        mask = TileMask(excluded)  # [batch, heads, queries, keys]
+        for layer in layers:
+            hidden = layer(hidden, mask)  # calls megasoftmax.attention(..., mask=mask)
+
+    Kernels skip tiles of 64 queries and 64 keys without a visible pair, and read no mask in those
+    without an excluded one. A plain tensor has them look for these tiles in every call, forward and
+    backward. With a TileMask the first fused call of a GPU does, and later ones reuse the note.
+    Results are the same.
+
+    Calls that take no note, and have kernels make it: those under torch.compile, in a transform of
+    torch.func, of DTensors, with `visible`, and those captured in a CUDA graph before the note is
+    there. The tensor must not change once a call has run. A note is for the stream that made it, as
+    any tensor.
+
+    Args:
+        mask: bool, True = excluded, as in `megasoftmax.attention`: [batch or 1, heads or 1,
+            queries or 1, keys or 1], of which leading dimensions may be missing; any strides.
+
+    Raises:
+        TypeError, ValueError: the mask is not as above.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        _check(mask, "mask", 0)
+        self.tensor = mask
+        self.block = 1
+        self._notes: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, size: int) -> "TileMask":
+        """A mask with one entry for each size x size pairs, of which no larger one is made.
+
+        Args:
+            blocks: bool, True = excluded, [batch or 1, heads or 1, query blocks, key blocks], of
+                which batch and heads may be missing; any strides. A call with m queries and n keys
+                takes ceil(m / size) and ceil(n / size) of them. Block (i, j) is for queries from
+                i size on and keys from j size on; the last may reach beyond the tensors.
+            size: queries, and keys, of a block: a multiple of 64.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above.
+        """
+        _check(blocks, "blocks", 2)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"size: expected a multiple of 64, got {type(size).__name__}")
+        if size < 64 or size % 64 != 0:
+            raise ValueError(f"size: expected a multiple of 64, got {size}")
+        self = cls.__new__(cls)
+        self.tensor, self.block, self._notes = blocks, size, {}
+        return self
+
+    def to_mask(self, queries: int, keys: int) -> Tensor:
+        """The plain mask: what was given, or a new one of blocks, [..., queries, keys]."""
+        if self.block == 1:
+            return self.tensor
+        return mask_of_blocks(self.tensor, self.block, queries, keys)
+
+    def note(
+        self, queries: int, keys: int, tile_note: Callable[[Tensor, int, int, int], Tensor]
+    ) -> Tensor | None:
+        """What kernels noted, from the first call on; None where it cannot be kept.
+
+        Args:
+            queries, keys: of a call on a GPU.
+            tile_note: the op that makes it.
+        """
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        found = self._notes.get((queries, keys))
+        if found is None and not torch.cuda.is_current_stream_capturing():
+            mask = self.tensor[(None,) * (4 - self.tensor.dim())]
+            with torch.inference_mode(False):  # else no later call could save it for gradients
+                found = self._notes[queries, keys] = tile_note(mask, self.block, queries, keys)
+        return found
+
+    def __repr__(self) -> str:
+        return f"TileMask({tuple(self.tensor.shape)}, block={self.block})"
+
+
+def _check(mask: Tensor, name: str, least: int) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: expected a bool tensor, True = excluded, got {kind}")
+    if not least <= mask.dim() <= 4:
+        raise ValueError(
+            f"{name}: expected {least} to 4 dimensions, [batch, heads, queries, keys], "
+            f"got shape {tuple(mask.shape)}"
+        )

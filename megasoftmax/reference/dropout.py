@@ -1,0 +1,155 @@
+"""Which entries dropout drops: a function of the seed and of where an entry is.
+
+Everything that drops, kernels and plain torch, forward and backward, gets the same entries from the
+same seed, whatever it computes at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85  # what each round adds to the key
+_ROUNDS = 7
+_MASK = 2**32 - 1
+
+# The most entries at a time and thread on a CPU: what is made of them then stays in a cache.
+_PART = 2**18
+
+
+def threshold(dropout: float) -> int:
+    """An entry is dropped where its 16 bits are below this: from 0, none, to 65536, all."""
+    return round(dropout * 65536)
+
+
+def factor(dropout: float) -> float:
+    """Of what is kept: 1 over the probability that 16 bits are not below the threshold; or 0."""
+    kept = 65536 - threshold(dropout)
+    return 65536 / kept if kept > 0 else 0.0
+
+
+def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
+    """factor * weights where they are kept, else 0, NaN or not."""
+    return torch.where(keep, weights * factor(dropout), 0)
+
+
+def drop_(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
+    """The same in place."""
+    weights.mul_(factor(dropout))
+    if torch.compiler.is_compiling():  # torch 2.11 loses what goes to an op's output argument
+        return weights.copy_(torch.where(keep, weights, 0))
+    return torch.where(keep, weights, weights.new_zeros(()), out=weights)
+
+
+def kept(
+    seed: Tensor, dropout: float, heads: Tensor, first_query: int, queries: int, keys: int
+) -> Tensor:
+    """Bool [*heads, queries, keys], True = kept, of the queries from `first_query` on.
+
+    The bits of an entry (head, query i, key j) come from Philox 4x32 with 7 rounds, of the key
+    (low, high 32 bits of the seed) and the counter
+
+        (j // 32, i // 16, head, (i % 8) * 8 + j % 8),
+
+    whose four words serve 2 x 4 entries that lie 8 queries and 8 keys apart: the entry takes word
+    (i // 8) % 2 * 2 + (j // 8) % 4 // 2, and of it the low 16 bits where (j // 8) % 2 is 0, else
+    the high ones.
+
+    Args:
+        seed: int64, one element.
+        dropout: the probability to drop an entry, which 16 bits round.
+        heads: int64, any shape: the number of each head, batch * heads + head.
+        first_query: the number of the first query.
+        queries, keys: how many.
+    """
+    device = seed.device
+    below = first_query // 16
+    count, columns = -(-(first_query + queries) // 16) - below, -(-keys // 32)
+    if heads.numel() == 0 or queries == 0 or keys == 0:
+        return torch.ones((*heads.shape, queries, keys), dtype=torch.bool, device=device)
+    rows = torch.arange(below, below + count, device=device)
+    numbers = heads.reshape(-1)
+    low_key, high_key = seed.reshape(()) & _MASK, (seed.reshape(()) >> 32) & _MASK
+
+    def part(numbers: Tensor, rows: Tensor) -> Tensor:
+        return _kept(low_key, high_key, threshold(dropout), numbers, rows, columns)
+
+    found = _in_parts(part, numbers, rows, columns)
+    found = found.reshape(*heads.shape, 16 * count, 32 * columns)
+    return found.narrow(-2, first_query % 16, queries).narrow(-1, 0, keys)
+
+
+def kept_of_scores(seed: Tensor, dropout: float, scores: Tensor) -> Tensor:
+    """Of all entries of scores [..., queries, keys]: heads are counted over what comes before."""
+    queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
+    heads = torch.arange(scores.shape[:-2].numel(), device=seed.device)
+    return kept(seed, dropout, heads, 0, queries, keys).view(scores.shape)
+
+
+def _in_parts(
+    part: Callable[[Tensor, Tensor], Tensor], numbers: Tensor, rows: Tensor, columns: int
+) -> Tensor:
+    """part(numbers, rows), on a CPU from parts of at most _PART entries where there are several."""
+    entries_of_row = 16 * 32 * columns
+    entries_of_head = entries_of_row * len(rows)
+    if not _is_eager_on_cpu(numbers):
+        return part(numbers, rows)
+    most = _PART * torch.get_num_threads()
+    if entries_of_head * len(numbers) <= most:
+        return part(numbers, rows)
+    if entries_of_head <= most:
+        return torch.cat([part(some, rows) for some in numbers.split(most // entries_of_head)])
+    some_rows = rows.split(max(1, most // entries_of_row))
+    of_heads = [torch.cat([part(one, some) for some in some_rows], 1) for one in numbers.split(1)]
+    return torch.cat(of_heads)
+
+
+def _is_eager_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+def _next(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    """The high half of a product, a word and a key, exclusive or, in 32 bits.
+
+    In place where all of them have the size of the result, which is one of many.
+    """
+    high, word = product >> 32, word ^ key
+    if high.shape != word.shape or high.numel() < 2**12 or not _is_eager_on_cpu(high):
+        return (high ^ word) & _MASK
+    return high.bitwise_xor_(word).bitwise_and_(_MASK)
+
+
+def _kept(
+    low_key: Tensor, high_key: Tensor, least: int, heads: Tensor, rows: Tensor, columns: int
+) -> Tensor:
+    """Bool [heads, 16 * rows, 32 * columns].
+
+    The words lie as [heads, rows, i % 8, columns, j % 8]. In the first rounds they do not yet
+    depend on all of these; sizes of 1 save the work. In 64 bits: of a product both halves are
+    needed. What only goes into an exclusive or is not cut to 32 bits before.
+    """
+    device = heads.device
+    eight = torch.arange(8, device=device)
+    c0 = torch.arange(columns, device=device).view(-1, 1)
+    c1, c2 = rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1, 1, 1)
+    c3 = 8 * eight.view(-1, 1, 1) + eight
+    for i in range(_ROUNDS):
+        left, right = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        k0, k1 = low_key + i * _WEYL[0], high_key + i * _WEYL[1]
+        c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
+        c1, c3 = right, left
+    words = (c0, c1 & _MASK, c2, c3 & _MASK)
+    halves = [half for word in words for half in ((word & 0xFFFF) >= least, word >= (least << 16))]
+    # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].
+    # torch.vmap has no rule for such views before torch 2.13.
+    in_eights = not torch._C._are_functorch_transforms_active()
+    if in_eights:
+        halves = [half.view(torch.int64) for half in halves]
+    found = rearrange(
+        torch.stack(halves, -1),
+        "heads rows i columns j (upper step) -> heads (rows upper i) (columns step j)",
+        upper=2,
+    )
+    return found.contiguous().view(torch.bool) if in_eights else found

@@ -1,0 +1,707 @@
+"""Dropout: which entries, how many, and that everything drops the same ones."""
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from inputs import coin, normal
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import megasoftmax
+from megasoftmax import FusedAttention, RelativeBias, reference
+
+attention, softmax = megasoftmax.attention, megasoftmax.softmax
+
+PROBABILITIES = (0.001, 0.1, 0.25, 0.5, 0.9)
+
+
+def seed_of(number: int, device: str) -> Tensor:
+    return torch.tensor([number], device=device)
+
+
+# Read back
+
+
+def kept_by_softmax(shape: tuple[int, ...], dropout: float, seed: int, device: str) -> Tensor:
+    """Of equal probabilities."""
+    p = softmax(torch.zeros(shape, device=device), dropout=dropout, seed=seed_of(seed, device))
+    return p != 0
+
+
+def kept_by_attention(
+    shape: tuple[int, int, int, int], dropout: float, seed: int, device: str, dim: int = 64
+) -> Tensor:
+    """Of equal weights, through values that each show one of `dim` keys."""
+    batch, heads, queries, keys = shape
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query = torch.zeros(batch, heads, queries, 16, device=device, dtype=dtype)
+    key = torch.zeros(batch, heads, keys, 16, device=device, dtype=dtype)
+    found = []
+    for first in range(0, keys, dim):
+        value = torch.zeros(keys, dim, device=device, dtype=dtype)
+        shown = min(dim, keys - first)
+        value[first : first + shown, :shown] = torch.eye(shown, device=device, dtype=dtype)
+        value = value.expand(batch, heads, -1, -1)
+        output = attention(query, key, value, dropout=dropout, seed=seed_of(seed, device))
+        found.append(output[..., :shown] != 0)
+    return torch.cat(found, -1)
+
+
+def philox(counter: tuple[int, ...], seed: int) -> list[int]:
+    """Four words of 32 bits, from 7 rounds."""
+    most = 2**32 - 1
+    c, k = list(counter), [seed & most, (seed >> 32) & most]
+    for _ in range(7):
+        left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(right >> 32) ^ c[1] ^ k[0], right & most, (left >> 32) ^ c[3] ^ k[1], left & most]
+        k = [(k[0] + 0x9E3779B9) & most, (k[1] + 0xBB67AE85) & most]
+    return c
+
+
+def is_kept(head: int, i: int, j: int, dropout: float, seed: int) -> bool:
+    words = philox((j // 32, i // 16, head, i % 8 * 8 + j % 8), seed)
+    word = words[i // 8 % 2 * 2 + j // 8 % 4 // 2]
+    bits = word >> 16 if j // 8 % 2 else word & 0xFFFF
+    return bits >= round(dropout * 65536)
+
+
+SEEDS = (0, 1, -1, 2**62 + 12345, -(2**63))
+
+
+@pytest.mark.parametrize("kept", [kept_by_softmax, kept_by_attention])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_entries_are_those_of_philox(kept, seed, device):
+    shape = (2, 3, 21, 70)
+    found = kept(shape, 0.3, seed, device)
+    for b, h, i, j in itertools.product((0, 1), (0, 2), (0, 7, 8, 15, 16, 20), range(0, 70, 3)):
+        assert found[b, h, i, j] == is_kept(b * 3 + h, i, j, 0.3, seed), (b, h, i, j)
+
+
+# One row, tiles, blocks, clusters, rows that are read again; ends within a group of 16 and 32.
+SOFTMAX_SHAPES = (
+    (1,),
+    (40,),
+    (3, 33),
+    (2, 5, 17, 100),
+    (1, 2, 3, 2, 40),
+    (2, 2, 30, 1024),
+    (1, 2, 3, 4099),
+    (1, 1, 2, 20000),
+    (1, 1, 2, 70001),
+)
+
+
+@pytest.mark.parametrize("shape", SOFTMAX_SHAPES, ids=str)
+def test_softmax_drops_the_entries_of_the_reference(shape, device):
+    scores = torch.zeros(shape, device=device)
+    wanted = reference.dropout.kept_of_scores(seed_of(9, device), 0.3, scores)
+    assert torch.equal(kept_by_softmax(shape, 0.3, 9, device), wanted)
+
+
+@pytest.mark.parametrize("queries", [1, 16, 17, 65, 200])
+@pytest.mark.parametrize("keys", [1, 31, 64, 300])
+def test_attention_drops_what_softmax_drops(queries, keys, device):
+    shape = (2, 3, queries, keys)
+    found = kept_by_attention(shape, 0.3, 9, device)
+    assert torch.equal(found, kept_by_softmax(shape, 0.3, 9, device))
+
+
+def test_entries_do_not_depend_on_how_much_is_computed_at_a_time(monkeypatch):
+    wanted = kept_by_softmax((2, 3, 50, 90), 0.4, 5, "cpu")
+    for part in (1, 4000, 60000):
+        monkeypatch.setattr(reference.dropout, "_PART", part)
+        assert torch.equal(kept_by_softmax((2, 3, 50, 90), 0.4, 5, "cpu"), wanted)
+    for block in (1, 1000, 9000):
+        monkeypatch.setattr(reference.attention, "BLOCK", block)
+        assert torch.equal(kept_by_attention((2, 3, 50, 90), 0.4, 5, "cpu"), wanted)
+
+
+# How many
+
+
+@pytest.mark.parametrize("dropout", PROBABILITIES)
+@pytest.mark.parametrize("kept", [kept_by_softmax, kept_by_attention])
+def test_rate(kept, dropout, device):
+    found = kept((2, 4, 128, 128), dropout, 3, device)
+    count = found.numel()
+    deviation = math.sqrt(count * dropout * (1 - dropout))
+    assert abs((~found).sum().item() - count * dropout) < 5 * deviation
+
+
+def chi_square(first: Tensor, second: Tensor) -> float:
+    """Of the four counts of pairs, against those of independent ones; 1 degree of freedom."""
+    count, total = first.numel(), 0.0
+    for a, b in itertools.product((True, False), repeat=2):
+        expected = (first == a).sum().item() * (second == b).sum().item() / count
+        total += (((first == a) & (second == b)).sum().item() - expected) ** 2 / expected
+    return total
+
+
+def assert_independent(kept: Callable[[tuple[int, ...], float, int], Tensor]) -> None:
+    """Over heads, rows, columns and seeds, near and far; 25 is 5 sigma."""
+    shape = (2, 4, 128, 128)
+    found = kept(shape, 0.3, 3)
+    pairs = {
+        "seeds": (found, kept(shape, 0.3, 4)),
+        "high seeds": (found, kept(shape, 0.3, 3 + 2**32)),
+    }
+    pairs["batches"] = (found[:1], found[1:])
+    for dim, steps in ((1, (1, 2)), (2, (1, 2, 7, 8, 16, 32)), (3, (1, 2, 7, 8, 16, 32))):
+        for step in steps:
+            length = shape[dim] - step
+            pairs[f"{step} along {dim}"] = (
+                found.narrow(dim, 0, length),
+                found.narrow(dim, step, length),
+            )
+    for name, (first, second) in pairs.items():
+        assert chi_square(first, second) < 25, name
+
+
+def test_independence(device):
+    assert_independent(lambda *args: kept_by_softmax(*args, device))
+
+
+@pytest.mark.parametrize("dropout", [*PROBABILITIES, 0.3, 1e-4])
+def test_what_is_kept_makes_up_for_what_is_dropped(dropout, device):
+    """Of 16 bits, as many as keep an entry times what a kept one counts is all of them."""
+    keeping = 65536 - round(dropout * 65536)
+    p = softmax(torch.zeros(64, 64, device=device, dtype=torch.float32), dropout=dropout)
+    factors = (p[p != 0] * 64).double()
+    torch.testing.assert_close(
+        factors * keeping, torch.full_like(factors, 65536.0), rtol=3e-6, atol=0
+    )
+
+
+def test_expectation_over_seeds(device):
+    scores = normal(2, 3, 40, device=device)
+    p, count = softmax(scores).double(), 600
+    draws = torch.stack(
+        [softmax(scores, dropout=0.4, seed=seed_of(i, device)).double() for i in range(count)]
+    )
+    deviation = p * math.sqrt(0.4 / 0.6 / count)
+    assert ((draws.mean(0) - p).abs() < 5 * deviation).all()
+
+
+def test_nothing_and_all(device):
+    scores, seed = normal(2, 5, 40, device=device).requires_grad_(), seed_of(1, device)
+    for dropout in (0.0, 2.0**-18):
+        dropped = softmax(scores, dropout=dropout, seed=seed, fused=False)
+        assert torch.equal(dropped, softmax(scores, fused=False))
+    p, lse = softmax(scores, dropout=1.0, seed=seed, return_lse=True)
+    assert torch.equal(p, torch.zeros_like(p))
+    torch.testing.assert_close(lse, softmax(scores, return_lse=True)[1])
+    (gradient,) = torch.autograd.grad(p.sum(), scores)
+    assert torch.equal(gradient, torch.zeros_like(scores))
+
+
+def test_what_is_dropped_of_a_row_of_nan_is_0(device):
+    scores = torch.full((4, 64), torch.nan, device=device)
+    p = softmax(scores, dropout=0.5, seed=seed_of(1, device))
+    keep = kept_by_softmax((4, 64), 0.5, 1, device)
+    assert (p[~keep] == 0).all()
+    assert p[keep].isnan().all()
+
+
+# Against the masked computation, with the mask read back
+
+
+def expected_softmax(
+    scores: Tensor,
+    keep: Tensor,
+    dropout: float,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    excluded: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    z = scale * scores if bias is None else scale * scores + bias
+    z = z if excluded is None else z.masked_fill(excluded, -torch.inf)
+    if sink is not None:
+        z = torch.cat([z, sink.view(-1, 1, 1).expand(*z.shape[:-1], 1)], -1)
+    p = z.softmax(-1)[..., : scores.shape[-1]]
+    divisor = 1 - round(dropout * 65536) / 65536
+    return torch.where(keep, p / divisor, 0), z.logsumexp(-1)
+
+
+def gradients(call: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    result, lse = call(*tensors)
+    weights = normal(*result.shape, device=result.device.type, seed=8).to(result.dtype)
+    loss = (result * weights).sum() + lse.sin().sum()
+    found = torch.autograd.grad(loss, tensors)
+    return result.detach(), lse.detach(), *found
+
+
+@pytest.fixture(params=[False, True])
+def has_ops(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether calls with fused=True run through the ops, on a CPU too and in every type."""
+    if request.param and device == "cpu":
+        processes.let_ops_serve_cpus(monkeypatch.setattr)
+    return request.param
+
+
+def fused_softmax(has_ops: bool, device: str) -> bool:
+    """Softmax has no kernels with dropout."""
+    return has_ops and device == "cpu"
+
+
+def check_softmax(call: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
+    """`call` is megasoftmax.softmax. Sinks of float64 may be taken as float32."""
+    shape, seed = (2, 3, 40, 70), 11
+    tensors = [
+        normal(*size, device=device, dtype=dtype, seed=i).requires_grad_()
+        for i, size in enumerate((shape, (3, 1, 70), (3,)))
+    ]
+    excluded = coin(2, 1, 40, 70, device=device)
+    keep = kept_by_softmax(shape, 0.3, seed, device)
+    actual = gradients(
+        lambda x, bias, sink: call(
+            x,
+            scale=0.7,
+            mask=excluded,
+            bias=bias,
+            sink=sink,
+            dropout=0.3,
+            seed=seed_of(seed, device),
+            return_lse=True,
+        ),
+        *tensors,
+    )
+    wanted = gradients(
+        lambda x, bias, sink: expected_softmax(x, keep, 0.3, 0.7, bias, excluded, sink), *tensors
+    )
+    tolerance = 1e-6 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_attention(call: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
+    """`call` is megasoftmax.attention."""
+    shape, seed = (2, 4, 40, 70), 11
+    sizes = ((2, 4, 40, 16), (2, 2, 70, 16), (2, 2, 70, 16), (1, 4, 40, 70), (4,))
+    tensors = [
+        normal(*size, device=device, dtype=dtype, seed=i).requires_grad_()
+        for i, size in enumerate(sizes)
+    ]
+    causal = torch.ones(40, 70, dtype=torch.bool, device=device).triu(31)
+    keep = kept_by_softmax(shape, 0.3, seed, device)
+
+    def expected(
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sink: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+        p, lse = expected_softmax(query @ key.mT, keep, 0.3, 0.25, bias, causal, sink)
+        return p @ value, lse
+
+    actual = gradients(
+        lambda query, key, value, bias, sink: call(
+            query,
+            key,
+            value,
+            bias=bias,
+            sink=sink,
+            causal=True,
+            dropout=0.3,
+            seed=seed_of(seed, device),
+            return_lse=True,
+        ),
+        *tensors,
+    )
+    wanted = gradients(expected, *(tensor.double() for tensor in tensors))
+    tolerance = 1e-6 if dtype == torch.float64 else 4e-2
+    for found, exact in zip(actual, wanted, strict=True):
+        largest = max(1.0, exact.abs().max().item())
+        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * largest)
+
+
+def test_softmax_is_the_masked_one(has_ops, device):
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    check_softmax(partial(softmax, fused=fused_softmax(has_ops, device)), device, dtype)
+
+
+def test_attention_is_the_masked_one(has_ops, device):
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    check_attention(partial(attention, fused=has_ops), device, dtype)
+
+
+def test_attention_with_a_relative_bias_and_ranges(device):
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    query, key, value = (normal(2, 4, 40, 16, device=device, dtype=dtype, seed=i) for i in range(3))
+    table = normal(4, 79, device=device, dtype=dtype, seed=4).requires_grad_()
+    end = torch.arange(1, 41, device=device, dtype=torch.int32)
+    options = {"visible": (None, end), "dropout": 0.3, "seed": seed_of(2, device)}
+    output = attention(query, key, value, bias=RelativeBias(table), **options)
+    dense = RelativeBias(table).dense(40, 40)
+    scores = query.double() @ key.double().mT
+    p = softmax(scores, scale=0.25, bias=dense.double(), **options, fused=False)
+    wanted = p @ value.double()
+    tolerance = 1e-12 if device == "cpu" else 4e-2
+    torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=tolerance)
+    found, exact = (torch.autograd.grad(each.sin().sum(), table)[0] for each in (output, wanted))
+    largest = max(1.0, exact.abs().max().item())
+    torch.testing.assert_close(
+        found.double(), exact.double(), rtol=tolerance, atol=tolerance * largest
+    )
+
+
+def test_second_derivatives():
+    scores = normal(2, 5, 9, device="cpu", dtype=torch.float64).requires_grad_()
+    bias = normal(5, 1, device="cpu", dtype=torch.float64, seed=1).requires_grad_()
+    sink = normal(2, device="cpu", dtype=torch.float64, seed=2).requires_grad_()
+    mask = coin(2, 5, 9, device="cpu")
+    mask[0, 0] = True
+
+    def call(scores: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
+        return softmax(scores, mask=mask, bias=bias, sink=sink, dropout=0.3, seed=seed_of(4, "cpu"))
+
+    assert torch.autograd.gradcheck(call, (scores, bias, sink))
+    assert torch.autograd.gradgradcheck(call, (scores, bias, sink))
+    query, key, value = (
+        normal(1, 2, 4, 3, device="cpu", dtype=torch.float64, seed=i).requires_grad_()
+        for i in range(3)
+    )
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return attention(*tensors, dropout=0.3, seed=seed_of(4, "cpu"))
+
+    assert torch.autograd.gradgradcheck(attend, (query, key, value))
+
+
+# Faults, which the tests above must notice
+
+
+def test_a_mask_that_heads_share_is_noticed(monkeypatch):
+    kept = reference.dropout.kept
+
+    def shared(seed: Tensor, dropout: float, heads: Tensor, *sizes: int) -> Tensor:
+        return kept(seed, dropout, torch.zeros_like(heads), *sizes)
+
+    monkeypatch.setattr(reference.dropout, "kept", shared)
+    with pytest.raises(AssertionError, match=r"^(batches|1 along 1)"):
+        test_independence("cpu")
+    with pytest.raises(AssertionError):
+        test_entries_are_those_of_philox(kept_by_softmax, 1, "cpu")
+
+
+@pytest.mark.parametrize("check", [check_softmax, check_attention])
+def test_another_divisor_is_noticed(check, monkeypatch):
+    monkeypatch.setattr(reference.dropout, "factor", lambda dropout: 1 / (1 - dropout))
+    with pytest.raises(AssertionError):
+        check(softmax if check is check_softmax else attention, "cpu", torch.float64)
+
+
+@pytest.mark.parametrize("check", [check_softmax, check_attention])
+def test_another_mask_in_the_backward_pass_is_noticed(check, monkeypatch):
+    kept, calls = reference.dropout.kept, itertools.count()
+
+    def other(seed: Tensor, *rest: Any) -> Tensor:
+        return kept(seed + max(0, next(calls) - 1), *rest)  # the first reads the mask back
+
+    for module in (reference.dropout, reference.attention):
+        monkeypatch.setattr(module, "kept", other)
+    with pytest.raises(AssertionError):
+        check(softmax if check is check_softmax else attention, "cpu", torch.float64)
+
+
+# What is kept
+
+
+def test_no_mask_is_kept(device):
+    scores = normal(2, 3, 40, 70, device=device).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        softmax(scores, dropout=0.3)
+    of_all = [each for each in kept if each.numel() >= scores.numel()]
+    assert [each.data_ptr() for each in of_all] == [scores.data_ptr()]
+
+
+# Random numbers
+
+
+def both_functions(device: str) -> list[Callable[[], Tensor]]:
+    scores = normal(2, 4, 20, 30, device=device)
+    states = normal(2, 4, 20, 16, device=device).to(
+        torch.float32 if device == "cpu" else torch.bfloat16
+    )
+    return [
+        lambda: softmax(scores, dropout=0.5),
+        lambda: attention(states, states, states, dropout=0.5),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_without_a_seed_the_generator_decides(number, device):
+    call = both_functions(device)[number]
+    torch.manual_seed(3)
+    first, second = call(), call()
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(call(), first)
+
+
+def test_a_seed_leaves_the_generator_alone(device):
+    scores = normal(5, 20, device=device)
+    torch.manual_seed(3)
+    wanted = torch.rand(4, device=device)
+    torch.manual_seed(3)
+    softmax(scores, dropout=0.5, seed=seed_of(1, device))
+    softmax(scores, seed=seed_of(1, device))
+    assert torch.equal(torch.rand(4, device=device), wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_drop_the_same_again(use_reentrant, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query = normal(1, 2, 20, 16, device=device, dtype=dtype).requires_grad_()
+
+    def layer(query: Tensor) -> Tensor:
+        output = attention(query, query, query, dropout=0.5)
+        return softmax(output, dropout=0.5).float().sin()
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(3)
+    (wanted,) = torch.autograd.grad(layer(query).sum(), query)
+    torch.manual_seed(3)
+    query.grad = None
+    checkpoint(layer, query, use_reentrant=use_reentrant).sum().backward()
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(query.grad, wanted)
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_graph_drops_others():
+    calls = both_functions("cuda")
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call() for call in calls]
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([each.clone() for each in found])
+    assert (replays[0][0] == 0).any()  # of softmax; attention sums what is left
+    for first, second in zip(*replays, strict=True):
+        assert not torch.equal(first, second)
+
+
+# torch.compile, torch.func
+
+
+def test_compiled(device, through_ops):
+    calls = both_functions(device)
+    compiled = torch.compile(lambda: [call() for call in calls], fullgraph=True)
+    torch.manual_seed(3)
+    first, second = compiled(), compiled()
+    torch.manual_seed(3)
+    again = compiled()
+    for one, other, same in zip(first, second, again, strict=True):
+        assert not torch.equal(one, other)
+        assert torch.equal(one, same)
+
+
+def test_compiled_gradients():
+    def call(scores: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        return softmax(scores, dropout=0.3, seed=seed, causal=True, return_lse=True)
+
+    scores, seed = normal(2, 9, 9, device="cpu").requires_grad_(), seed_of(5, "cpu")
+    compiled = torch.compile(call, fullgraph=True)
+    actual = gradients(lambda x: compiled(x, seed), scores)
+    torch.testing.assert_close(actual, gradients(lambda x: call(x, seed), scores))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_examples_of_vmap_drop_what_they_would_alone(number, has_ops, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = normal(3, 2, 2, 20, 16, device=device, dtype=dtype)
+    seeds = torch.tensor([[1], [2], [3]], device=device)
+
+    def call(x: Tensor, seed: Tensor) -> Tensor:
+        if number == 0:
+            fused = fused_softmax(has_ops, device)
+            return softmax(x, dropout=0.5, seed=seed, fused=fused).float()
+        return attention(x, x, x, dropout=0.5, seed=seed, fused=has_ops).float()
+
+    def gradient(x: Tensor, seed: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: call(x, seed).sin().sum())(x)
+
+    for function in (call, gradient):
+        alone = torch.stack([function(*each) for each in zip(inputs, seeds, strict=True)])
+        torch.testing.assert_close(torch.vmap(function)(inputs, seeds), alone)
+        alone = torch.stack([function(x, seeds[0]) for x in inputs])
+        found = torch.vmap(function, in_dims=(0, None))(inputs, seeds[0])
+        torch.testing.assert_close(found, alone)
+
+
+def test_forward_mode():
+    scores, tangent = (normal(2, 5, 9, device="cpu", dtype=torch.float64, seed=i) for i in (0, 1))
+    keep = kept_by_softmax((2, 5, 9), 0.3, 6, "cpu")
+
+    def call(scores: Tensor) -> Any:
+        return softmax(scores, dropout=0.3, seed=seed_of(6, "cpu"), return_lse=True)
+
+    def expected(scores: Tensor) -> Any:
+        return expected_softmax(scores, keep, 0.3)
+
+    actual = torch.func.jvp(call, (scores,), (tangent,))
+    torch.testing.assert_close(actual, torch.func.jvp(expected, (scores,), (tangent,)))
+
+
+# The module
+
+
+def test_module_drops_in_training_alone(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query = normal(1, 4, 20, 16, device=device, dtype=dtype)
+    module = FusedAttention(4, causal=True, dropout=0.5)
+    assert "dropout=0.5" in repr(module)
+    torch.manual_seed(3)
+    output = module(query, query, query)
+    torch.manual_seed(3)
+    assert torch.equal(output, attention(query, query, query, causal=True, dropout=0.5))
+    plain = attention(query, query, query, causal=True)
+    assert torch.equal(module.eval()(query, query, query), plain)
+
+
+# Several processes
+
+
+def of_rank(rank: int, world: int, device: str, folder: Path) -> dict[str, bool]:
+    """What each process finds out about shards and rings, against calls of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.partition(":")[0], (world,))
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    query, key, value = (normal(2, 4, 24, 16, device=device, dtype=dtype, seed=i) for i in range(3))
+    seed, found = seed_of(7, device), {}
+    for name, placement in (("heads", Shard(1)), ("batch", Shard(0)), ("whole", Replicate())):
+        shards = [
+            distribute_tensor(each, mesh, [placement]).requires_grad_()
+            for each in (query, key, value)
+        ]
+        local = [each.detach().to_local().clone().requires_grad_() for each in shards]
+        own = seed + rank if placement.is_shard() else seed
+
+        def call(query: Tensor, key: Tensor, value: Tensor, seed: Tensor) -> Tensor:
+            output = attention(query, key, value, causal=True, dropout=0.3, seed=seed)
+            return softmax(output, dropout=0.3, seed=seed, return_lse=True)[0]
+
+        result, alone = call(*shards, seed), call(*local, own)
+        of_shards = torch.autograd.grad(result.sin().sum(), shards)
+        of_local = torch.autograd.grad(alone.sin().sum(), local)
+        pairs = [(result, alone), *zip(of_shards, of_local, strict=True)]
+        found[name] = all(torch.allclose(one.to_local(), other) for one, other in pairs)
+    by_queries = distribute_tensor(query, mesh, [Shard(2)])
+    with pytest.raises(RuntimeError, match=r"scores: expected a DTensor whose shards can be comp"):
+        softmax(by_queries, dropout=0.3)
+    assert softmax(by_queries).shape == query.shape
+    group = torch.distributed.group.WORLD
+    parts = [[each.chunk(world, 2)[i] for i in range(world)] for each in (query, key, value)]
+    mine = [each[rank].clone().requires_grad_() for each in parts]
+    output, lse = megasoftmax.ring_attention(
+        *mine, group=group, causal=True, dropout=0.3, seed=seed
+    )
+    blocks = [
+        attention(
+            mine[0],
+            parts[1][k],
+            parts[2][k],
+            causal=k == rank,
+            dropout=0.3,
+            seed=seed + rank * world + k,
+            return_lse=True,
+        )
+        for k in range(rank + 1)
+    ]
+    wanted = megasoftmax.merge_attention(*zip(*blocks, strict=True))
+    tolerance = 1e-10 if device == "cpu" else 2e-2
+    found["ring"] = all(
+        torch.allclose(*pair, rtol=tolerance, atol=tolerance)
+        for pair in zip((output, lse), wanted, strict=True)
+    )
+    (of_ring,) = torch.autograd.grad(output.sin().sum(), mine[0])
+    (exact,) = torch.autograd.grad(wanted[0].sin().sum(), mine[0])
+    found["gradient of the ring"] = torch.allclose(of_ring, exact, rtol=tolerance, atol=tolerance)
+    return found
+
+
+def test_shards_and_rings(tmp_path):
+    for found in processes.spawn(of_rank, 2, "cpu", tmp_path):
+        assert all(found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
+def test_shards_and_rings_on_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for found in processes.spawn(of_rank, 2, "cuda", tmp_path):
+        assert all(found.values()), found
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout": -0.1}, ValueError, r"^dropout: expected a number from 0 to 1, got -0\.1$"),
+        ({"dropout": 1.5}, ValueError, r"^dropout: expected a number from 0 to 1, got 1\.5$"),
+        ({"dropout": math.nan}, ValueError, r"^dropout: expected a number from 0 to 1, got nan$"),
+        ({"dropout": "0.1"}, TypeError, r"^dropout: expected a number from 0 to 1, got str$"),
+        ({"dropout": True}, TypeError, r"^dropout: expected a number from 0 to 1, got bool$"),
+        ({"seed": 5}, TypeError, r"^seed: expected None or a tensor of int64, got int$"),
+        (
+            {"seed": torch.zeros(1, dtype=torch.int32)},
+            TypeError,
+            r"^seed: expected None or a tensor of int64, got a tensor of torch\.int32$",
+        ),
+        (
+            {"seed": torch.zeros(2, dtype=torch.int64)},
+            ValueError,
+            r"^seed: expected one element, got shape \(2,\)$",
+        ),
+        (
+            {"seed": torch.zeros(1, dtype=torch.int64, device="meta")},
+            ValueError,
+            r"^seed: expected device cpu, as (scores|query), got meta$",
+        ),
+    ],
+)
+def test_messages(options, error, message):
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(error, match=message):
+        softmax(x, **options)
+    with pytest.raises(error, match=message):
+        attention(x, x, x, **options)
+
+
+def test_columns_are_not_dropped():
+    with pytest.raises(ValueError, match=r"^dropout: expected only over the last dimension, got"):
+        softmax(torch.zeros(2, 3, 4), dim=1, dropout=0.1)
+    with pytest.raises(ValueError, match=r"^dropout: expected a number from 0 to 1, got 2$"):
+        FusedAttention(2, dropout=2)
+
+
+def test_dropout_is_a_reason_against_running_fused_of_softmax_alone():
+    x = torch.zeros(1, 2, 3, 4)
+    options = {"dropout": 0.1, "seed": seed_of(1, "cpu")}
+    reason = megasoftmax.Reason("dropout of softmax", "0.1", "0")
+    assert reason in megasoftmax.why_not_fused(softmax, x, **options)
+    assert reason not in megasoftmax.why_not_fused(softmax, x)
+    for function, given in (
+        (attention, (x, x, x)),
+        (megasoftmax.attention_varlen, (x[0], x[0], x[0], torch.tensor([0, 2]))),
+    ):
+        reasons = megasoftmax.why_not_fused(function, *given)
+        assert megasoftmax.why_not_fused(function, *given, **options) == reasons
+    plain, dropping = FusedAttention(2), FusedAttention(2, dropout=0.1)
+    assert megasoftmax.why_not_fused(dropping, x, x, x) == plain.why_not_fused(x, x, x)
+    with pytest.raises(ValueError, match=r"^dropout: "):
+        megasoftmax.why_not_fused(attention, x, x, x, dropout=2)

@@ -1,0 +1,1114 @@
+"""`visible`, megasoftmax.ranges, attention_varlen and TileMask, against masks and plain loops."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import oracle_attention
+import pytest
+import torch
+from inputs import HALVES, bits_equal, coin, normal
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import megasoftmax
+from megasoftmax import RelativeBias, TileMask, biases, dispatch, ranges
+from megasoftmax.limits import kernel_limits
+
+INF, NAN = torch.inf, torch.nan
+Visible = tuple[Tensor | None, Tensor | None]
+
+
+def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
+    fused = True if device == "cuda" and dtype in HALVES else None
+    return functools.partial(megasoftmax.attention, fused=fused)
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    function = attention_on(query.device.type, query.dtype)
+    return oracle_attention.check(function, query, key, value, **arguments)
+
+
+def check_softmax(scores: Tensor, **arguments: Any) -> Any:
+    # Leading dimensions of a range of fewer dimensions do not merge.
+    fused = True if scores.is_cuda and scores.dim() < 5 else None
+    return oracle.check(functools.partial(megasoftmax.softmax, fused=fused), scores, **arguments)
+
+
+def dtypes_on(device: str) -> list[torch.dtype]:
+    return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
+
+
+def tensors(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    lengths: tuple[int, int] = (5, 13),
+    dims: tuple[int, int] = (8, 8),
+) -> tuple[Tensor, Tensor, Tensor]:
+    (queries, keys), (all_heads, key_heads) = lengths, heads
+    return (
+        normal(batch, all_heads, queries, dims[0], device=device, dtype=dtype, seed=1),
+        normal(batch, key_heads, keys, dims[0], device=device, dtype=dtype, seed=2),
+        normal(batch, key_heads, keys, dims[1], device=device, dtype=dtype, seed=3),
+    )
+
+
+# Ranges of all kinds, for [batch, heads, queries] and a number of keys
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator)
+
+
+def random(b: int, h: int, m: int, n: int) -> Visible:
+    """Some are empty, or end before they begin, and some reach beyond the keys."""
+    first = integers(-n // 2 - 1, n + 1, (b, h, m), seed=1)
+    return first, first + integers(-2, n + 2, (b, h, m), seed=2)
+
+
+def narrow(b: int, h: int, m: int, n: int) -> Visible:
+    """A few keys for each query, anywhere."""
+    first = integers(0, max(n - 1, 0), (1, h, m), seed=3)
+    return first, first + integers(0, 5, (1, h, m), seed=4)
+
+
+def lengths_of_documents(tokens: int) -> list[int]:
+    """Some are empty, and one token is left over."""
+    found = []
+    for length in itertools.cycle((1, 0, 30, 64, 3, 129)):
+        if sum(found) + length >= tokens:
+            return found
+        found.append(length)
+    return found
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def packed(b: int, h: int, m: int, n: int) -> Visible:
+    first, end = ranges.packed(offsets(lengths_of_documents(n)), n)
+    where = torch.arange(m) * n // max(m, 1)
+    return first[..., where], end[..., where]
+
+
+def padded(b: int, h: int, m: int, n: int) -> Visible:
+    """Left and right."""
+    return ranges.padding(torch.stack([torch.arange(n) >= n // 3, torch.arange(n) <= n // 2])[:b])
+
+
+def block_causal(b: int, h: int, m: int, n: int) -> Visible:
+    """Steps of 64 tokens, as in block-wise decoding."""
+    return None, (torch.arange(m) // 64 + 1) * 64
+
+
+KINDS: dict[str, Callable[..., Visible]] = {
+    "random": random,
+    "narrow": narrow,
+    "packed": packed,
+    "padded": padded,
+    "block-causal": block_causal,
+    "first alone": lambda b, h, m, n: (random(b, 1, m, n)[0], None),
+    "one end": lambda b, h, m, n: (None, torch.tensor(n // 2)),
+    "int32 of heads": lambda b, h, m, n: tuple(
+        each.int().expand(b, h, m) for each in random(1, h, 1, n)
+    ),
+    "transposed": lambda b, h, m, n: tuple(each.mT for each in random(b, m, h, n)),
+    "nothing": lambda b, h, m, n: (torch.full((b, 1, 1), n), torch.tensor(0)),
+    "all": lambda b, h, m, n: (torch.tensor(-(2**62)), torch.tensor(2**62)),
+    "largest": lambda b, h, m, n: (
+        torch.tensor(-(2**31), dtype=torch.int32),
+        torch.tensor(2**31 - 1, dtype=torch.int32),
+    ),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def on(device: str, visible: Visible) -> Visible:
+    """With the same strides."""
+    first, end = (None if each is None else each.to(device) for each in visible)
+    return first, end
+
+
+def mask_of(visible: Visible, keys: int) -> Tensor:
+    first, end = visible
+    key = torch.arange(keys, device=(end if first is None else first).device)
+    excluded = torch.zeros(1, dtype=torch.bool, device=key.device)
+    if first is not None:
+        excluded = excluded | (key < first[..., None])
+    if end is not None:
+        excluded = excluded | (key >= end[..., None])
+    return excluded
+
+
+# attention
+
+EDGES = [(1, 200), (2, 1000), (16, 63), (17, 1), (63, 64), (64, 65), (65, 127), (129, 257)]
+LARGE = [(127, 1000), (200, 200), (257, 129), (1000, 1000), (1, 5000), (1000, 17)]
+
+
+@kinds
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_attention_at_edges_of_tiles(kind: str, dim: int, device: str) -> None:
+    """All gradients but those of a bias."""
+    on_cpu = EDGES[dim // 64 :: 4]
+    for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
+        for dtype in dtypes_on(device)[-1:] if device == "cpu" else dtypes_on(device):
+            q, k, v = tensors(device, dtype, lengths=lengths, dims=(dim, dim))
+            visible = on(device, KINDS[kind](2, 4, *lengths))
+            check_attention(q, k, v, visible=visible, what=f"{lengths}")
+
+
+BIASES: dict[str, Callable[[int, int], tuple[int, ...]] | None] = {
+    "none": None,
+    "dense": lambda m, n: (2, 4, m, n),
+    "shared": lambda m, n: (1, 4, m, n),
+    "of batches": lambda m, n: (2, 1, m, n),
+    "in groups": lambda m, n: (1, 2, m, n),
+    "keys": lambda m, n: (2, 1, 1, n),
+    "queries": lambda m, n: (1, 4, m, 1),
+    "number": lambda m, n: (),
+    "relative": lambda m, n: (4, m + n - 1),
+    "relative in groups": lambda m, n: (2, 2, m + n - 1),
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "window": {"window": (9, 2)},
+    "window and causal": {"window": (20, -1), "causal": True},
+    "mask": {"mask": True},
+    "sink": {"sink": True},
+    "all": {"mask": True, "sink": True, "causal": True, "window": (40, -1)},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("bias", BIASES)
+def test_attention_beside_others(bias: str, beside: str, device: str) -> None:
+    for kind, lengths in (("random", (70, 133)), ("narrow", (3, 33)), ("packed", (130, 130))):
+        given = dict(BESIDE[beside])
+        dtype = dtypes_on(device)[0]
+        q, k, v = tensors(device, dtype, lengths=lengths)
+        if given.pop("mask", False):
+            given["mask"] = coin(2, 1, *lengths, device=device)
+        if given.pop("sink", False):
+            given["sink"] = normal(4, device=device, seed=6).requires_grad_()
+        if (shape := BIASES[bias]) is not None:
+            table = normal(*shape(*lengths), device=device, dtype=dtype, seed=4).requires_grad_()
+            given["bias"] = RelativeBias(table) if "relative" in bias else table
+        first, end = on(device, KINDS[kind](2, 4, *lengths))
+        for visible in ((first, end), (first, None), (None, end)):
+            check_attention(q, k, v, visible=visible, scale=0.3, **given, what=kind)
+
+
+@kinds
+def test_attention_is_that_of_the_mask(kind: str) -> None:
+    """Bit for bit, in plain torch."""
+    lengths = (70, 90)
+    given = [each.requires_grad_() for each in tensors("cpu", lengths=lengths)]
+    sink = normal(4, device="cpu").requires_grad_()
+    visible = KINDS[kind](2, 4, *lengths)
+    found = []
+    for limits in ({"visible": visible}, {"mask": mask_of(visible, lengths[1])}):
+        output, lse = megasoftmax.attention(*given, **limits, sink=sink, return_lse=True)
+        loss = output.sin().sum() + lse.sin().sum()
+        found.append((output, lse, *torch.autograd.grad(loss, (*given, sink))))
+    for one, other in zip(*found, strict=True):
+        assert bits_equal(one, other)
+
+
+def test_attention_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference cuts ranges, and blocks of a mask, along batches, heads and queries."""
+    lengths = (150, 130)
+    given = [each.requires_grad_() for each in tensors("cpu", lengths=lengths)]
+    blocks = coin(2, 4, 3, 3, device="cpu")
+    cases: list[dict[str, Any]] = [{"visible": make(2, 4, *lengths)} for make in KINDS.values()]
+    cases += [{"mask": TileMask.from_blocks(blocks[:b, :h], 64)} for b in (1, 2) for h in (1, 4)]
+    for limits in cases:
+        found = []
+        for size in (2**22, 130 * 4 * 150, 130 * 2 * 40, 130 * 7):
+            monkeypatch.setattr("megasoftmax.reference.attention.BLOCK", size)
+            output = megasoftmax.attention(*given, **limits)
+            found.append((output, *torch.autograd.grad(output.sin().sum(), given)))
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+
+
+def test_nothing_is_a_row_of_zeros(device: str) -> None:
+    dtype = dtypes_on(device)[-1]
+    q, k, v = (each.requires_grad_() for each in tensors(device, dtype, lengths=(40, 70)))
+    for visible in (KINDS["nothing"](2, 4, 40, 70), (torch.tensor(9), torch.tensor(3))):
+        output, lse = attention_on(device, dtype)(
+            q, k, v, visible=on(device, visible), return_lse=True
+        )
+        assert (output == 0).all()
+        assert (lse == -INF).all()
+        for gradient in torch.autograd.grad(output.sum() + lse.exp().sum(), (q, k, v)):
+            assert (gradient == 0).all()
+
+
+def test_none_and_none_limit_nothing(device: str) -> None:
+    """As no `visible`: a plain row of -inf is NaN."""
+    scores = torch.full((3, 5), -INF, device=device)
+    assert megasoftmax.softmax(scores, visible=(None, None)).isnan().all()
+    end = torch.full((3,), 5, device=device)
+    assert (megasoftmax.softmax(scores, visible=(None, end)) == 0).all()
+
+
+# softmax
+
+SHAPES = [(7,), (5, 33), (3, 4, 65), (2, 3, 5, 130), (2, 2, 3, 4, 17), (4, 0), (2, 3, 0)]
+COLUMNS = [1, 8, 9, 31, 64, 257, 1000, 1024, 2049, 4097, 12289, 40001]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_softmax(shape: tuple[int, ...], beside: str, device: str) -> None:
+    rows, keys = shape[:-1], shape[-1]
+    given = dict(BESIDE[beside])
+    if len(shape) < 2:
+        given.pop("causal", None), given.pop("window", None)
+    if given.pop("mask", False):
+        given["mask"] = coin(*shape, device=device)
+    if given.pop("sink", False):
+        sinks = shape[-3] if len(shape) > 2 else 1
+        given["sink"] = normal(sinks, device=device, seed=6).requires_grad_()
+    for broadcast in range(len(rows) + 1):
+        kept = rows[broadcast:]
+        first = integers(-2, keys + 1, kept, seed=1)
+        visible = on(device, (first, first + integers(-1, keys + 1, kept, seed=2)))
+        for dtype in (torch.float32, torch.float16):
+            scores = normal(*shape, device=device, dtype=dtype)
+            bias = normal(*shape, device=device, dtype=dtype, seed=3).requires_grad_()
+            check_softmax(scores, visible=visible, scale=-0.7, **given)
+            check_softmax(scores, visible=visible, bias=bias, **given)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("kind", ["random", "narrow", "packed", "first alone", "nothing"])
+def test_softmax_of_any_length(kind: str, columns: int, device: str) -> None:
+    for queries in (3, 300) if device == "cuda" else (3,):
+        visible = on(device, KINDS[kind](2, 2, queries, columns))
+        for dtype in (torch.float32, torch.bfloat16):
+            scores = normal(2, 2, queries, columns, device=device, dtype=dtype)
+            check_softmax(scores, visible=visible, what=f"{queries} queries")
+
+
+def test_softmax_needs_nothing_outside(device: str) -> None:
+    """NaN and inf there change nothing, nor do they among incoming gradients."""
+    scores = normal(2, 3, 40, 1000, device=device)
+    visible = on(device, random(2, 3, 40, 1000))
+    outside = mask_of(visible, 1000)
+    g = normal(2, 3, 40, 1000, device=device, seed=1)
+    found = []
+    for planted in (0.0, NAN, INF, -INF):
+        leaf = scores.masked_fill(outside, planted).requires_grad_()
+        p, lse = megasoftmax.softmax(leaf, visible=visible, return_lse=True)
+        (gradient,) = torch.autograd.grad(p, leaf, g.masked_fill(outside, planted))
+        assert (p[outside] == 0).all()
+        assert (gradient[outside] == 0).all()
+        found.append((p, lse, gradient))
+    for one, others in zip(found[0], zip(*found[1:], strict=True), strict=True):
+        assert all(bits_equal(one, other) for other in others)
+
+
+def test_softmax_backward(device: str) -> None:
+    visible = on(device, random(2, 3, 40, 100))
+    scores = normal(2, 3, 40, 100, device=device).requires_grad_()
+    g = normal(2, 3, 40, 100, device=device, seed=1)
+    p = megasoftmax.softmax(scores, visible=visible, causal=True, scale=0.3)
+    (expected,) = torch.autograd.grad(p, scores, g)
+    backward = megasoftmax.functional.softmax_backward
+    for given in ({}, {"visible": visible}, {"visible": visible, "causal": True}):
+        torch.testing.assert_close(backward(g, p.detach(), scale=0.3, **given), expected)
+
+
+def test_second_derivatives() -> None:
+    visible = random(1, 2, 4, 5)
+    scores = normal(1, 2, 4, 5, device="cpu", dtype=torch.float64).requires_grad_()
+    softmax = functools.partial(megasoftmax.softmax, visible=visible)
+    assert torch.autograd.gradcheck(softmax, scores)
+    assert torch.autograd.gradgradcheck(softmax, scores)
+    given = tensors("cpu", torch.float64, batch=1, heads=(2, 1), lengths=(4, 5), dims=(3, 2))
+    leaves = [each.requires_grad_() for each in given]
+    attention = functools.partial(megasoftmax.attention, visible=visible)
+    assert torch.autograd.gradcheck(attention, leaves)
+    assert torch.autograd.gradgradcheck(attention, leaves)
+
+
+def test_forward_mode() -> None:
+    visible = random(1, 2, 4, 5)
+    scores = normal(1, 2, 4, 5, device="cpu", dtype=torch.float64)
+    given = tensors("cpu", torch.float64, batch=1, heads=(2, 1), lengths=(4, 5), dims=(3, 2))
+    for function, inputs in ((megasoftmax.softmax, (scores,)), (megasoftmax.attention, given)):
+        function = functools.partial(function, visible=visible)
+        forward = torch.func.jacfwd(function)(*inputs)
+        torch.testing.assert_close(forward, torch.func.jacrev(function)(*inputs))
+
+
+def test_autocast() -> None:
+    visible = random(2, 4, 5, 13)
+    given = tensors("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = megasoftmax.attention(*given, visible=visible)
+    expected = megasoftmax.attention(*(each.bfloat16() for each in given), visible=visible)
+    assert bits_equal(found, expected)
+
+
+# Transforms, compiled code and export, in plain torch and through the ops
+
+
+@pytest.fixture
+def functions(through_ops: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
+    """softmax, attention and attention_varlen; float32 on a CPU may be fused too."""
+    reasons_against = dispatch.reasons_against_fused_attention
+    if through_ops:
+        monkeypatch.setattr(
+            dispatch,
+            "reasons_against_fused_attention",
+            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
+        )
+    public = (megasoftmax.softmax, megasoftmax.attention, megasoftmax.attention_varlen)
+    return tuple(functools.partial(each, fused=through_ops) for each in public)
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def closeness(device: str) -> dict[str, float]:
+    return {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+
+
+def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    output = function(*leaves)
+    return output.detach(), *torch.autograd.grad(output.float().sin().sum(), leaves)
+
+
+@pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)], ids=str)
+def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
+    """Of ranges that each example has, or all share; and gradients of each example."""
+    softmax, attention, _ = functions
+    examples, dtype = 3, dtype_of(device)
+    scores = normal(examples, 2, 4, 5, 13, device=device, dtype=dtype)
+    given = [
+        torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype, lengths=(5, 13))
+    ]
+    visible = [
+        torch.stack([each, each.flip(0), each.flip(1)], 1) if is_batched else each
+        for each, is_batched in zip(on(device, random(2, 4, 5, 13)), batched, strict=True)
+    ]
+    dims = tuple(1 if is_batched else None for is_batched in batched)
+
+    def of_scores(scores: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        return softmax(scores[0], visible=(first[0], end[0]), causal=True)
+
+    def of_query(query: Tensor, key: Tensor, value: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        return attention(query, key, value, visible=(first, end), window=(9, 3))
+
+    def gradient(function: Callable[..., Tensor]) -> Callable[..., Any]:
+        return torch.func.grad(lambda *inputs: function(*inputs).float().sin().sum())
+
+    for function, inputs in ((of_scores, [scores]), (of_query, given)):
+        for each in (function, gradient(function)):
+            found = torch.vmap(each, in_dims=(*[0] * len(inputs), *dims))(*inputs, *visible)
+            for i in range(examples):
+                own = [
+                    bound if dim is None else bound.select(dim, i)
+                    for bound, dim in zip(visible, dims, strict=True)
+                ]
+                expected = each(*(one[i] for one in inputs), *own)
+                torch.testing.assert_close(found[i], expected, **closeness(device))
+
+
+def test_vmap_of_a_tile_mask(functions: Any, device: str) -> None:
+    _, attention, _ = functions
+    query, key, value = tensors(device, dtype_of(device), lengths=(70, 130))
+    queries = torch.stack([query, -query])
+    masks = coin(2, 2, 1, 2, 3, device=device)
+
+    def shared(query: Tensor) -> Tensor:
+        return attention(query, key, value, mask=TileMask.from_blocks(masks[0], 64))
+
+    def own(query: Tensor, blocks: Tensor) -> Tensor:
+        return attention(query, key, value, mask=TileMask.from_blocks(blocks, 64))
+
+    for function, inputs in ((shared, (queries,)), (own, (queries, masks))):
+        found = torch.vmap(function)(*inputs)
+        expected = torch.stack([function(*each) for each in zip(*inputs, strict=True)])
+        torch.testing.assert_close(found, expected, **closeness(device))
+
+
+def test_compiled(functions: Any, device: str) -> None:
+    softmax, attention, varlen = functions
+    dtype = dtype_of(device)
+    scores = normal(2, 4, 70, 90, device=device, dtype=dtype)
+    given = tensors(device, dtype, lengths=(70, 90))
+    documents = tensors(device, dtype, batch=1, lengths=(70, 70))
+    first, end = on(device, random(2, 4, 70, 90))
+    cu_seqlens = torch.tensor([0, 20, 20, 60], device=device)
+    plain, blocks = coin(1, 4, 70, 90, device=device), coin(1, 4, 2, 2, device=device)
+    masks = TileMask(plain), TileMask.from_blocks(blocks, 64)
+
+    def of_scores(scores: Tensor) -> Tensor:
+        return softmax(scores, visible=(first, end), causal=True)
+
+    def of_query(*given: Tensor) -> Tensor:
+        return attention(*given, visible=ranges.lengths(end[:, 0, 0].abs()), mask=plain)
+
+    def of_masks(*given: Tensor) -> Tensor:
+        return sum(attention(*given, mask=mask) for mask in masks)
+
+    def of_documents(*given: Tensor) -> Tensor:
+        query, key, value = (each[0].transpose(0, 1) for each in given)
+        packed = attention(*given, visible=ranges.packed(cu_seqlens, 70), causal=True)
+        own = varlen(query, key, value, cu_seqlens, causal=True, window=(30, 0))
+        return packed[0].transpose(0, 1) + own
+
+    for function, inputs in (
+        (of_scores, [scores]),
+        (of_query, given),
+        (of_masks, given),
+        (of_documents, documents),
+    ):
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        expected = gradients_of(function, *inputs)
+        for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, **closeness(device))
+
+
+def test_builders_compile_once_for_all_lengths(device: str) -> None:
+    def function(keep: Tensor, ids: Tensor, cu_seqlens: Tensor) -> list[Any]:
+        tokens = ids.shape[1]
+        return [
+            *ranges.packed(cu_seqlens, tokens),
+            *ranges.segments(ids),
+            *ranges.padding(keep),
+            *ranges.chunks(4, tokens, device=ids.device),
+            ranges.prefix(ids[:, 0], tokens)[1],
+            ranges.lengths(ids[:, 0])[1],
+        ]
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (7, 12, 33):
+        keep = coin(2, tokens, device=device)
+        ids = torch.arange(2 * tokens, device=device).view(2, -1) // 5
+        inputs = keep, ids, torch.tensor([0, 3, tokens - 1], device=device)
+        for actual, wanted in zip(compiled(*inputs), function(*inputs), strict=True):
+            assert torch.equal(actual, wanted)
+    assert counter.frame_count == 1
+
+
+class Packed(torch.nn.Module):
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor, cu_seqlens: Tensor) -> Tensor:
+        visible = ranges.packed(cu_seqlens, query.shape[2])
+        return self.attention(query, query, query, visible=visible, causal=True)
+
+
+def test_export(functions: Any, device: str) -> None:
+    query, _, _ = tensors(device, dtype_of(device), lengths=(20, 20))
+    cu_seqlens = torch.tensor([0, 7, 20], device=device)
+    module = Packed(functions[1])
+    program = torch.export.export(module, (query, cu_seqlens)).module()
+    for offsets_of in (cu_seqlens, torch.tensor([0, 12, 19], device=device)):
+        expected = module(query, offsets_of)
+        torch.testing.assert_close(program(query, offsets_of), expected, **closeness(device))
+
+
+# The builders, against a loop over all pairs
+
+
+def bounds_of(visible: Visible, b: int, m: int, n: int) -> list[list[set[int]]]:
+    """The keys that each query of each batch sees."""
+    shape = (b, 1, m)
+    first, end = visible
+    first = torch.zeros(shape) if first is None else first.cpu().expand(shape)
+    end = torch.full(shape, n) if end is None else end.cpu().expand(shape)
+    return [
+        [{j for j in range(n) if first[i, 0, q] <= j < end[i, 0, q]} for q in range(m)]
+        for i in range(b)
+    ]
+
+
+def check_kind(visible: Visible, shape: tuple[int, ...], device: str) -> None:
+    for bound in visible:
+        if bound is not None:
+            assert (bound.dtype, bound.device.type) == (torch.int32, device)
+            assert bound.shape == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [5], [1, 1, 1], [0, 3, 0, 0, 4, 0], [2, 7, 1]], ids=str
+)
+def test_packed(lengths: list[int], dtype: torch.dtype, device: str) -> None:
+    for surplus in (0, 2):
+        tokens = sum(lengths) + surplus
+        found = ranges.packed(offsets(lengths).to(device, dtype), tokens)
+        check_kind(found, (1, 1, tokens), device)
+        documents = [d for d, length in enumerate(lengths) for _ in range(length)]
+        expected = [
+            {j for j, other in enumerate(documents) if i < len(documents) and other == documents[i]}
+            for i in range(tokens)
+        ]
+        assert bounds_of(found, 1, tokens, tokens) == [expected]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[[7, 7, 3, 3, 3]], [[1], [2]], [[0, 0, 0, 0], [1, 2, 2, 1], [3, 3, 1, 0]], [[], []]],
+    ids=str,
+)
+def test_segments(ids: list[list[int]], device: str) -> None:
+    tensor = torch.tensor(ids, dtype=torch.int64).to(device)
+    batch, tokens = tensor.shape
+    found = ranges.segments(tensor)
+    check_kind(found, (batch, 1, tokens), device)
+    expected = [
+        [
+            {j for j in range(tokens) if len(set(row[min(i, j) : max(i, j) + 1])) == 1}
+            for i in range(tokens)
+        ]
+        for row in ids
+    ]
+    assert bounds_of(found, batch, tokens, tokens) == expected
+
+
+def test_lengths(device: str) -> None:
+    for n in (torch.tensor([3, 0, 9, -1]), torch.tensor([2], dtype=torch.int32)):
+        found = ranges.lengths(n.to(device))
+        check_kind(found, (len(n), 1, 1), device)
+        expected = [[{j for j in range(6) if j < length}] * 2 for length in n.tolist()]
+        assert bounds_of(found, len(n), 2, 6) == expected
+
+
+def test_lengths_beyond_int32(device: str) -> None:
+    _, end = ranges.lengths(torch.tensor([2**40, -(2**40)], device=device))
+    assert end.flatten().tolist() == [2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.uint8], ids=str)
+def test_padding(dtype: torch.dtype, device: str) -> None:
+    keep = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+    found = ranges.padding(keep.to(device, dtype))
+    check_kind(found, (5, 1, 1), device)
+    expected = [[{j for j in range(4) if row[j]}] for row in keep.tolist()]
+    assert bounds_of(found, 5, 1, 4) == expected
+
+
+def test_padding_with_a_gap_shows_it() -> None:
+    first, end = ranges.padding(torch.tensor([[0, 1, 0, 1, 0]]))
+    assert (first.item(), end.item()) == (1, 4)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(1, 3), (2, 5), (3, 3), (9, 4), (4, 0), (2**40, 3)])
+def test_chunks(size: int, tokens: int, device: str) -> None:
+    found = ranges.chunks(size, tokens, device=device)
+    check_kind(found, (1, 1, tokens), device)
+    expected = [{j for j in range(tokens) if i // size == j // size} for i in range(tokens)]
+    assert bounds_of(found, 1, tokens, tokens) == [expected]
+    assert all((each <= tokens).all() for each in found)
+
+
+def test_prefix(device: str) -> None:
+    n = torch.tensor([0, 3, 9])
+    found = ranges.prefix(n.to(device), 5)
+    check_kind(found, (3, 1, 5), device)
+    expected = [
+        [{j for j in range(5) if j < length or j <= i} for i in range(5)] for length in n.tolist()
+    ]
+    assert bounds_of(found, 3, 5, 5) == expected
+
+
+@pytest.mark.gpu
+def test_builders_do_not_ask_the_device() -> None:
+    """Nor do the calls that take what they return."""
+    ids = torch.arange(64, device="cuda").view(2, 32) // 5
+    keep, n = ids > 2, torch.tensor([3, 9], device="cuda")
+    cu_seqlens = torch.tensor([0, 20, 32], device="cuda", dtype=torch.int32)
+    query = normal(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    tokens = query[0].transpose(0, 1)
+
+    def call() -> None:
+        made = (
+            ranges.packed(cu_seqlens, 32),
+            ranges.segments(ids),
+            ranges.lengths(n),
+            ranges.padding(keep),
+            ranges.chunks(8, 32, device="cuda"),
+            ranges.prefix(n, 32),
+        )
+        for visible in made:
+            megasoftmax.attention(query, query, query, visible=visible).sum().backward()
+        megasoftmax.attention_varlen(
+            tokens, tokens, tokens, cu_seqlens, causal=True
+        ).sum().backward()
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_offsets_that_decrease_stay_inside_the_tensors() -> None:
+    given = [normal(50, 2, 64, device="cuda", dtype=torch.bfloat16, seed=i) for i in range(3)]
+    for offsets_of in ([0, 40, 10, 50], [7, 90, 300], [-5, 3, 50]):
+        cu_seqlens = torch.tensor(offsets_of, device="cuda")
+        output = megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
+        torch.cuda.synchronize()
+        assert output.isfinite().all()
+
+
+# attention_varlen
+
+DOCUMENTS: dict[str, tuple[list[int], list[int] | None]] = {
+    "one": ([9], None),
+    "several": ([3, 1, 0, 12, 5], None),
+    "nothing": ([], None),
+    "more keys": ([3, 1, 4], [5, 1, 9]),
+    "fewer keys": ([5, 4, 2, 3], [2, 4, 0, 3]),
+    "longer than tiles": ([70, 130, 1], None),
+    "long, more keys": ([70, 17, 3], [130, 200, 64]),
+}
+
+
+def by_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[list[int], list[int]],
+    table: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of each document; zeros and -inf for what follows them."""
+    outputs, lses = [], []
+    of_queries, of_keys = ([0, *itertools.accumulate(each)] for each in lengths)
+    for i, (queries, keys) in enumerate(zip(*lengths, strict=True)):
+        if queries == 0:
+            continue
+        parts = (
+            query[of_queries[i] : of_queries[i + 1]],
+            key[of_keys[i] : of_keys[i + 1]],
+            value[of_keys[i] : of_keys[i + 1]],
+        )
+        if table is not None:
+            middle = table.shape[-1] // 2
+            own = table[..., middle - queries + 1 : middle + keys]
+            options["bias"] = RelativeBias(own)
+        output, lse = megasoftmax.attention(
+            *(part.transpose(0, 1)[None] for part in parts), **options, return_lse=True
+        )
+        outputs.append(output[0].transpose(0, 1))
+        lses.append(lse[0])
+    surplus = query.shape[0] - sum(lengths[0])
+    # Each input has a gradient.
+    nothing = sum(0 * each.sum() for each in (query, key, value))
+    outputs.append(nothing.expand(surplus, query.shape[1], value.shape[2]))
+    sink = options.get("sink")
+    rest = query.new_full((query.shape[1], 1), -INF) if sink is None else sink[:, None]
+    return torch.cat(outputs), torch.cat([*lses, rest.expand(-1, surplus).double()], 1)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (3, 1)},
+        {"causal": True, "window": (5, 2**62), "sink": True},
+        {"scale": 0.2, "window": (-1, 0)},
+    ],
+    ids=str,
+)
+def test_varlen(documents: str, options: dict[str, Any], device: str) -> None:
+    of_queries, of_keys = DOCUMENTS[documents]
+    given = dict(options)
+    cu_seqlens_q = offsets(of_queries).to(device)
+    cu_seqlens_k = None if of_keys is None else offsets(of_keys).to(device).long()
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    tokens, key_tokens = sum(of_queries) + 2, sum(of_queries if of_keys is None else of_keys) + 2
+    inputs = [
+        normal(length, heads, dim, device=device, dtype=dtype, seed=i).requires_grad_()
+        for i, (length, heads, dim) in enumerate(
+            ((tokens, 4, 16), (key_tokens, 2, 16), (key_tokens, 2, 8))
+        )
+    ]
+    if given.pop("sink", False):
+        given["sink"] = normal(4, device=device, dtype=torch.float32, seed=9).requires_grad_()
+        inputs.append(given["sink"])
+    output, lse = megasoftmax.attention_varlen(
+        *inputs[:3],
+        cu_seqlens_q,
+        cu_seqlens_k,
+        **given,
+        return_lse=True,
+        fused=True if device == "cuda" else None,
+    )
+    assert output.is_contiguous()
+    assert output.shape == (tokens, 4, 8)
+    lengths = (of_queries, of_queries if of_keys is None else of_keys)
+    expected = by_loop(*inputs[:3], lengths, **given)
+    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+    for actual, wanted in zip((output, lse), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, check_dtype=False, **tolerance)
+    found = [
+        torch.autograd.grad(
+            each[0].double().sin().sum() + each[1].nan_to_num(neginf=0).double().sin().sum(),
+            inputs,
+            allow_unused=True,
+        )
+        for each in ((output, lse), expected)
+    ]
+    for actual, wanted in zip(*found, strict=True):
+        wanted = torch.zeros_like(actual) if wanted is None else wanted
+        torch.testing.assert_close(actual, wanted, **tolerance)
+
+
+def test_why_varlen_is_not_fused(device: str) -> None:
+    given = [normal(7, 2, dim, device=device, dtype=torch.float16) for dim in (512, 512, 64)]
+    cu_seqlens = torch.tensor([0, 3, 7], device=device)
+    reasons = megasoftmax.why_not_fused(
+        megasoftmax.attention_varlen, *given, cu_seqlens, causal=True, sink=0.5
+    )
+    assert "head dimension of query and key" in [each.constraint for each in reasons]
+    with pytest.raises(ValueError, match=r"fused: cannot be True here\. .*head dimension of query"):
+        megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
+
+
+@pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
+def test_varlen_with_a_relative_bias(columns: int, device: str) -> None:
+    """A table of fewer distances than there are has 0 for the others."""
+    lengths = [5, 0, 7, 2]
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    given = [normal(14, 4, 16, device=device, dtype=dtype, seed=i) for i in range(3)]
+    table = normal(4, columns, device=device, dtype=dtype, seed=5).requires_grad_()
+    whole = torch.nn.functional.pad(table, (20 - columns // 2, 20 - columns // 2))
+    output = megasoftmax.attention_varlen(
+        *given, offsets(lengths).to(device), bias=RelativeBias(table), causal=True
+    )
+    expected, _ = by_loop(*given, (lengths, lengths), whole, causal=True)
+    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(output, expected, **tolerance)
+    found = [torch.autograd.grad(each.sin().sum(), table)[0] for each in (output, expected)]
+    torch.testing.assert_close(*found, **tolerance)
+
+
+def test_varlen_with_alibi() -> None:
+    query = normal(12, 4, 8, device="cpu")
+    slopes = biases.alibi_slopes(4)
+    found = megasoftmax.attention_varlen(
+        query, query, query, offsets([7, 5]), bias=biases.alibi_bias(slopes, 7, 7), causal=True
+    )
+    for part, start, length in ((found[:7], 0, 7), (found[7:], 7, 5)):
+        own = query[start : start + length].transpose(0, 1)[None]
+        bias = biases.alibi_bias(slopes, length, length)
+        expected = megasoftmax.attention(own, own, own, bias=bias, causal=True)
+        torch.testing.assert_close(part, expected[0].transpose(0, 1))
+
+
+# TileMask
+
+MASKS: dict[str, Callable[..., TileMask]] = {
+    "plain": lambda m, n, d: TileMask(coin(2, 4, m, n, device=d)),
+    "plain of keys": lambda m, n, d: TileMask(coin(2, 1, 1, n, device=d)),
+    "plain of queries": lambda m, n, d: TileMask(coin(m, 1, device=d)),
+    "nothing excluded": lambda m, n, d: TileMask(coin(1, 1, m, n, device=d, odds=0.0)),
+    "all excluded": lambda m, n, d: TileMask(coin(m, n, device=d, odds=1.0)),
+    "tiles of a plain one": lambda m, n, d: TileMask(
+        TileMask.from_blocks(blocks_for(m, n, 64, d, 0.7), 64).to_mask(m, n)
+    ),
+    "blocks of 64": lambda m, n, d: TileMask.from_blocks(blocks_for(m, n, 64, d), 64),
+    "blocks of 128": lambda m, n, d: TileMask.from_blocks(blocks_for(m, n, 128, d), 128),
+    "blocks of 192": lambda m, n, d: TileMask.from_blocks(blocks_for(m, n, 192, d)[:1], 192),
+    "blocks for all": lambda m, n, d: TileMask.from_blocks(blocks_for(m, n, 64, d)[0, 0], 64),
+    "sparse blocks": lambda m, n, d: TileMask.from_blocks(blocks_for(m, n, 64, d, 0.9), 64),
+}
+
+
+def blocks_for(queries: int, keys: int, size: int, device: str, odds: float = 0.4) -> Tensor:
+    return coin(2, 4, math.ceil(queries / size), math.ceil(keys / size), device=device, odds=odds)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_tile_mask(kind: str, device: str) -> None:
+    on_cpu = [(1, 200), (17, 65), (64, 64), (130, 200)]
+    for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
+        mask = MASKS[kind](*lengths, device)
+        dtype = dtypes_on(device)[-1]
+        q, k, v = tensors(device, dtype, lengths=lengths, dims=(64, 64))
+        for limits in ({}, {"causal": True}, {"visible": on(device, random(2, 4, *lengths))}):
+            check_attention(q, k, v, mask=mask, **limits, what=f"{lengths}")
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_tile_mask_of_any_head_dimension(dim: int, device: str) -> None:
+    for lengths in ((65, 129), (200, 257)):
+        for kind in ("blocks of 64", "blocks of 128", "plain"):
+            q, k, v = tensors(device, dtypes_on(device)[-1], lengths=lengths, dims=(dim, dim))
+            bias = normal(1, 4, *lengths, device=device, dtype=q.dtype, seed=4).requires_grad_()
+            check_attention(q, k, v, mask=MASKS[kind](*lengths, device), bias=bias, what=kind)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_to_mask(kind: str, device: str) -> None:
+    for lengths in ((1, 1), (63, 65), (64, 128), (200, 400)):
+        mask = MASKS[kind](*lengths, device)
+        expected = oracle_attention.mask_of_pairs(mask, *lengths)
+        assert torch.equal(mask.to_mask(*lengths), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MASKS)
+def test_tile_mask_is_the_plain_mask(kind: str) -> None:
+    """The same bits, from the first call and from those that have the note."""
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
+    mask = MASKS[kind](200, 400, "cuda")
+    attention = functools.partial(megasoftmax.attention, q, k, v, fused=True, return_lse=True)
+    expected = attention(mask=mask.to_mask(200, 400))
+    for _ in range(2):
+        for actual, wanted in zip(attention(mask=mask), expected, strict=True):
+            assert bits_equal(actual, wanted)
+    assert list(mask._notes) == [(200, 400)]
+
+
+@pytest.mark.gpu
+def test_notes_serve_later_gradients() -> None:
+    """Those made in inference mode too; and few queries need none."""
+    mask = MASKS["blocks of 64"](130, 200, "cuda")
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(130, 200), dims=(64, 64))
+    with torch.inference_mode():
+        megasoftmax.attention(q[:, :, :16], k, v, mask=TileMask(coin(16, 200, device="cuda")))
+        megasoftmax.attention(q, k, v, mask=mask)
+    check_attention(q, k, v, mask=mask)
+    assert len(mask._notes) == 1
+    few = kernel_limits().attention["kMaxDecodeQueries"]
+    megasoftmax.attention(q[:, :, :few], k, v, mask=TileMask.from_blocks(mask.tensor[:, :, :1], 64))
+
+
+def test_note_is_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    mask, calls = TileMask(coin(2, 1, 1, 40, device="cpu")[0]), []
+
+    def tile_note(tensor: Tensor, block: int, queries: int, keys: int) -> Tensor:
+        calls.append((tensor.dim(), block, queries, keys))
+        return torch.zeros(1)
+
+    for queries in (20, 20, 30):
+        note = mask.note(queries, 40, tile_note)
+        assert note is mask.note(queries, 40, tile_note)
+    assert calls == [(4, 1, 20, 40), (4, 1, 30, 40)]
+    untouched = torch.vmap(lambda x: (mask.note(50, 40, tile_note), x)[1])
+    assert torch.equal(untouched(torch.ones(2)), torch.ones(2))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "queries", "keys", "words"),
+    [
+        ((1, 1, 70, 130), 1, 70, 130, 2 * 2 * 1 + 3 * 1 + 1 + 70 * 2 * 3),
+        ((2, 1, 1, 130), 1, 70, 130, 2 * 2 * 1 + 3 * 1 + 1 + 2 * 3),
+        ((2, 4, 2, 3), 64, 70, 130, 2 * 2 * 1 + 3 * 1 + 1),
+        ((1, 4, 17, 33), 128, 2049, 4160, 2 * 33 * 3 + 65 * 2),
+    ],
+)
+def test_shape_of_a_note(
+    shape: tuple[int, ...], block: int, queries: int, keys: int, words: int, device: str
+) -> None:
+    mask = coin(*shape, device=device)
+    note = torch.ops.megasoftmax.tile_note(mask, block, queries, keys)
+    assert (note.shape, note.dtype) == ((*shape[:2], words), torch.int32)
+    torch.library.opcheck(
+        torch.ops.megasoftmax.tile_note.default,
+        (mask, block, queries, keys),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+# The module
+
+
+def test_module(device: str) -> None:
+    layer = megasoftmax.FusedAttention(4, causal=True, sink=True, alibi_slopes=torch.ones(4))
+    layer = layer.to(device)
+    given = tensors(device, dtypes_on(device)[-1], lengths=(70, 130))
+    visible, blocks = on(device, random(2, 4, 70, 130)), blocks_for(70, 130, 64, device)
+    mask = TileMask.from_blocks(blocks, 64)
+    plain = mask.to_mask(70, 130) | mask_of(visible, 130)
+    found = layer(*given, mask=mask, visible=visible)
+    assert layer.why_not_fused(*given, mask=mask, visible=visible) == layer.why_not_fused(*given)
+    torch.testing.assert_close(found, layer(*given, mask=plain), **closeness(device))
+
+
+# Reasons and errors
+
+
+@pytest.fixture
+def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_device", lambda tensor: None)
+    monkeypatch.setattr(dispatch, "_compiled_part", lambda tensor: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_leading_dimensions_of_ranges(as_if_fused: None, dtype: torch.dtype) -> None:
+    """Kernels see [batches, heads, queries]: what precedes the heads has one stride."""
+    scores = torch.zeros(2, 3, 4, 5, 6)
+    merging = [(5,), (4, 1), (1, 1, 4, 5), (2, 3, 4, 5), (2, 3, 1, 1)]
+    others = [(3, 4, 5), (2, 1, 4, 5)]
+    for shape in (*merging, *others):
+        for visible in ((torch.ones(shape, dtype=dtype), None), (None, torch.ones(shape).int())):
+            reasons = megasoftmax.why_not_fused(megasoftmax.softmax, scores, visible=visible)
+            assert [reason.constraint.split("[")[0] for reason in reasons] == (
+                [] if shape in merging else ["leading dimensions of visible"]
+            )
+
+
+def of_softmax(**arguments: Any) -> Callable[[], Any]:
+    return lambda: megasoftmax.softmax(torch.zeros(2, 4, 5, 6), **arguments)
+
+
+def of_attention(lengths: tuple[int, int] = (5, 6), **arguments: Any) -> Callable[[], Any]:
+    return lambda: megasoftmax.attention(*tensors("cpu", lengths=lengths), **arguments)
+
+
+def of_varlen(
+    *offsets_of: Any, shapes: tuple[tuple[int, ...], ...] = 3 * ((7, 2, 8),), **arguments: Any
+) -> Callable[[], Any]:
+    def call() -> Any:
+        given = (normal(*shape, device="cpu") for shape in shapes)
+        return megasoftmax.attention_varlen(*given, *offsets_of, **arguments)
+
+    return call
+
+
+FIVE = torch.ones(5, dtype=torch.int32)
+CU = torch.tensor([0, 3, 7])
+TABLE = torch.zeros(2, 13)
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *(
+        case
+        for call in (of_softmax, of_attention)
+        for case in (
+            (call(visible=FIVE), TypeError, r"visible: expected None or \(first, end\), got a te"),
+            (call(visible=(FIVE,)), ValueError, r"visible: expected .* got 1 elements"),
+            (call(visible=(0, None)), TypeError, r"visible\[0\]: expected None or a tensor .* int"),
+            (call(visible=(FIVE, FIVE.float())), TypeError, r"visible\[1\]: .* torch.float32"),
+            (call(visible=(FIVE.bool(), None)), TypeError, r"visible\[0\]: .* int32 or int64, got"),
+            (call(visible=(None, FIVE[:3])), ValueError, r"visible\[1\]: .* broadcasts to \(2, 4"),
+            (call(visible=(FIVE.view(5, 1), None)), ValueError, r"visible\[0\]: .*, got \(5, 1\)"),
+            (
+                call(visible=(FIVE.expand(1, 2, 4, 5), None)),
+                ValueError,
+                r"visible\[0\]: .* got \(1, 2, 4, 5\)",
+            ),
+            (call(visible=(FIVE.to("meta"), None)), ValueError, r"visible\[0\]: expected device"),
+        )
+    ),
+    (of_softmax(visible=(None, FIVE), dim=1), ValueError, "visible: expected only over the last"),
+    (lambda: megasoftmax.softmax(torch.zeros(3), visible=(FIVE, None)), ValueError, "visible"),
+    (
+        lambda: megasoftmax.functional.softmax_backward(
+            torch.zeros(4, 5), torch.zeros(4, 5), visible=(FIVE, None)
+        ),
+        ValueError,
+        r"visible\[0\]",
+    ),
+    (lambda: TileMask(FIVE), TypeError, "mask: expected a bool tensor, True = excluded, got a t"),
+    (lambda: TileMask(FIVE.bool().view(1, 1, 1, 1, 5)), ValueError, "mask: expected 0 to 4 dim"),
+    (lambda: TileMask.from_blocks(FIVE.bool(), 64), ValueError, "blocks: expected 2 to 4 dim"),
+    (lambda: TileMask.from_blocks([True], 64), TypeError, "blocks: expected a bool tensor, .* li"),
+    (lambda: TileMask.from_blocks(FIVE.bool()[None], 96), ValueError, "size: expected a multip"),
+    (lambda: TileMask.from_blocks(FIVE.bool()[None], 0), ValueError, "size: expected a multiple"),
+    (lambda: TileMask.from_blocks(FIVE.bool()[None], 64.0), TypeError, "size: .* got float"),
+    (of_softmax(mask=TileMask(FIVE.bool())), TypeError, "mask: expected a bool tensor, .* TileM"),
+    (of_attention(mask=TileMask(FIVE.bool())), ValueError, r"mask: expected a shape that broadca"),
+    (
+        of_attention((70, 130), mask=TileMask.from_blocks(torch.zeros(1, 3).bool(), 64)),
+        ValueError,
+        r"mask: expected blocks of 64 that broadcast to \(2, 4, 2, 3\), .* got \(1, 3\)",
+    ),
+    (
+        of_attention((70, 130), mask=TileMask.from_blocks(torch.zeros(3, 2, 3).bool(), 64)),
+        ValueError,
+        r"mask: expected blocks of 64 .* got \(3, 2, 3\)",
+    ),
+    (
+        of_attention(mask=TileMask.from_blocks(torch.zeros(1, 1).bool().to("meta"), 64)),
+        ValueError,
+        "mask: expected device cpu",
+    ),
+    (of_varlen(CU.float()), TypeError, "cu_seqlens_q: expected a tensor of int32 or int64, got a"),
+    (of_varlen([0, 7]), TypeError, "cu_seqlens_q: .* got list"),
+    (of_varlen(CU[None]), ValueError, r"cu_seqlens_q: expected \[documents \+ 1\], got .*\(1, 3\)"),
+    (of_varlen(CU[:0]), ValueError, "cu_seqlens_q: expected"),
+    (of_varlen(CU[1:]), ValueError, r"cu_seqlens_q: .* begin at 0, .* got \[3, 7\]"),
+    (of_varlen(CU[[0, 2, 1]]), ValueError, r"cu_seqlens_q: .* do not decrease .*\[0, 7, 3\]"),
+    (of_varlen(CU + CU), ValueError, r"cu_seqlens_q: .* end at 7 at most, got \[0, 6, 14\]"),
+    (of_varlen(CU, CU[:2]), ValueError, "cu_seqlens_k: expected 3 entries, as cu_seqlens_q, got 2"),
+    (of_varlen(CU, CU + 1), ValueError, "cu_seqlens_k: expected offsets that begin at 0"),
+    (of_varlen(CU.to("meta")), ValueError, "cu_seqlens_q: expected device cpu"),
+    (
+        of_varlen(CU, shapes=((1, 7, 2, 8), (7, 2, 8), (7, 2, 8))),
+        ValueError,
+        r"query: expected \[tokens, heads, dim\]",
+    ),
+    (
+        of_varlen(CU, shapes=((7, 2, 8), (7, 2), (7, 2, 8))),
+        ValueError,
+        r"key: expected \[tokens, key_heads, dim\], got shape \(7, 2\)",
+    ),
+    (of_varlen(CU, shapes=((7, 2, 8), (7, 2, 9), (7, 2, 8))), ValueError, "key: expected shape"),
+    (of_varlen(CU, window=(-2, 0)), ValueError, "window"),
+    (of_varlen(CU, causal=1), TypeError, "causal: expected a bool, got int"),
+    (of_varlen(CU, bias=TABLE), TypeError, "bias: expected None or a RelativeBias, got a tensor"),
+    (
+        of_varlen(CU, CU.clone(), bias=RelativeBias(TABLE)),
+        ValueError,
+        "bias: expected one cu_seqlens for queries and keys, .* got two tensors",
+    ),
+    (
+        of_varlen(CU, bias=RelativeBias(TABLE), shapes=((7, 2, 8), (9, 2, 8), (9, 2, 8))),
+        ValueError,
+        "bias: expected as many keys as queries, 7, got 9",
+    ),
+    (of_varlen(CU, bias=RelativeBias(TABLE[:, 1:])), ValueError, r"bias.table: .* 2 \* length"),
+    (lambda: ranges.packed(CU, 6), ValueError, "cu_seqlens: .* end at 6 at most"),
+    (lambda: ranges.packed(CU, -1), ValueError, "tokens: expected an integer from 0 on, got -1"),
+    (lambda: ranges.packed(CU, 7.0), TypeError, "tokens: expected an integer from 0 on, got float"),
+    (lambda: ranges.segments(CU), ValueError, r"ids: expected \[batch, tokens\], got shape \(3,\)"),
+    (lambda: ranges.segments(TABLE), TypeError, "ids: expected a tensor of integers or bool, .*"),
+    (lambda: ranges.lengths(CU.bool()), TypeError, r"n: expected .* int32 or int64, \[batch\]"),
+    (lambda: ranges.lengths(CU[None]), ValueError, r"n: expected \[batch\], got shape \(1, 3\)"),
+    (lambda: ranges.padding([1, 1]), TypeError, "keep: expected a tensor of integers or bool"),
+    (lambda: ranges.padding(CU), ValueError, r"keep: expected \[batch, keys\]"),
+    (lambda: ranges.chunks(0, 5), ValueError, "size: expected an integer from 1 on, got 0"),
+    (lambda: ranges.chunks(True, 5), TypeError, "size: expected an integer from 1 on, got bool"),
+    (lambda: ranges.prefix(TABLE[0], 5), TypeError, "n: expected a tensor of int32 or int64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))]
+)
+def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
