@@ -117,7 +117,7 @@ def softmax(
         visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
             (int64 is converted), broadcastable to [..., heads, queries], any strides; see
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
-            end <= first is empty. Kernels neither read nor compute what is not visible.
+            end <= first is empty. Kernels do not compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
         dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
@@ -1136,7 +1136,10 @@ def _as_one_batch(
     tokens = query.shape[0]
     if bias is not None:
         surplus = tokens - (bias.table.shape[-1] + 1) // 2
-        bias = RelativeBias(torch.nn.functional.pad(bias.table, (surplus, surplus)))
+        table = bias.table[..., :0]
+        if tokens > 0:
+            table = torch.nn.functional.pad(bias.table, (surplus, surplus))
+        bias = RelativeBias(table)
     visible = ranges.of_documents(cu_seqlens_q, cu_seqlens_k, tokens, causal, window)
     query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
     return (query, key, value), {"bias": bias, "visible": visible}

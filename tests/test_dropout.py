@@ -329,6 +329,30 @@ def test_attention_is_the_masked_one(has_ops, device):
     check_attention(partial(attention, fused=has_ops), device, dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_kernels_drop_what_the_reference_drops(dim, in_order):
+    def results(fused: bool, dropout: float) -> tuple[Tensor, ...]:
+        given = {"bias": tensors[3], "dropout": dropout, "seed": seed_of(11, "cuda")}
+        output = attention(*tensors[:3], **given, fused=fused)
+        return output, *torch.autograd.grad(output.float().sin().sum(), tensors)
+
+    sizes = (2, 4, 200, dim), (2, 2, 300, dim), (2, 2, 300, dim), (1, 4, 200, 300)
+    tensors = [
+        normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
+        for i, size in enumerate(sizes)
+    ]
+    torch.use_deterministic_algorithms(in_order)
+    try:
+        for dropout in (0.3, 1.0):
+            for found, wanted in zip(*(results(f, dropout) for f in (True, False)), strict=True):
+                difference = (found - wanted).float().abs().max()
+                assert difference <= 0.02 * wanted.float().abs().max()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_attention_with_a_relative_bias_and_ranges(device):
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     query, key, value = (normal(2, 4, 40, 16, device=device, dtype=dtype, seed=i) for i in range(3))

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import oracle
@@ -123,6 +123,11 @@ KINDS: dict[str, Callable[..., Visible]] = {
     "transposed": lambda b, h, m, n: tuple(each.mT for each in random(b, m, h, n)),
     "nothing": lambda b, h, m, n: (torch.full((b, 1, 1), n), torch.tensor(0)),
     "all": lambda b, h, m, n: (torch.tensor(-(2**62)), torch.tensor(2**62)),
+    "behind all keys": lambda b, h, m, n: (torch.full((b, 1, 1), 2**31 - 1).int(), None),
+    "ends": lambda b, h, m, n: (
+        torch.where(torch.arange(m) % 100 < 50, 0, n - 9),  # tiles between them are left out
+        torch.where(torch.arange(m) % 100 < 50, 9, n),
+    ),
     "largest": lambda b, h, m, n: (
         torch.tensor(-(2**31), dtype=torch.int32),
         torch.tensor(2**31 - 1, dtype=torch.int32),
@@ -152,6 +157,7 @@ def mask_of(visible: Visible, keys: int) -> Tensor:
 
 EDGES = [(1, 200), (2, 1000), (16, 63), (17, 1), (63, 64), (64, 65), (65, 127), (129, 257)]
 LARGE = [(127, 1000), (200, 200), (257, 129), (1000, 1000), (1, 5000), (1000, 17)]
+LARGE += [(130, 4300), (4300, 130)]  # more than the 32 tiles that a word of a note has bits for
 
 
 @kinds
@@ -241,6 +247,26 @@ def test_attention_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", ["none", "shared", "dense"])
+@pytest.mark.parametrize("kind", ["random", "packed", "ends"])
+def test_attention_in_order(kind: str, bias: str, deterministic: None) -> None:
+    lengths = (200, 300)
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(64, 64))
+    given: dict[str, Any] = {}
+    if (shape := BIASES[bias]) is not None:
+        table = normal(*shape(*lengths), device="cuda", dtype=torch.bfloat16, seed=4)
+        given["bias"] = table.requires_grad_()
+    check_attention(q, k, v, visible=on("cuda", KINDS[kind](2, 4, *lengths)), **given, what=kind)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def test_nothing_is_a_row_of_zeros(device: str) -> None:
     dtype = dtypes_on(device)[-1]
     q, k, v = (each.requires_grad_() for each in tensors(device, dtype, lengths=(40, 70)))
@@ -299,6 +325,18 @@ def test_softmax_of_any_length(kind: str, columns: int, device: str) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             scores = normal(2, 2, queries, columns, device=device, dtype=dtype)
             check_softmax(scores, visible=visible, what=f"{queries} queries")
+
+
+@pytest.mark.parametrize("columns", [65, 4097, pytest.param(40001, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(1, 2, 1), ()], ids=str)
+def test_softmax_sums_the_gradient_of_a_bias(
+    shape: tuple[int, ...], columns: int, device: str
+) -> None:
+    """Over rows of which each sees another range."""
+    visible = on(device, KINDS["random"](2, 2, 9, columns))
+    scores = normal(2, 2, 9, columns, device=device)
+    bias = normal(*shape, columns, device=device, seed=3).requires_grad_()
+    check_softmax(scores, visible=visible, bias=bias)
 
 
 def test_softmax_needs_nothing_outside(device: str) -> None:
@@ -793,6 +831,16 @@ def test_why_varlen_is_not_fused(device: str) -> None:
     assert "head dimension of query and key" in [each.constraint for each in reasons]
     with pytest.raises(ValueError, match=r"fused: cannot be True here\. .*head dimension of query"):
         megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
+
+
+@pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
+def test_varlen_without_tokens_has_no_bias(columns: int, device: str) -> None:
+    nothing = torch.zeros(0, 4, 8, device=device)
+    bias = RelativeBias(torch.zeros(4, columns, device=device))
+    output = megasoftmax.attention_varlen(
+        nothing, nothing, nothing, offsets([]).to(device), bias=bias
+    )
+    assert output.shape == (0, 4, 8)
 
 
 @pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])

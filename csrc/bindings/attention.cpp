@@ -105,10 +105,10 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
 
 // Makes params.note where there is a mask or a range: of `given`, which was made of the same mask,
 // or anew, in a tensor that must stay.
-Tensor set_note(AttentionParams& params, const std::optional<Tensor>& mask,
-                const std::optional<Tensor>& first, const std::optional<Tensor>& end,
-                const std::optional<Tensor>& given, const Tensor& beside) {
-  if (!mask && !first && !end) return beside;
+std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tensor>& mask,
+                               const std::optional<Tensor>& first, const std::optional<Tensor>& end,
+                               const std::optional<Tensor>& given, const Tensor& beside) {
+  if (!mask && !first && !end) return {};
   const auto any_has = [&](int64_t dim) {
     bool has = false;
     for (const std::optional<Tensor>* tensor : {&mask, &first, &end})
@@ -124,8 +124,7 @@ Tensor set_note(AttentionParams& params, const std::optional<Tensor>& mask,
     check(given->is_cuda() && given->get_device_index() == beside.get_device_index() &&
               given->scalar_type() == ScalarType::Int && given->dim() == 3 &&
               given->size(0) == batches && given->size(1) == heads && given->size(2) == words &&
-              (words <= 1 || given->stride(2) == 1) && given->stride(0) % 2 == 0 &&
-              given->stride(1) % 2 == 0,
+              (words <= 1 || given->stride(2) == 1),
           "note must be what tile_note made of this mask");
   }
   const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
@@ -150,7 +149,7 @@ Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
   params.queries = static_cast<int>(queries);
   params.keys = static_cast<int>(keys);
   set_mask(params, mask, block);
-  return set_note(params, mask, {}, {}, {}, mask);
+  return *set_note(params, mask, {}, {}, {}, mask);
 }
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
@@ -193,6 +192,8 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     check(is_beside(*mask), "mask must be on the device of query");
     set_mask(params, *mask, block);
   }
+  for (const std::optional<Tensor>* bound : {&first, &end})
+    check(!bound->has_value() || (*bound)->dim() == 3, "first and end must have 3 dimensions");
   params.visible = visible_of(first, end, query);
   if (dropout > 0) params.dropout = dropout_of(dropout, seed, query);
   if (bias) {

@@ -109,11 +109,13 @@ cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tile
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
                                         cudaStream_t stream) {
-  // Without a window each entry of a dense gradient is written, once.
-  const bool is_written = (params.bias_gradient_kind == BiasGradient::kDense ||
-                           params.bias_gradient_kind == BiasGradient::kInOrder) &&
-                          params.window_left < 0 && params.window_right < 0 &&
-                          params.note.words == nullptr;
+  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
+  // window leaves tiles out.
+  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
+  const bool is_written =
+      !has_window &&
+      (params.bias_gradient_kind == BiasGradient::kInOrder ||
+       (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
   if (params.bias_gradient != nullptr && !is_written)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));

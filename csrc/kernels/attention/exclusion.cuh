@@ -65,8 +65,8 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
 }
 
 // The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
-// one. Of 32 tiles from a multiple of 32 on it has the bits of those that are seen, and of those of
-// which some pair is excluded.
+// one. It keeps two words: of the 32 tiles around the last one that was found, which have a visible
+// pair, and which have an excluded one.
 template <int kQueries>
 class KeyTiles {
  public:
@@ -74,38 +74,28 @@ class KeyTiles {
   __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
                       int key) {
     if (params.note.words == nullptr) return key;
-    int tile = key / kNoteTile;
-    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
-    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+    const int count = params.note.layout.key_tiles;
+    for (int tile = key / kNoteTile; tile < count; tile = (tile / 32 + 1) * 32) {
+      load(params, batch, head, first_query, tile / 32);
+      const uint32_t rest = seen_ >> tile % 32;
+      if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+    }
+    return count * kNoteTile;
   }
   // The same of the tile after that of `key`, the one that was found last. `block` tells what
   // `from` takes, when it is needed.
   template <class Block>
   __device__ int after(const AttentionParams& params, int key, Block&& block) {
-    int tile = key / kNoteTile + 1;
+    const int tile = key / kNoteTile + 1;
     const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
     if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
-    tile = divide_up(tile, 32) * 32;
-    if (params.note.words == nullptr) return tile * kNoteTile;
     const auto [first_query, head, batch] = block();
-    if (tile < params.note.layout.key_tiles) load(params, batch, head, first_query, tile / 32);
-    return first_from(params, batch, head, first_query, tile) * kNoteTile;
+    return from(params, batch, head, first_query, divide_up(tile, 32) * 32 * kNoteTile);
   }
   // Of the tile that was found last.
   __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }
 
  private:
-  __device__ int first_from(const AttentionParams& params, int batch, int head, int first_query,
-                            int tile) {
-    const int count = params.note.layout.key_tiles;
-    while (tile < count) {
-      const uint32_t rest = seen_ >> tile % 32;
-      if (rest != 0) return tile + __ffs(static_cast<int>(rest)) - 1;
-      tile = (tile / 32 + 1) * 32;
-      if (tile < count) load(params, batch, head, first_query, tile / 32);
-    }
-    return count;
-  }
   __device__ void load(const AttentionParams& params, int batch, int head, int first_query,
                        int word) {
     const NoteLayout& layout = params.note.layout;

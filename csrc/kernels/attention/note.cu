@@ -61,9 +61,10 @@ __global__ void __launch_bounds__(kNoteThreads)
   const int64_t index = (int64_t{blockIdx.x} * kNoteThreads + threadIdx.x) / 32;
   if (index >= of_head * heads * batches) return;
   const int entry = static_cast<int>(index / of_head);
-  const int tile = static_cast<int>(index - entry * of_head);
+  const int64_t tile = index - entry * of_head;
   const int batch = entry / heads, head = entry % heads;
-  const int query_tile = tile / layout.key_tiles, key_tile = tile % layout.key_tiles;
+  const int query_tile = static_cast<int>(tile / layout.key_tiles);
+  const int key_tile = static_cast<int>(tile - int64_t{query_tile} * layout.key_tiles);
   const int first_query = query_tile * kNoteTile, first_key = key_tile * kNoteTile;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
@@ -107,9 +108,15 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
   if (tiles == 0) return cudaSuccess;
   const int64_t blocks = divide_up<int64_t>(tiles, kNoteThreads / 32);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  MEGASOFTMAX_RETURN_IF_ERROR(cudaMemset2DAsync(note.words, note.layout.words() * sizeof(uint32_t),
-                                                0, note.layout.bits() * sizeof(uint32_t), entries,
-                                                stream));
+  const int64_t pitch = note.layout.words() * sizeof(uint32_t);
+  const int64_t width = note.layout.bits() * sizeof(uint32_t);
+  if (pitch <= INT32_MAX) {
+    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemset2DAsync(note.words, pitch, 0, width, entries, stream));
+  } else {
+    for (int64_t entry = 0; entry < entries; ++entry)
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          cudaMemsetAsync(note.words + entry * note.layout.words(), 0, width, stream));
+  }
   return launch(attention_note_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kNoteThreads), 0,
                 Together::kNot, 1, stream, params, batches, heads);
 }

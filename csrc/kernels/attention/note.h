@@ -1,7 +1,7 @@
 #pragma once
 // A note of what mask and ranges leave of the scores of a head, tile by tile of kNoteTile queries
 // and keys. Kernels skip tiles without a visible pair, and look at pairs only where a tile has
-// both. Plain host code.
+// both. Compiles without nvcc.
 
 #include <cstdint>
 

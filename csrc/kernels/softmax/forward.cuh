@@ -12,6 +12,10 @@
 
 namespace megasoftmax {
 
+// Instances of masks and biases look for ranges too, where they are given.
+template <class Mask, class Bias>
+inline constexpr bool kMayHaveRange = Mask::kMayHaveRange || Bias::kPresent;
+
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
 
@@ -31,7 +35,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   }
   const int columns = static_cast<int>(params.shape.columns);
   const int64_t row = index.row(params.shape), first_element = row * columns;
-  const Bounds bounds = Bounds::of < Mask::kMayHaveRange || Bias::kPresent > (params, index);
+  const Bounds bounds = Bounds::of<kMayHaveRange<Mask, Bias>>(params, index);
   const auto grid = ChunkGrid<kElements>::aligned_to(first_element);
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
                                              grid, bounds, columns);
@@ -126,8 +130,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
   if (index.query >= static_cast<int>(params.shape.queries)) return;
   const auto place_of = [&](const RowIndex& index) {
-    return Row(params.shape, index,
-               Bounds::of < Mask::kMayHaveRange || Bias::kPresent > (params, index));
+    return Row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
   };
   Row row = place_of(index);
   UnitPart part = owner.part_of(row.visible, row.grid);

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
       last_seen = max(last_seen, visible[half].end);
     }
     const int seen = __reduce_max_sync(~0u, last_seen);
-    begin = max(__reduce_min_sync(~0u, first_seen), 0) / kDecodeKeys * kDecodeKeys;
+    begin = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
+    begin = begin / kDecodeKeys * kDecodeKeys;
     const int keys = divide_up(max(seen - begin, 0), params.splits);
     const int keys_per_split = divide_up(keys, kDecodeKeys) * kDecodeKeys;
     begin += split * keys_per_split;

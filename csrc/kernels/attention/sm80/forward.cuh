@@ -204,7 +204,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       const int row = mine.row + row_offset(m, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
-      factors[m][half] = kIsPlain ? row_end.factor : row_end.factor * params.dropout.factor;
+      // Where dropout keeps nothing the row is 0, though its factor may be no number.
+      const float kept = kIsPlain ? 1.f : params.dropout.factor;
+      factors[m][half] = kept == 0.f ? 0.f : row_end.factor * kept;
     }
   }
   // Through what held this warp's queries.
