@@ -14,11 +14,14 @@ implementation, as Bloom's; `trainer` a callback for Trainer.
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
 * attention would not run fused, as on a CPU or with float32,
-* probabilities are asked for (`output_attentions=True`) or dropped (attention dropout in training),
+* probabilities are asked for (`output_attentions=True`),
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
 `why_not_attention` tells which. "megasoftmax_softmax" takes this second way always.
+
+Attention that runs fused drops inside its kernels, with a seed that torch's generator draws. The
+second way uses torch's dropout, which drops other entries at the same seed of the generator.
 
 Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
 and no [batch, 1, queries, keys] mask for causal or bidirectional attention over a padded batch.
@@ -217,7 +220,7 @@ def attention_forward(
         key, value: [batch, key_heads, keys, head_dim]; heads is a multiple of key_heads.
         attention_mask: from `make_mask`; or None; or the whole mask as a tensor, which broadcasts
             to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
-        dropout: the probability to drop a probability.
+        dropout: the probability to drop a probability, from 0 to 1.
         softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
         kwargs: those of `_read`, `output_attentions`, `upcast_scores`, and whatever else models
             pass; see Raises.
@@ -228,17 +231,17 @@ def attention_forward(
 
     Raises:
         ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
-            mask tensor is not 4-d.
+            mask tensor is not 4-d; dropout is not from 0 to 1 where it counts.
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
-    if not _against_attention(module, dropout, softcap, kwargs):
+    dropout = dropout if module.training else 0.0
+    if not _against_attention(module, softcap, kwargs):
         tensors = as_autocast(query, key, value)
         if runs_fused(*tensors, options):
-            output = megasoftmax.attention(*tensors, **options)
+            output = megasoftmax.attention(*tensors, **options, dropout=dropout)
             return output.transpose(1, 2).contiguous(), None
-    dropout = dropout if module.training else 0.0
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, dropout, softcap, upcast)
 
@@ -256,7 +259,6 @@ def why_not_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[megasoftmax.Reason, ...]:
@@ -271,7 +273,7 @@ def why_not_attention(
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     reasons = tuple(
         megasoftmax.Reason(constraint, actual, limit)
-        for constraint, actual, limit in _against_attention(module, dropout, softcap, kwargs)
+        for constraint, actual, limit in _against_attention(module, softcap, kwargs)
     )
     tensors = as_autocast(query, key, value)
     dtypes = [str(tensor.dtype) for tensor in tensors]
@@ -370,14 +372,12 @@ def _read(
 
 
 def _against_attention(
-    module: torch.nn.Module, dropout: float, softcap: float | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, softcap: float | None, kwargs: dict[str, Any]
 ) -> list[tuple[str, str, str]]:
     """What fused attention does not do: constraint, actual and limit of Reasons."""
     reasons = []
     if softcap is not None:
         reasons.append(("softcap", str(softcap), "None"))
-    if module.training and dropout > 0:
-        reasons.append(("dropout", f"{dropout} in training", "0"))
     if _reorders_and_upcasts(module):
         reasons.append(("reorder_and_upcast_attn", "True", "False"))
     if _is_asked_for_probabilities(kwargs):
@@ -425,7 +425,10 @@ def _through_softmax(
     softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, cap, softmax, dropout, matmul."""
+    """Matmul, cap, softmax, torch's dropout, matmul.
+
+    `megasoftmax.softmax` has no kernels that drop, and its plain torch is slow on a GPU.
+    """
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
         scale = options["scale"]

@@ -26,8 +26,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
+from megasoftmax import functional
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
+from megasoftmax.reference import dropout
 
 RUNS_FUSED = integration.runs_fused
 WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
@@ -213,9 +215,46 @@ def test_gpt2_cross_attention(implementation, padding):
     assert_same_step(ours, eager, build_batch(padding), **memory)
 
 
-def test_dropout_with_equal_seeds(implementation, family, device):
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("member", "option"),
+    [
+        ("gpt2", "attn_pdrop"),
+        ("llama", "attention_dropout"),
+        ("bert", "attention_probs_dropout_prob"),
+        ("t5", "dropout_rate"),
+        ("bloom", "attention_dropout"),
+        ("gptj", "attn_pdrop"),
+    ],
+)
+def test_dropout_inside_attention(member, option, checkpointing, monkeypatch):
+    """As "eager" that drops what the seeds say which attention draws."""
+    ours, eager = build_pair("megasoftmax", member, **{option: 0.5})
+    if checkpointing:
+        for model in (ours, eager):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    original = torch.nn.functional.dropout
+
+    def dropping(given, p=0.5, training=True, inplace=False):
+        if given.dim() != 4 or not training or p == 0:
+            return original(given, p, training, inplace)
+        keep = dropout.kept_of_scores(functional.new_seed(given.device), p, given)
+        return dropout.dropped(given, keep, p)
+
+    calls = record_calls(monkeypatch, "attention")
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropping)
+    assert_same_step(ours, eager, build_batch("right", name=member))
+    assert {options["dropout"] for _, options in calls} == {0.5}
+    calls.clear()
+    ours.eval()(**build_batch("right", name=member))
+    assert {options["dropout"] for _, options in calls} == {0.0}
+
+
+def test_dropout_with_equal_seeds(family, device):
+    """Where probabilities are written, torch drops them."""
     option = "attn_pdrop" if family == "gpt2" else "attention_dropout"
-    ours, eager = build_pair(implementation, family, device, **{option: 0.5})
+    ours, eager = build_pair(integration.SOFTMAX_NAME, family, device, **{option: 0.5})
     batch = build_batch("left", device)
     assert_same_step(ours, eager, batch)
     dropped, kept = ours(**batch).logits, ours.eval()(**batch).logits
@@ -469,11 +508,8 @@ def test_probabilities_are_written_only_where_needed(family, case, monkeypatch):
     softmax_calls = record_calls(monkeypatch, "softmax")
     asked = {"output_attentions": True} if case == "asked" else {}
     assert ("attentions" in ours(**build_batch(), **asked)) == (case == "asked")
-    written = 0 if case in ("plain", "hooked") else 2
+    written = 2 if case in ("asked", "upcast") else 0
     assert (len(attention_calls), len(softmax_calls)) == (2 - written, written)
-    if case == "dropout":
-        ours.eval()(**build_batch())
-        assert (len(attention_calls), len(softmax_calls)) == (2, 2)
 
 
 def test_keys_of_a_group_are_not_repeated(monkeypatch):
@@ -589,15 +625,14 @@ def test_why_not_attention_names_every_reason(monkeypatch):
     module.reorder_and_upcast_attn = True
     options = {"softcap": 50.0, "dropout": 0.1, "output_attentions": True}
     reasons = integration.why_not_attention(module, *tensors, **options)
-    assert [reason.constraint for reason in reasons[:4]] == [
+    assert [reason.constraint for reason in reasons[:3]] == [
         "softcap",
-        "dropout",
         "reorder_and_upcast_attn",
         "output_attentions",
     ]
     assert "softcap: expected None, got 50.0" in map(str, reasons)
     on_a_cpu = megasoftmax.why_not_fused(megasoftmax.attention, *tensors)
-    assert reasons[4:] == on_a_cpu
+    assert reasons[3:] == on_a_cpu
     assert integration.why_not_attention(torch.nn.Module(), *tensors) == on_a_cpu
     query, key, value = tensors
     (reason,) = integration.why_not_attention(torch.nn.Module(), query, key, value.double())
