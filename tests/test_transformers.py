@@ -21,7 +21,7 @@ from models import (
     WITHOUT_INTERFACE,
     build_batch,
 )
-from transformers import StaticCache
+from transformers import DataCollatorWithFlattening, StaticCache
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -484,12 +484,15 @@ def test_mask_is_that_of_sdpa(queries, keys, query_offset, key_offset, tokens):
     needs_tensor = integration.make_mask(**sizes, allow_is_causal_skip=False)
     assert needs_tensor.equal(expected)
     mask = integration.make_mask(**sizes)
-    if keys == 9:
-        assert mask.equal(expected)
-        return
     assert mask.excluded.shape == (2, 1, 1, keys)
-    assert mask.causal
-    below_diagonal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if keys == 9:
+        assert not mask.causal
+        assert mask.visible[0] is None
+        below_diagonal = torch.arange(keys) < mask.visible[1][..., None]
+    else:
+        assert mask.causal
+        assert mask.visible is None
+        below_diagonal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     assert (~mask.excluded & below_diagonal).equal(expected)
 
 
@@ -546,16 +549,63 @@ def test_what_does_not_run_fused_takes_the_softmax(device, monkeypatch):
         assert (probabilities is None) == fused
 
 
-def test_prefill_of_a_static_cache_skips_the_unused_keys(implementation, family, monkeypatch):
+def test_prefill_of_a_static_cache_sees_no_unused_keys(implementation, family, monkeypatch):
     calls = record_calls(monkeypatch, FUNCTIONS[implementation])
     ours, _ = build_pair(implementation, family)
     cache = StaticCache(ours.config, max_cache_len=LENGTH + 5)
     ours(build_batch()["input_ids"], past_key_values=cache)
     assert len(calls) == 2
     for tensors, options in calls:
-        assert queries_and_keys(tensors) == (LENGTH, LENGTH)
+        assert queries_and_keys(tensors) == (LENGTH, LENGTH + 5)
         assert options["mask"] is None
-        assert options["causal"] is True
+        first, end = options["visible"]
+        assert first is None
+        assert end.flatten().tolist() == list(range(1, LENGTH + 1))
+
+
+def test_unused_keys_without_a_mask_are_cut_off(implementation, monkeypatch):
+    calls = record_calls(monkeypatch, FUNCTIONS[implementation])
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 12, 8)
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    function(torch.nn.Module(), query, key, key, None, is_causal=True)
+    ((tensors, options),) = calls
+    assert queries_and_keys(tensors) == (9, 9)
+    assert options["causal"] is True
+
+
+def test_windows_and_packed_sequences_need_no_square_mask(implementation, monkeypatch):
+    calls = record_calls(monkeypatch, FUNCTIONS[implementation])
+    ours, _ = build_pair(implementation, "mistral")
+    ours(**build_batch("left"))
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(BATCH, -1)
+    ours(**build_batch(), position_ids=positions, use_cache=False)
+    window = (ours.config.sliding_window - 1, 0)
+    assert {(options["causal"], options["window"]) for _, options in calls} == {(True, window)}
+    for _, options in calls[:2]:
+        assert options["mask"].shape == (BATCH, 1, 1, LENGTH)
+        assert options["visible"] is None
+    for _, options in calls[2:]:
+        assert options["mask"] is None
+        first, end = options["visible"]
+        assert first[0, 0].tolist() == [0] * 5 + [5] * (LENGTH - 5)
+        assert end[0, 0].tolist() == [5] * 5 + [LENGTH] * (LENGTH - 5)
+
+
+@pytest.mark.parametrize("packer", ["llama", "mistral"])
+def test_padding_free_training(implementation, packer):
+    """What the collator gives to flash attention beside the positions changes nothing."""
+    ours, eager = build_pair(implementation, packer)
+    ids = build_batch()["input_ids"]
+    documents = [
+        {"input_ids": row[:length].tolist()} for row, length in zip(ids, (5, 9, 3), strict=True)
+    ]
+    collator = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)
+    batch = dict(collator(documents))
+    assert "cu_seq_lens_q" in batch
+    assert_same_step(ours, eager, batch, use_cache=False)
+    alone = [ours(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in documents]
+    together = ours(**batch, use_cache=False).logits
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -802,7 +852,7 @@ def test_register_twice():
     [
         ({"mask": None}, "gpt2", "left"),
         ({"mask": None}, "llama", "middle"),
-        ({"mask": None}, "mistral", "none"),
+        ({"window": None}, "mistral", "none"),
         ({"causal": False}, "gpt2", "none"),
         ({"causal": False}, "llama", "right"),
         ({"scale": 1.0}, "llama", "none"),
