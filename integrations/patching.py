@@ -49,10 +49,8 @@ from megasoftmax.integrations.transformers import register, why_not_attention
 
 _FLAGS = ("softmax", "attention", "router")
 
-# What layers call the width of a head, their dropout and their softcap, if they have them.
+# What layers call the width of a head.
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
-_SOFTCAPS = ("attn_logit_softcapping",)
 
 
 class PatchedModel(Patched):
@@ -247,16 +245,5 @@ def _why_not_attention(layer: torch.nn.Module) -> tuple[Any, ...]:
         like_query,
         like_query,
         like_query,
-        dropout=_number(layer, _DROPOUTS) or 0.0,
-        softcap=_number(layer, _SOFTCAPS),
+        softcap=getattr(layer, "attn_logit_softcapping", None),
     )
-
-
-def _number(layer: torch.nn.Module, names: tuple[str, ...]) -> float | None:
-    """The first of these attributes, a number or a dropout module."""
-    for name in names:
-        found = getattr(layer, name, None)
-        found = getattr(found, "p", found)
-        if isinstance(found, int | float):
-            return found
-    return None

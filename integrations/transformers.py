@@ -14,17 +14,22 @@ implementation, as Bloom's; `trainer` a callback for Trainer.
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
 * attention would not run fused, as on a CPU or with float32,
-* probabilities are asked for (`output_attentions=True`) or dropped (attention dropout in training),
+* probabilities are asked for (`output_attentions=True`),
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
 `why_not_attention` tells which. "megasoftmax_softmax" takes this second way always.
 
+Attention that runs fused drops inside its kernels, with a seed that torch's generator draws. The
+second way uses torch's dropout, which drops other entries at the same seed of the generator.
+
 Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
-and no [batch, 1, queries, keys] mask for causal or bidirectional attention over a padded batch.
+and no [batch, 1, queries, keys] mask for causal, windowed, chunked, packed or bidirectional
+attention, padded or not, with any cache. `mask_functions` recognises these.
 Keys and values shared by a group of heads are not repeated. T5's relative bias (`position_bias`),
-or a float `attention_mask` as Swin's, gets its gradient. Windows, packed sequences and static
-caches use the mask that transformers builds for its "sdpa" implementation.
+or a float `attention_mask` as Swin's, gets its gradient. Under torch.compile, and of what is not
+recognised, the mask is the one that transformers builds for its "sdpa" implementation. Kernels note
+once per forward which of its tiles they may skip.
 
 What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
@@ -74,6 +79,7 @@ except ImportError as error:
 import megasoftmax
 from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.by_name import watch
+from megasoftmax.integrations.mask_functions import Rule, Visible, Window, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import between_products, runs_fused
 
@@ -83,6 +89,8 @@ from megasoftmax.integrations.products import between_products, runs_fused
 _SPARSE = ("indices", "block_indices")
 _UNSUPPORTED = (*_SPARSE, "cache", "sinks")
 
+# Models that compute with their mask, packed sequences included, and so need a tensor.
+_COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
 _READ_AS_TENSOR = (
     "this model reads its mask itself and expects a tensor; use attn_implementation="
@@ -95,6 +103,10 @@ class _Padding(NamedTuple):
     """Padding: bool [batch, 1, 1, keys], True = excluded. None: no padding."""
     causal: bool
     """Bottom-right aligned: the last query sees every key that is not padding."""
+    window: Window | None = None
+    """As in `megasoftmax.attention`."""
+    visible: Visible | None = None
+    """As in `megasoftmax.attention`: int32 [batch or 1, 1, queries]."""
 
 
 class PaddingMask(_Padding):
@@ -107,6 +119,12 @@ class PaddingMask(_Padding):
     def to(self, *arguments: Any) -> Self:
         """Itself: MPT casts its mask to bool."""
         return self
+
+    def contiguous(self) -> Self:
+        """Itself: `generate` asks for it, and gives the mask on as a whole one, of 4 dimensions."""
+        return self
+
+    ndim = 4
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int | slice):
@@ -152,9 +170,11 @@ def make_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: PaddingMask | torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask | torch.Tensor | None:
     """What attention gets as `attention_mask`; transformers calls this once per forward.
@@ -163,27 +183,39 @@ def make_mask(
         batch_size, q_length, kv_length: sizes of the mask.
         q_offset, kv_offset: positions of the first query and the first key. A static cache, which
             has unused keys at its end, gives q_offset as a tensor.
-        mask_function: (batch, head, query, key) -> visible; opaque, but for the two plain ones.
-        attention_mask: padding, bool [batch, tokens], True = keep, or None.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller needs a tensor.
+        mask_function: (batch, head, query, key) -> visible; see `mask_functions`.
+        attention_mask: padding, bool [batch, tokens], True = keep; or None; or what was returned.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller needs a tensor, and
+            always for packed sequences.
+        use_vmap: whether the mask function holds one of the user's own.
+        device: of the mask.
         kwargs: passed on to `sdpa_mask`.
 
     Returns:
-        A PaddingMask for plain causal or bidirectional attention. Else what `sdpa_mask` returns:
+        A PaddingMask for what `mask_functions` recognises. Else what `sdpa_mask` returns:
         bool [batch, 1, q_length, kv_length], True = keep, or None for upper-left causal.
     """
-    causal = mask_function is causal_mask_function
-    if causal:
-        static = isinstance(q_offset, torch.Tensor)
-        plain = not static and q_offset + q_length == kv_offset + kv_length and allow_is_causal_skip
-    else:
-        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
-    if plain:
-        if attention_mask is None:
-            return PaddingMask(None, causal)
-        keep = attention_mask[:, kv_offset:]
-        keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[1]))  # longer: cropped
-        return PaddingMask(~keep[:, None, None, :], causal)
+    if isinstance(attention_mask, PaddingMask):  # made before, by `generate`
+        return attention_mask
+    static = isinstance(q_offset, torch.Tensor)
+    aligned = not static and bool(q_offset - kv_offset == kv_length - q_length)
+    rule = None if use_vmap else _rule_of(mask_function, aligned)
+    allowed: bool = False
+    if rule is not None and rule.sequence is not None:
+        allowed = getattr(kwargs.get("config"), "model_type", None) not in _COMPUTE_WITH_MASKS
+        allowed = allowed and aligned and q_length == kv_length == rule.sequence.shape[1]
+    elif rule is not None:
+        allowed = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
+    if rule is not None and allowed:
+        excluded = None
+        if attention_mask is not None:
+            keep = attention_mask[:, kv_offset:]
+            keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[1]))  # longer: cropped
+            excluded = ~keep[:, None, None, :]
+        visible = rule.visible(q_length, kv_length, q_offset, kv_offset, aligned, device)
+        if not aligned:
+            return PaddingMask(excluded, False, None, visible)
+        return PaddingMask(excluded, rule.right == 0, rule.window, visible)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -194,8 +226,19 @@ def make_mask(
         attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
         **kwargs,
     )
+
+
+def _rule_of(mask_function: Any, aligned: bool) -> Rule | None:
+    """What can be said of the mask without a tensor. torch.compile reads no closures."""
+    if not torch.compiler.is_compiling():
+        return rule_of(mask_function)
+    if mask_function is causal_mask_function and aligned:
+        return Rule(right=0)
+    return Rule() if mask_function is bidirectional_mask_function else None
 
 
 def attention_forward(
@@ -217,7 +260,7 @@ def attention_forward(
         key, value: [batch, key_heads, keys, head_dim]; heads is a multiple of key_heads.
         attention_mask: from `make_mask`; or None; or the whole mask as a tensor, which broadcasts
             to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
-        dropout: the probability to drop a probability.
+        dropout: the probability to drop a probability, from 0 to 1.
         softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
         kwargs: those of `_read`, `output_attentions`, `upcast_scores`, and whatever else models
             pass; see Raises.
@@ -228,17 +271,17 @@ def attention_forward(
 
     Raises:
         ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
-            mask tensor is not 4-d.
+            mask tensor is not 4-d; dropout is not from 0 to 1 where it counts.
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
-    if not _against_attention(module, dropout, softcap, kwargs):
+    dropout = dropout if module.training else 0.0
+    if not _against_attention(module, softcap, kwargs):
         tensors = as_autocast(query, key, value)
         if runs_fused(*tensors, options):
-            output = megasoftmax.attention(*tensors, **options)
+            output = megasoftmax.attention(*tensors, **options, dropout=dropout)
             return output.transpose(1, 2).contiguous(), None
-    dropout = dropout if module.training else 0.0
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, dropout, softcap, upcast)
 
@@ -256,7 +299,6 @@ def why_not_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[megasoftmax.Reason, ...]:
@@ -271,7 +313,7 @@ def why_not_attention(
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     reasons = tuple(
         megasoftmax.Reason(constraint, actual, limit)
-        for constraint, actual, limit in _against_attention(module, dropout, softcap, kwargs)
+        for constraint, actual, limit in _against_attention(module, softcap, kwargs)
     )
     tensors = as_autocast(query, key, value)
     dtypes = [str(tensor.dtype) for tensor in tensors]
@@ -338,24 +380,25 @@ def _read(
     """
     _refuse(module, _UNSUPPORTED, kwargs)
     queries = query.shape[2]
-    causal, excluded, bias = False, None, _with_dense_rows(position_bias)
+    causal, window, visible = False, None, None
+    excluded: Any = None
+    bias = _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and 1 < queries < key.shape[2]:  # filling a static cache: its end is unused
             key, value = key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
-        excluded, causal = attention_mask
+        excluded, causal, window, visible = attention_mask
     elif attention_mask.ndim != 4:
         raise ValueError(
             f"attention_mask: expected 4 dimensions, got shape {tuple(attention_mask.shape)}"
         )
     elif attention_mask.dtype == torch.bool:
-        excluded = ~attention_mask
+        excluded = _excluded(attention_mask)
     else:
         bias = attention_mask if bias is None else bias + attention_mask
 
-    window = None
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
     options = {
@@ -364,20 +407,19 @@ def _read(
         "bias": bias,
         "causal": causal,
         "window": window,
+        "visible": visible,
         "sink": s_aux,
     }
     return key, value, options
 
 
 def _against_attention(
-    module: torch.nn.Module, dropout: float, softcap: float | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, softcap: float | None, kwargs: dict[str, Any]
 ) -> list[tuple[str, str, str]]:
     """What fused attention does not do: constraint, actual and limit of Reasons."""
     reasons = []
     if softcap is not None:
         reasons.append(("softcap", str(softcap), "None"))
-    if module.training and dropout > 0:
-        reasons.append(("dropout", f"{dropout} in training", "0"))
     if _reorders_and_upcasts(module):
         reasons.append(("reorder_and_upcast_attn", "True", "False"))
     if _is_asked_for_probabilities(kwargs):
@@ -388,6 +430,16 @@ def _against_attention(
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     """GPT-2's option to have scores in float32, whatever multiplies them."""
     return getattr(module, "reorder_and_upcast_attn", False)
+
+
+def _excluded(keep: Any) -> Any:
+    """The mask as attention takes it, with one note of its tiles for all layers that share it."""
+    if torch.compiler.is_compiling() or keep.is_inference():
+        return ~keep
+    found = getattr(keep, "_megasoftmax_tiles", None)
+    if found is None or found[0] != keep._version:
+        found = keep._megasoftmax_tiles = keep._version, megasoftmax.TileMask(~keep)
+    return found[1]
 
 
 def _with_dense_rows(bias: Any) -> Any:
@@ -425,16 +477,20 @@ def _through_softmax(
     softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, cap, softmax, dropout, matmul."""
+    """Matmul, cap, softmax, torch's dropout, matmul.
+
+    `megasoftmax.softmax` has no kernels that drop, and its plain torch is slow on a GPU.
+    """
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
         scale = options["scale"]
         if softcap is not None:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             scores, scale = torch.tanh(scores * (scale / softcap)), softcap
-        probabilities = megasoftmax.softmax(
-            scores, **(options | {"scale": scale}), dtype=value.dtype
-        )
+        mask = options["mask"]
+        mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
+        changed = {"scale": scale, "mask": mask}
+        probabilities = megasoftmax.softmax(scores, **(options | changed), dtype=value.dtype)
         return torch.nn.functional.dropout(probabilities, dropout) if dropout > 0 else probabilities
 
     output, probabilities = between_products(

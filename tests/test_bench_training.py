@@ -59,7 +59,7 @@ def test_quick_run_measures_every_implementation(device, tmp_path):
         ({"scale": 1.0}, "Llama.* 2048", "[qk]_proj"),
         ({"bias": None}, "T5", "relative_attention_bias"),
         ({"sink": None}, "gpt-oss", "sinks"),
-        ({"mask": None, "causal": True}, "gpt-oss", ""),  # the window alone is lost
+        ({"window": None}, "gpt-oss", ""),
     ],
 )
 def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp_path, monkeypatch):

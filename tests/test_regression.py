@@ -110,8 +110,8 @@ def without_padding(**sizes):
 
 def narrow_window(module, query, key, value, mask, sliding_window=None, **options):
     if sliding_window is not None:
-        token = torch.arange(mask.shape[-1], device=mask.device)
-        mask = mask & (token[:, None] - token < sliding_window - 1)
+        assert mask.window == (sliding_window - 1, 0)
+        mask = mask._replace(window=(sliding_window - 2, 0))
     return integration.attention_forward(
         module, query, key, value, mask, sliding_window=sliding_window, **options
     )

@@ -21,13 +21,15 @@ from models import (
     WITHOUT_INTERFACE,
     build_batch,
 )
-from transformers import StaticCache
+from transformers import DataCollatorWithFlattening, StaticCache
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
+from megasoftmax import functional
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
+from megasoftmax.reference import dropout
 
 RUNS_FUSED = integration.runs_fused
 WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
@@ -213,9 +215,46 @@ def test_gpt2_cross_attention(implementation, padding):
     assert_same_step(ours, eager, build_batch(padding), **memory)
 
 
-def test_dropout_with_equal_seeds(implementation, family, device):
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("member", "option"),
+    [
+        ("gpt2", "attn_pdrop"),
+        ("llama", "attention_dropout"),
+        ("bert", "attention_probs_dropout_prob"),
+        ("t5", "dropout_rate"),
+        ("bloom", "attention_dropout"),
+        ("gptj", "attn_pdrop"),
+    ],
+)
+def test_dropout_inside_attention(member, option, checkpointing, monkeypatch):
+    """As "eager" that drops what the seeds say which attention draws."""
+    ours, eager = build_pair("megasoftmax", member, **{option: 0.5})
+    if checkpointing:
+        for model in (ours, eager):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    original = torch.nn.functional.dropout
+
+    def dropping(given, p=0.5, training=True, inplace=False):
+        if given.dim() != 4 or not training or p == 0:
+            return original(given, p, training, inplace)
+        keep = dropout.kept_of_scores(functional.new_seed(given.device), p, given)
+        return dropout.dropped(given, keep, p)
+
+    calls = record_calls(monkeypatch, "attention")
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropping)
+    assert_same_step(ours, eager, build_batch("right", name=member))
+    assert {options["dropout"] for _, options in calls} == {0.5}
+    calls.clear()
+    ours.eval()(**build_batch("right", name=member))
+    assert {options["dropout"] for _, options in calls} == {0.0}
+
+
+def test_dropout_with_equal_seeds(family, device):
+    """Where probabilities are written, torch drops them."""
     option = "attn_pdrop" if family == "gpt2" else "attention_dropout"
-    ours, eager = build_pair(implementation, family, device, **{option: 0.5})
+    ours, eager = build_pair(integration.SOFTMAX_NAME, family, device, **{option: 0.5})
     batch = build_batch("left", device)
     assert_same_step(ours, eager, batch)
     dropped, kept = ours(**batch).logits, ours.eval()(**batch).logits
@@ -445,12 +484,15 @@ def test_mask_is_that_of_sdpa(queries, keys, query_offset, key_offset, tokens):
     needs_tensor = integration.make_mask(**sizes, allow_is_causal_skip=False)
     assert needs_tensor.equal(expected)
     mask = integration.make_mask(**sizes)
-    if keys == 9:
-        assert mask.equal(expected)
-        return
     assert mask.excluded.shape == (2, 1, 1, keys)
-    assert mask.causal
-    below_diagonal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if keys == 9:
+        assert not mask.causal
+        assert mask.visible[0] is None
+        below_diagonal = torch.arange(keys) < mask.visible[1][..., None]
+    else:
+        assert mask.causal
+        assert mask.visible is None
+        below_diagonal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     assert (~mask.excluded & below_diagonal).equal(expected)
 
 
@@ -469,11 +511,8 @@ def test_probabilities_are_written_only_where_needed(family, case, monkeypatch):
     softmax_calls = record_calls(monkeypatch, "softmax")
     asked = {"output_attentions": True} if case == "asked" else {}
     assert ("attentions" in ours(**build_batch(), **asked)) == (case == "asked")
-    written = 0 if case in ("plain", "hooked") else 2
+    written = 2 if case in ("asked", "upcast") else 0
     assert (len(attention_calls), len(softmax_calls)) == (2 - written, written)
-    if case == "dropout":
-        ours.eval()(**build_batch())
-        assert (len(attention_calls), len(softmax_calls)) == (2, 2)
 
 
 def test_keys_of_a_group_are_not_repeated(monkeypatch):
@@ -510,16 +549,63 @@ def test_what_does_not_run_fused_takes_the_softmax(device, monkeypatch):
         assert (probabilities is None) == fused
 
 
-def test_prefill_of_a_static_cache_skips_the_unused_keys(implementation, family, monkeypatch):
+def test_prefill_of_a_static_cache_sees_no_unused_keys(implementation, family, monkeypatch):
     calls = record_calls(monkeypatch, FUNCTIONS[implementation])
     ours, _ = build_pair(implementation, family)
     cache = StaticCache(ours.config, max_cache_len=LENGTH + 5)
     ours(build_batch()["input_ids"], past_key_values=cache)
     assert len(calls) == 2
     for tensors, options in calls:
-        assert queries_and_keys(tensors) == (LENGTH, LENGTH)
+        assert queries_and_keys(tensors) == (LENGTH, LENGTH + 5)
         assert options["mask"] is None
-        assert options["causal"] is True
+        first, end = options["visible"]
+        assert first is None
+        assert end.flatten().tolist() == list(range(1, LENGTH + 1))
+
+
+def test_unused_keys_without_a_mask_are_cut_off(implementation, monkeypatch):
+    calls = record_calls(monkeypatch, FUNCTIONS[implementation])
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 12, 8)
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    function(torch.nn.Module(), query, key, key, None, is_causal=True)
+    ((tensors, options),) = calls
+    assert queries_and_keys(tensors) == (9, 9)
+    assert options["causal"] is True
+
+
+def test_windows_and_packed_sequences_need_no_square_mask(implementation, monkeypatch):
+    calls = record_calls(monkeypatch, FUNCTIONS[implementation])
+    ours, _ = build_pair(implementation, "mistral")
+    ours(**build_batch("left"))
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(BATCH, -1)
+    ours(**build_batch(), position_ids=positions, use_cache=False)
+    window = (ours.config.sliding_window - 1, 0)
+    assert {(options["causal"], options["window"]) for _, options in calls} == {(True, window)}
+    for _, options in calls[:2]:
+        assert options["mask"].shape == (BATCH, 1, 1, LENGTH)
+        assert options["visible"] is None
+    for _, options in calls[2:]:
+        assert options["mask"] is None
+        first, end = options["visible"]
+        assert first[0, 0].tolist() == [0] * 5 + [5] * (LENGTH - 5)
+        assert end[0, 0].tolist() == [5] * 5 + [LENGTH] * (LENGTH - 5)
+
+
+@pytest.mark.parametrize("packer", ["llama", "mistral"])
+def test_padding_free_training(implementation, packer):
+    """What the collator gives to flash attention beside the positions changes nothing."""
+    ours, eager = build_pair(implementation, packer)
+    ids = build_batch()["input_ids"]
+    documents = [
+        {"input_ids": row[:length].tolist()} for row, length in zip(ids, (5, 9, 3), strict=True)
+    ]
+    collator = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)
+    batch = dict(collator(documents))
+    assert "cu_seq_lens_q" in batch
+    assert_same_step(ours, eager, batch, use_cache=False)
+    alone = [ours(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in documents]
+    together = ours(**batch, use_cache=False).logits
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -589,15 +675,14 @@ def test_why_not_attention_names_every_reason(monkeypatch):
     module.reorder_and_upcast_attn = True
     options = {"softcap": 50.0, "dropout": 0.1, "output_attentions": True}
     reasons = integration.why_not_attention(module, *tensors, **options)
-    assert [reason.constraint for reason in reasons[:4]] == [
+    assert [reason.constraint for reason in reasons[:3]] == [
         "softcap",
-        "dropout",
         "reorder_and_upcast_attn",
         "output_attentions",
     ]
     assert "softcap: expected None, got 50.0" in map(str, reasons)
     on_a_cpu = megasoftmax.why_not_fused(megasoftmax.attention, *tensors)
-    assert reasons[4:] == on_a_cpu
+    assert reasons[3:] == on_a_cpu
     assert integration.why_not_attention(torch.nn.Module(), *tensors) == on_a_cpu
     query, key, value = tensors
     (reason,) = integration.why_not_attention(torch.nn.Module(), query, key, value.double())
@@ -767,7 +852,7 @@ def test_register_twice():
     [
         ({"mask": None}, "gpt2", "left"),
         ({"mask": None}, "llama", "middle"),
-        ({"mask": None}, "mistral", "none"),
+        ({"window": None}, "mistral", "none"),
         ({"causal": False}, "gpt2", "none"),
         ({"causal": False}, "llama", "right"),
         ({"scale": 1.0}, "llama", "none"),
