@@ -49,7 +49,7 @@ def build(kind, source, folder):
 def archives(tmp_path_factory):
     """(sdist, wheel); the wheel is built from the sdist, as `python -m build` does."""
     unpacked, *folders = (tmp_path_factory.mktemp(name) for name in ("unpacked", "sdist", "wheel"))
-    source = unpacked.with_name("source")
+    source = tmp_path_factory.mktemp("source") / "tree"  # anew in each set-up of a worker
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     sdist = build("sdist", source, folders[0])
     with tarfile.open(sdist) as archive:

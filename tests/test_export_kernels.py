@@ -101,7 +101,7 @@ def test_copy_and_package_live_together(exported, first):
         expected = torch.softmax(2 * scores.double(), -1)
         check(compiled(scores, scale=2.0), expected)
         forward = space.softmax_forward
-        rest = (None, None, None, None, scores.dtype, False)
+        rest = (None, None, None, None, scores.dtype, False, 0.0, None)
         found, _ = forward(scores, 2.0, None, None, False, -1, -1, *rest)
         check(found, expected)
         upstream = torch.randn(2, 3)
