@@ -56,6 +56,7 @@ sinks, and would give other results than megasoftmax.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -436,10 +437,7 @@ def _excluded(keep: Any) -> Any:
     """The mask as attention takes it, with one note of its tiles for all layers that share it."""
     if torch.compiler.is_compiling() or keep.is_inference():
         return ~keep
-    found = getattr(keep, "_megasoftmax_tiles", None)
-    if found is None or found[0] != keep._version:
-        found = keep._megasoftmax_tiles = keep._version, megasoftmax.TileMask(~keep)
-    return found[1]
+    return _made_once(keep, "tiles", keep._version, lambda: megasoftmax.TileMask(~keep))
 
 
 def _with_dense_rows(bias: Any) -> Any:
@@ -452,9 +450,16 @@ def _with_dense_rows(bias: Any) -> Any:
     if bias.stride(-1) == 1 or 0 in bias.stride():
         return bias
     key = bias._version, bias.requires_grad and torch.is_grad_enabled()
-    found = getattr(bias, "_megasoftmax_dense", None)
+    return _made_once(bias, "dense", key, bias.contiguous)
+
+
+def _made_once(tensor: torch.Tensor, name: str, key: Any, make: Callable[[], Any]) -> Any:
+    """What layers make of a tensor that they share, kept on it while the key is the same."""
+    attribute = f"_megasoftmax_{name}"
+    found = getattr(tensor, attribute, None)
     if found is None or found[0] != key:
-        found = bias._megasoftmax_dense = key, bias.contiguous()
+        found = key, make()
+        setattr(tensor, attribute, found)
     return found[1]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megasoftmax.limits import kernel_limits
 from megasoftmax.reference.attention import mask_of_blocks
 
 
@@ -54,10 +55,11 @@ class TileMask:
             TypeError, ValueError: an argument is not as above.
         """
         _check(blocks, "blocks", 2)
+        tile = kernel_limits().attention["kNoteTile"]
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"size: expected a multiple of 64, got {type(size).__name__}")
-        if size < 64 or size % 64 != 0:
-            raise ValueError(f"size: expected a multiple of 64, got {size}")
+            raise TypeError(f"size: expected a multiple of {tile}, got {type(size).__name__}")
+        if size < tile or size % tile != 0:
+            raise ValueError(f"size: expected a multiple of {tile}, got {size}")
         self = cls.__new__(cls)
         self.tensor, self.block, self._notes = blocks, size, {}
         return self

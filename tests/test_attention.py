@@ -8,7 +8,7 @@ from typing import Any
 import oracle_attention
 import pytest
 import torch
-from inputs import HALVES, bits_equal, coin, normal
+from inputs import HALVES, attention_on, bits_equal, coin, dtypes_on, normal, tensors
 from torch import Tensor
 
 import megasoftmax
@@ -20,41 +20,15 @@ gpu = pytest.mark.gpu
 attention_forward = torch.ops.megasoftmax.attention_forward.default
 
 
-def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
-    fused = True if device == "cuda" and dtype in HALVES else None
-    return functools.partial(megasoftmax.attention, fused=fused)
-
-
 def check(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> dict[str, Tensor]:
     function = attention_on(query.device.type, query.dtype)
     return oracle_attention.check(function, query, key, value, **arguments)
-
-
-def dtypes_on(device: str) -> list[torch.dtype]:
-    return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
 
 
 def closeness(dtype: torch.dtype) -> dict[str, float]:
     """Kernels may add up gradients in another order each time."""
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     return {"rtol": tolerance, "atol": tolerance}
-
-
-def tensors(
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    batch: int = 2,
-    heads: tuple[int, int] = (4, 2),
-    lengths: tuple[int, int] = (5, 13),
-    dims: tuple[int, int] = (8, 8),
-) -> tuple[Tensor, Tensor, Tensor]:
-    (queries, keys), (all_heads, key_heads) = lengths, heads
-    return (
-        normal(batch, all_heads, queries, dims[0], device=device, dtype=dtype, seed=1),
-        normal(batch, key_heads, keys, dims[0], device=device, dtype=dtype, seed=2),
-        normal(batch, key_heads, keys, dims[1], device=device, dtype=dtype, seed=3),
-    )
 
 
 # Pairs of features: each kind of one meets each kind of every other

@@ -35,13 +35,13 @@ LAYERS = {
     "explain": {"build", "limits"},
     "dispatch": {"build", "limits"},
     "biases": set(),
-    "masks": {"reference"},
+    "masks": {"limits", "reference"},
     "arguments": {"biases", "masks"},
     "ranges": {"arguments"},
     "reference": set(),
     "autograd": {"reference"},
     # The reference is every op's CPU implementation.
-    "ops": {"build", "autograd", "reference"},
+    "ops": {"build", "autograd", "limits", "reference"},
     "distributed": {"autograd", "ops", "reference"},
     "functional": {
         "arguments",

@@ -10,7 +10,7 @@ import oracle
 import oracle_attention
 import pytest
 import torch
-from inputs import HALVES, bits_equal, coin, normal
+from inputs import attention_on, bits_equal, coin, dtypes_on, normal, tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -22,11 +22,6 @@ INF, NAN = torch.inf, torch.nan
 Visible = tuple[Tensor | None, Tensor | None]
 
 
-def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
-    fused = True if device == "cuda" and dtype in HALVES else None
-    return functools.partial(megasoftmax.attention, fused=fused)
-
-
 def check_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     function = attention_on(query.device.type, query.dtype)
     return oracle_attention.check(function, query, key, value, **arguments)
@@ -36,27 +31,6 @@ def check_softmax(scores: Tensor, **arguments: Any) -> Any:
     # Leading dimensions of a range of fewer dimensions do not merge.
     fused = True if scores.is_cuda and scores.dim() < 5 else None
     return oracle.check(functools.partial(megasoftmax.softmax, fused=fused), scores, **arguments)
-
-
-def dtypes_on(device: str) -> list[torch.dtype]:
-    return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
-
-
-def tensors(
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    batch: int = 2,
-    heads: tuple[int, int] = (4, 2),
-    lengths: tuple[int, int] = (5, 13),
-    dims: tuple[int, int] = (8, 8),
-) -> tuple[Tensor, Tensor, Tensor]:
-    (queries, keys), (all_heads, key_heads) = lengths, heads
-    return (
-        normal(batch, all_heads, queries, dims[0], device=device, dtype=dtype, seed=1),
-        normal(batch, key_heads, keys, dims[0], device=device, dtype=dtype, seed=2),
-        normal(batch, key_heads, keys, dims[1], device=device, dtype=dtype, seed=3),
-    )
 
 
 # Ranges of all kinds, for [batch, heads, queries] and a number of keys

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation, Rules, differentiable, one_by_one
-from megasoftmax.autograd.softmax import batch_forward
+from megasoftmax.autograd.softmax import IN_FORWARD_MODE, batch_forward, with_lse
 from megasoftmax.reference.dropout import dropped, kept_of_scores
 from megasoftmax.reference.softmax import (
     DropoutBackwardArguments,
@@ -172,11 +172,7 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
             keep = kept_of_scores(given.seed, given.dropout, given.scores)
             return dropped(d_p, keep, given.dropout).to(given.dtype), d_lse
 
-    def call(implementation: Implementation, *args: Any) -> Any:
-        given = ForwardArguments(*args)._replace(return_lse=True)
-        return InForwardMode.apply(*given, implementation)
-
-    return call
+    return with_lse(InForwardMode)
 
 
 FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)
@@ -190,6 +186,5 @@ call = differentiable(
     FORWARD,
     _in_forward_mode,
     BACKWARD,
-    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
-    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported",
+    IN_FORWARD_MODE,
 )

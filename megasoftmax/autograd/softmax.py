@@ -208,9 +208,15 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
                 of.scores, of.bias, of.sink, probabilities, lse, scale, sink, dim
             )
 
+    return with_lse(InForwardMode)
+
+
+def with_lse(function: Any) -> Callable[..., Any]:
+    """What calls an autograd function that needs the log-sum-exp."""
+
     def call(implementation: Implementation, *args: Any) -> Any:
         given = ForwardArguments(*args)._replace(return_lse=True)
-        return InForwardMode.apply(*given, implementation)
+        return function.apply(*given, implementation)
 
     return call
 
@@ -220,12 +226,16 @@ BACKWARD = Rules(
     BackwardArguments._fields, save_for_double_gradients, double_gradients, batch_backward
 )
 
+IN_FORWARD_MODE = (
+    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
+    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported"
+)
+
 # Where the sink requires a gradient, return_lse must be True.
 call = differentiable(
     "Softmax",
     FORWARD,
     _in_forward_mode,
     BACKWARD,
-    "softmax: expected a backward pass that is differentiated in reverse mode, got forward mode "
-    "(torch.func.jvp, jacfwd or hessian); torch.func.jacrev of jacrev is supported",
+    IN_FORWARD_MODE,
 )

@@ -129,53 +129,36 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
         )
 
 
-def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
-    given = reference.softmax.DropoutBackwardArguments(*args)
-    scores = given.scores
-    for dim in range(scores.ndim - 2):
-        bias = _of_broadcast(given.bias, scores, dim)
-        yield (
-            (
-                dim,
-                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
-                dim if given.sink_gradient else _REPLICATED,
-            ),
-            reference.softmax.DropoutBackwardArguments(
-                gradient=dim,
-                scores=dim,
-                lse_gradient=dim,
-                lse=dim,
-                mask=_of_broadcast(given.mask, scores, dim),
-                bias=bias,
-                first=_of_broadcast(given.first, scores, dim, missing=1),
-                end=_of_broadcast(given.end, scores, dim, missing=1),
-                sink=_of_sink(given.sink, dim == scores.ndim - 3),
-                seed=_REPLICATED,
-            ),
-        )
-
-
 def _softmax_backward(*args: Any) -> Iterator[_Split]:
     given = reference.softmax.BackwardArguments(*args)
-    probabilities = given.probabilities
-    for dim in range(probabilities.ndim - 2):
-        bias = _of_broadcast(given.bias, probabilities, dim)
+    return _of_softmax_gradients(given, "probabilities")
+
+
+def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
+    given = reference.softmax.DropoutBackwardArguments(*args)
+    return _of_softmax_gradients(given, "scores")
+
+
+def _of_softmax_gradients(given: Any, rows_name: str) -> Iterator[_Split]:
+    """Of both backward passes: what is named, gradients and log-sum-exp are split alike."""
+    rows = getattr(given, rows_name)
+    for dim in range(rows.ndim - 2):
+        bias = _of_broadcast(given.bias, rows, dim)
+        dims = dict.fromkeys((rows_name, "gradient", "lse_gradient", "lse"), dim) | {
+            "bias": bias,
+            "first": _of_broadcast(given.first, rows, dim, missing=1),
+            "end": _of_broadcast(given.end, rows, dim, missing=1),
+            "sink": _of_sink(given.sink, dim == rows.ndim - 3),
+        }
+        if isinstance(given, reference.softmax.DropoutBackwardArguments):
+            dims |= {"mask": _of_broadcast(given.mask, rows, dim), "seed": _REPLICATED}
         yield (
             (
                 dim,
                 _of_gradient(bias) if given.bias_gradient else _REPLICATED,
                 dim if given.sink_gradient else _REPLICATED,
             ),
-            reference.softmax.BackwardArguments(
-                gradient=dim,
-                probabilities=dim,
-                lse_gradient=dim,
-                lse=dim,
-                bias=bias,
-                first=_of_broadcast(given.first, probabilities, dim, missing=1),
-                end=_of_broadcast(given.end, probabilities, dim, missing=1),
-                sink=_of_sink(given.sink, dim == probabilities.ndim - 3),
-            ),
+            type(given)(**dims),
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Window, plans, visible_entries, window_of
+from megasoftmax.explain.common import Window, integers, plans, visible_entries, window_of
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import kernel_limits
 
@@ -140,23 +140,17 @@ def explain_attention(
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-            *("is_backward", "multiprocessors"),
-        )
-    ]
+    _fields_ = integers(
+        *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
+        *("is_backward", "multiprocessors"),
+    )
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("is_decode", "tile_head_dim", "tile_queries", "tile_keys", "splits", "slices"),
-            *("threads", "blocks", "workspace_bytes"),
-        )
-    ]
+    _fields_ = integers(
+        *("is_decode", "tile_head_dim", "tile_queries", "tile_keys", "splits", "slices"),
+        *("threads", "blocks", "workspace_bytes"),
+    )
 
 
 def _why(kernel: str, plan: _Plan, queries: int, head_dim: int) -> str:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from typing import Any
 
 from megasoftmax.build import library
 
@@ -12,6 +13,11 @@ Window = tuple[int, int]
 def plans() -> ctypes.CDLL:
     """`library.plans`, asked once."""
     return library.plans()
+
+
+def integers(*names: str) -> list[tuple[str, Any]]:
+    """Members of a record that C++ shares, int64 each."""
+    return [(name, ctypes.c_int64) for name in names]
 
 
 def window_of(causal: bool, window: Window | None) -> Window:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Window, plans, visible_entries, window_of
+from megasoftmax.explain.common import Window, integers, plans, visible_entries, window_of
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import RowRegime, kernel_limits
 
@@ -149,23 +149,17 @@ def explain(
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
-            *("is_backward", "has_bias_gradient", "multiprocessors", "shared_bytes", "max_cluster"),
-        )
-    ]
+    _fields_ = integers(
+        *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
+        *("is_backward", "has_bias_gradient", "multiprocessors", "shared_bytes", "max_cluster"),
+    )
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "units"),
-            *("unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
-        )
-    ]
+    _fields_ = integers(
+        *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "units"),
+        *("unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
+    )
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import plans
+from megasoftmax.explain.common import integers, plans
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import kernel_limits
 
@@ -113,25 +113,17 @@ def explain_topk(
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("rows", "columns", "k", "element_bytes", "is_masked", "is_backward"),
-            *("multiprocessors", "shared_bytes", "max_cluster"),
-        )
-    ]
+    _fields_ = integers(
+        *("rows", "columns", "k", "element_bytes", "is_masked", "is_backward"),
+        *("multiprocessors", "shared_bytes", "max_cluster"),
+    )
 
 
 class _Plan(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 16),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("chunks", "threads", "blocks", "rows_per_block", "blocks_per_row"),
-                *("shared_bytes", "workspace_bytes"),
-            )
-        ),
+        *integers("chunks", "threads", "blocks", "rows_per_block", "blocks_per_row"),
+        *integers("shared_bytes", "workspace_bytes"),
     ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasoftmax.autograd import attention
 from megasoftmax.autograd.function import Implementation, Rules, is_differentiated
+from megasoftmax.limits import kernel_limits
 from megasoftmax.ops.registration import (
     below_autograd,
     define,
@@ -138,8 +139,6 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
 IMPLEMENTATION = _defined("attention", has_kernels=True)
 IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)
 
-_TILE = 64  # queries, and keys, of a tile that a note speaks of
-
 
 def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
     """Without kernels, which alone read a note."""
@@ -147,7 +146,8 @@ def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
 
 
 def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
-    of_queries, of_keys = -(-queries // _TILE), -(-keys // _TILE)
+    tile = kernel_limits().attention["kNoteTile"]
+    of_queries, of_keys = -(-queries // tile), -(-keys // tile)
     words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
     words += words % 2  # the bits of pairs begin at an even one
     if block == 1:

@@ -7,6 +7,8 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
+// Queries, and keys, of a tile that a note of masks and ranges speaks of.
+inline constexpr int kNoteTile = 64;
 // What a block must be able to have, 163 KB: compute capability 8.0, 9.0, 10.x, not 8.6, 8.9, 12.x.
 inline constexpr int kMinSharedBytes = 166912;
 

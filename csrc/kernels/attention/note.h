@@ -6,10 +6,9 @@
 #include <cstdint>
 
 #include "../common/integers.h"
+#include "limits.h"
 
 namespace megasoftmax {
-
-inline constexpr int kNoteTile = 64;
 
 // The words of a head: a bit for each tile that is seen, in lines of queries, and for each that is
 // mixed; the first again in lines of keys; then one for each pair that the mask excludes, unless it
