@@ -77,7 +77,7 @@ class Calls:
 def counting(calls: Calls) -> Iterator[None]:
     """Counts calls of megasoftmax, and lets a CPU run attention fused."""
     originals = {name: getattr(megasoftmax, name) for name in ("attention", "softmax")}
-    runs_fused = integration.runs_fused
+    takes_attention = integration.takes_attention
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Any, **options: Any) -> Any:
@@ -88,13 +88,13 @@ def counting(calls: Calls) -> Iterator[None]:
 
     for name, function in originals.items():
         setattr(megasoftmax, name, counted(function))
-    integration.runs_fused = lambda *given: True
+    integration.takes_attention = lambda *given: True
     try:
         yield
     finally:
         for name, function in originals.items():
             setattr(megasoftmax, name, function)
-        integration.runs_fused = runs_fused
+        integration.takes_attention = takes_attention
 
 
 def step(model: PreTrainedModel, padding: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -162,7 +162,7 @@ def test_models_are_set_as_a_whole(name):
     expected = model(**build_batch("left")).logits
     model.set_attn_implementation("megasoftmax")
     assert implementations(model) == {"megasoftmax"}
-    assert {served.runs for served in patch_model(model).report.values()} == {"softmax"}
+    assert {served.runs for served in patch_model(model).report.values()} == {"SDPA"}
     real = build_batch("left")["attention_mask"].bool()
     actual = model(**build_batch("left")).logits
     if "alibi" not in name:  # see tests/models.py
