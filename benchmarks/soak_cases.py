@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import oracle
 import oracle_attention
 import oracle_topk
+from inputs import KERNELS, attention_kernels
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 INF, NAN = torch.inf, torch.nan
@@ -559,6 +560,7 @@ class Softmax:
     window: tuple[int, int] | None
     ranges: Ranges | None
     sink: Sink | None
+    dropout: float
     incoming: Incoming
 
     @classmethod
@@ -568,17 +570,22 @@ class Softmax:
         dim = -random.randint(1, rank) if chance(random, 0.15) else -1
         alone = dim != -1 and chance(random, 0.7)  # for the kernels of columns
         counts = dim == -1 and rank > 1  # queries and keys
+        bias = None if alone else draw_row_bias(random, scores)
+        # Its backward pass needs a log-sum-exp of which float32 leaves something.
+        is_huge = scores.kind == "lowest" or (bias is not None and "lowest" in bias.kind)
+        may_drop = dim == -1 and not is_huge and chance(random, 0.3)
         return cls(
             scores=scores,
             dim=dim,
             out=random.choice((None, None, HALF, BFLOAT, FLOAT)),
             scale=draw_scale(random, scores),
             mask=None if alone else Mask.draw(random, scores.shape),
-            bias=None if alone else draw_row_bias(random, scores),
+            bias=bias,
             causal=counts and chance(random, 0.25),
             window=draw_window(random, scores.shape[-1]) if counts else None,
             ranges=Ranges.draw(random, scores.shape) if dim == -1 else None,
             sink=None if alone else Sink.draw(random, counts and rank > 2),
+            dropout=random.choice((0.1, 0.5, 0.999, 1.0)) if may_drop else 0.0,
             incoming=Incoming.draw(random, rank),
         )
 
@@ -596,6 +603,12 @@ class Softmax:
         arguments["visible"] = visible
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, shape[-3] if rank > 2 else 1)
+
+        if self.dropout > 0:
+            seed = torch.tensor([math.prod(shape)], device=scores.device)
+            kept = megasoftmax.reference.dropout.kept_of_scores(seed, self.dropout, scores)
+            arguments |= {"dropout": self.dropout, "seed": seed}
+            incoming["kept"] = kept
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             """From rows along the last dimension to rows along `dim`."""
@@ -711,6 +724,7 @@ class Attention:
     visible: float | None  # in about two visible entries of the bias
     deterministic: bool
     incoming: Incoming
+    kernels: str  # of a GPU that has its own: those, or the portable ones
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":
@@ -762,6 +776,7 @@ class Attention:
             visible=random.choice((NAN, INF)) if bias and chance(random, 0.05) else None,
             deterministic=chance(random, 0.3),
             incoming=Incoming.draw(random, 4),
+            kernels=random.choice(KERNELS),
         )
 
     @staticmethod
@@ -828,7 +843,7 @@ class Attention:
         incoming = self.incoming.make(data, (*of_queries, self.value_dim), self.dtype, of_queries)
         unless_fused(megasoftmax.attention, fused, query, key, value, **arguments)
         function = functools.partial(megasoftmax.attention, fused=fused)
-        with determinism(self.deterministic):
+        with determinism(self.deterministic), attention_kernels(self.kernels):
             return oracle_attention.compare(function, query, key, value, **arguments, **incoming)[1]
 
     def _bias(

@@ -18,12 +18,14 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
 from megasoftmax import layers as layers
 from megasoftmax import ranges as ranges
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reason
+from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed.context_parallel import merge_attention
+from megasoftmax.distributed.zigzag import zigzag_cat, zigzag_chunk
 from megasoftmax.functional import (
     attention,
     attention_varlen,
     ring_attention,
+    scaled_dot_product_attention,
     softmax,
     softmax_topk,
     why_not_fused,
@@ -46,6 +48,7 @@ __all__ = [
     "FusedAttention",
     "FusedScaleMaskSoftmax",
     "Reason",
+    "Reasons",
     "RelativeBias",
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
@@ -58,9 +61,12 @@ __all__ = [
     "merge_attention",
     "ranges",
     "ring_attention",
+    "scaled_dot_product_attention",
     "softmax",
     "softmax_topk",
     "why_not_fused",
+    "zigzag_cat",
+    "zigzag_chunk",
 ]
 
 register: Callable[[], None]

@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"megasoftmax: {missing_extra(error) or error}") from error
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = Console(emoji=False)  # package.module:factory is no emoji
 
 Function = Literal["softmax", "softmax_topk", "attention"]
 
@@ -186,6 +186,7 @@ def explain_call(
         bool,
         typer.Option("--bias-gradient", help="The backward pass, with that of a full bias."),
     ] = False,
+    dropout: Annotated[bool, typer.Option("--dropout", help="softmax: with dropout.")] = False,
     k: Annotated[int, typer.Option(help="softmax_topk: how many are kept of a row.")] = 10,
     keys: Annotated[
         int | None, typer.Option(help="attention: how many keys. Default: as queries.")
@@ -229,6 +230,7 @@ def explain_call(
                     backward=backward or bias_gradient,
                     dtype=_dtype(dtype or "bf16"),
                     multiprocessors=gpu.multiprocessors,
+                    major=gpu.major,
                 ),
                 gpu,
             )
@@ -258,6 +260,7 @@ def explain_call(
                 window=_window(window),
                 masked=masked,
                 bias_gradient=bias_gradient,
+                dropout=dropout,
                 backward=backward or bias_gradient,
                 multiprocessors=gpu.multiprocessors,
                 max_cluster=gpu.max_cluster,
@@ -277,7 +280,8 @@ def regress(
         list[str] | None,
         typer.Option(
             help="Repeatable: a tiny gpt2, llama, mistral, mixtral, gemma2, gpt_oss, t5, bert, opt "
-            "or swin; a checkpoint's folder; package.module:factory. Default: gpt2."
+            "or swin; a checkpoint's folder; package.module:factory, a function that returns a "
+            "model. Default: gpt2."
         ),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all", help="All tiny models.")] = False,
@@ -302,6 +306,15 @@ def regress(
     length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     checks: Annotated[int, typer.Option(help="Steps whose gradients are compared.")] = 5,
+    dropout: Annotated[
+        bool,
+        typer.Option(
+            "--dropout",
+            help="Keep the model's dropout. Entry by entry, where both sides draw the same; "
+            "else means over seeds.",
+        ),
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="Of each side, for these means; at least 16.")] = 64,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write a report as JSON.")
     ] = None,
@@ -350,6 +363,8 @@ def regress(
                     length=length,
                     learning_rate=lr,
                     checks=checks,
+                    dropout=dropout,
+                    seeds=seeds,
                     progress=tell,
                 )
                 print_report(console, report)

@@ -16,7 +16,6 @@ from megasoftmax.explain import (
     Gpu,
     TopkExplanation,
 )
-from megasoftmax.explain.attention import BACKWARD_SHARE, FORWARD_SHARE
 from megasoftmax.limits import RowRegime
 
 
@@ -73,13 +72,12 @@ def call_table(found: Explanation, gpu: Gpu) -> Table:
 def attention_table(found: AttentionExplanation, gpu: Gpu) -> Table:
     """How attention runs."""
     time = found.microseconds(gpu.bytes_per_second, gpu.flops_per_second)
-    share = BACKWARD_SHARE if found.backward else FORWARD_SHARE
-    rate = f"{share:.0%} of {gpu.flops_per_second / 1e12:,.0f} TFLOP/s, {gpu.flops_source}"
+    rate = f"{found.share:.0%} of {gpu.flops_per_second / 1e12:,.0f} TFLOP/s, {gpu.flops_source}"
     of_tile = f"{found.tile_queries} x {found.tile_keys}, queries x keys"
     if found.kernel == "decode":
         of_tile += ", a warp each"
     return _rows(
-        ("kernel", found.kernel),
+        ("kernel", f"{found.kernel}, {'Hopper' if found.hopper else 'portable'}"),
         ("why", found.why),
         ("tiles", f"{of_tile}, for head dimensions up to {found.tile_head_dim}"),
         ("parts of the keys", f"{found.splits:,}"),

@@ -121,7 +121,7 @@ def check_attention(
         )
     batch, heads, queries, head_dim = query.shape
     _check_of_keys("key", key, query, (batch, None, None, head_dim))
-    key_heads, keys = key.shape[1:3]
+    _, key_heads, keys, _ = key.shape
     _check_of_keys("value", value, query, (batch, key_heads, keys, None))
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
         raise ValueError(
@@ -165,6 +165,7 @@ def check_ring(
     visible: Ranges | None,
     dropout: float,
     seed: Tensor | None,
+    order: str,
 ) -> tuple[int, ...]:
     """Returns the number of keys of each rank."""
     check_attention(
@@ -185,12 +186,14 @@ def check_ring(
     if hasattr(query, "device_mesh"):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
+    _check_order(order, every)
     batch, heads, queries, _ = query.shape
     relative = isinstance(bias, RelativeBias)
-    if (causal or window is not None or relative) and queries != key.shape[2]:
+    needs_positions = causal or window is not None or relative or order == "zigzag"
+    if needs_positions and queries != key.shape[2]:
         raise ValueError(
-            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window or a "
-            f"RelativeBias, got {queries}"
+            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window, a "
+            f"RelativeBias or order='zigzag', got {queries}"
         )
     total = sum(every)
     if mask is not None:
@@ -251,6 +254,70 @@ def check_varlen(
         )
 
 
+def check_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> tuple[torch.Size, int, int]:
+    """What `check_attention` does not check of torch's scaled_dot_product_attention.
+
+    Returns the dimensions before heads, at least one, the heads of the query, and those of key and
+    value, all after broadcasting.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_floating(name, tensor)
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name}: expected [..., heads, tokens, dim] or [tokens, dim], "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {_kind(flag)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"value: expected as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}"
+        )
+    tensors = (query, key, value)
+    batch = _broadcast_sizes("batch dimensions", *(each.shape[:-3] for each in tensors))
+    query_heads, *others = (each.shape[-3:-2] for each in tensors)
+    key_heads = _broadcast_sizes("heads of key and value", *others)
+    if enable_gqa:
+        heads = (1, *query_heads)[-1:]  # checked where `key_heads` must divide them
+    else:
+        what = "heads (or enable_gqa=True, if query heads share keys)"
+        heads = _broadcast_sizes(what, query_heads, key_heads)
+    if attn_mask is not None:
+        dtypes = (torch.bool, *_DTYPES)
+        if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in dtypes:
+            raise TypeError(
+                "attn_mask: expected None, a bool tensor, True = keep, or a floating tensor that "
+                f"is added to the scores, got {_kind(attn_mask)}"
+            )
+        if is_causal:
+            raise ValueError(
+                "is_causal: expected False beside attn_mask, as in torch, got True; "
+                "megasoftmax.attention takes both"
+            )
+        shape = (*batch, *heads, query.shape[-2], key.shape[-2])
+        _check_companion("attn_mask", attn_mask, "query", query, shape)
+    return batch, heads[0], key_heads[0]
+
+
+def _broadcast_sizes(what: str, *sizes: Sequence[int]) -> torch.Size:
+    """At least one dimension."""
+    try:
+        return torch.broadcast_shapes((1,), *sizes)
+    except RuntimeError:
+        found = ", ".join(str(tuple(each)) for each in sizes)
+        raise ValueError(
+            f"query, key, value: expected {what} that broadcast, got {found}"
+        ) from None
+
+
 def check_count(name: str, count: int, least: int = 0) -> None:
     # torch.SymInt: of a tensor whose shape torch.compile or torch.export leaves open.
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
@@ -303,9 +370,10 @@ def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | 
             f"{name}: expected a tensor of {query.dtype}, as query, got {_kind(tensor)}"
         )
     _check_device(name, tensor, "query", query)
-    fits = tensor.dim() == 4 and all(
-        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
+    fits = tensor.dim() == 4
+    if fits:
+        for size, wanted in zip(tensor.shape, shape, strict=True):  # all() takes twice as long
+            fits = fits and (wanted is None or size == wanted)
     if not fits:
         names = ("batch", "key_heads", "keys", "value_dim")
         expected = ", ".join(
@@ -398,7 +466,7 @@ def as_number(name: str, value: Any) -> Any:
         TypeError: a tensor that cannot be read without waiting for a device, or that needs a
             gradient, which a number does not get.
     """
-    if isinstance(value, (float, int)):
+    if value is None or isinstance(value, (float, int)):  # the next takes as long as all checks
         return value
     if isinstance(value, numbers.Real):
         return float(value)
@@ -429,6 +497,11 @@ def _check_mask(mask: Tensor) -> None:
         hint = ""
         if isinstance(mask, Tensor) and mask.is_floating_point():
             hint = "; pass a mask that is added to the scores as bias="
+        elif isinstance(mask, Tensor):
+            hint = (
+                "; pass a tokenizer's attention_mask as "
+                "visible=megasoftmax.ranges.padding(attention_mask)"
+            )
         raise TypeError(
             "mask: expected a bool tensor, True = excluded (in scaled_dot_product_attention "
             f"True = keep), got {_kind(mask)}{hint}"
@@ -455,6 +528,16 @@ def _check_lengths(
     return tuple(lengths)
 
 
+def _check_order(order: str, lengths: tuple[int, ...]) -> None:
+    if order not in ("contiguous", "zigzag"):
+        raise ValueError(f"order: expected 'contiguous' or 'zigzag', got {order!r}")
+    if order == "zigzag" and (len(set(lengths)) != 1 or lengths[0] % 2 != 0):
+        raise ValueError(
+            "order: expected as many keys on each rank, an even number, with 'zigzag', "
+            f"got {lengths}"
+        )
+
+
 def check_shards(name: str, scores: Tensor) -> None:
     """DTensors that do not run fused: they run as ops all the same, which CPUs have in any case."""
     if scores.is_cuda:
@@ -475,11 +558,11 @@ def _check_fused(fused: bool | None) -> None:
         raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
 
 
-def check_dropout(dropout: float) -> None:
+def check_dropout(dropout: float, name: str = "dropout") -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
-        raise TypeError(f"dropout: expected a number from 0 to 1, got {_kind(dropout)}")
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {_kind(dropout)}")
     if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout: expected a number from 0 to 1, got {dropout}")
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {dropout}")
 
 
 def _check_dropout(
@@ -502,8 +585,11 @@ def _check_companion(
     _check_device(name, tensor, name_of_scores, scores)
     shape = tensor.shape
     if shape != target and not _broadcasts(shape, target):
+        hint = ""
+        if len(target) == 4 and tuple(shape) == (target[0], target[3]):
+            hint = f"; pass one of [batch, keys] as {name}[:, None, None, :]"
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}"
+            f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}{hint}"
         )
 
 

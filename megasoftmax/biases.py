@@ -37,9 +37,7 @@ class RelativeBias:
 
     def __post_init__(self) -> None:
         expected = "[heads, m + n - 1] or [batch, heads, m + n - 1]"
-        _check_floating("table", self.table, expected)
-        if self.table.dim() not in (2, 3):
-            raise ValueError(f"table: expected {expected}, got shape {tuple(self.table.shape)}")
+        _check_tensor("table", self.table, (2, 3), expected)
 
     def dense(self, queries: int, keys: int) -> Tensor:
         """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
@@ -88,7 +86,7 @@ def t5_bias(
     Source:
         Raffel et al., https://arxiv.org/abs/1910.10683.
     """
-    _check_tensor("weight", weight, 2, "[buckets, heads]")
+    _check_tensor("weight", weight, (2,), "[buckets, heads]")
     relative = _relative_positions(queries, keys, offset, weight.device)
     buckets = _t5_buckets(relative, weight.shape[0], bidirectional, max_distance)
     return RelativeBias(torch.nn.functional.embedding(buckets, weight).T.contiguous())
@@ -103,12 +101,12 @@ def alibi_bias(
     what Bloom and MPT compute: they add slope * key position, which differs by a number per query.
 
     Args:
-        slopes: [heads], floating; see `alibi_slopes`. Gets a gradient.
+        slopes: [heads] or [batch, heads], floating; see `alibi_slopes`. Gets a gradient.
         queries, keys: lengths, m and n.
         offset: the position of the first query among the keys; by default keys - queries.
 
     Returns:
-        A table [heads, queries + keys - 1], float32 (float64 for float64 slopes).
+        A table [..., heads, queries + keys - 1], float32 (float64 for float64 slopes).
 
     Raises:
         TypeError, ValueError: slopes are not as above.
@@ -116,10 +114,10 @@ def alibi_bias(
     Source:
         Press et al., https://arxiv.org/abs/2108.12409.
     """
-    _check_tensor("slopes", slopes, 1, "[heads]")
+    _check_tensor("slopes", slopes, (1, 2), "[heads] or [batch, heads]")
     distances = _relative_positions(queries, keys, offset, slopes.device).abs()
     dtype = torch.promote_types(slopes.dtype, torch.float32)
-    return RelativeBias(slopes.to(dtype)[:, None] * -distances)
+    return RelativeBias(slopes.to(dtype)[..., None] * -distances)
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -163,13 +161,9 @@ def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distanc
     return bucket + per_side * (relative > 0) if bidirectional else bucket
 
 
-def _check_floating(name: str, tensor: Tensor, expected: str) -> None:
+def _check_tensor(name: str, tensor: Tensor, ranks: tuple[int, ...], expected: str) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: expected a floating tensor {expected}, got {kind}")
-
-
-def _check_tensor(name: str, tensor: Tensor, rank: int, expected: str) -> None:
-    _check_floating(name, tensor, expected)
-    if tensor.dim() != rank:
+    if tensor.dim() not in ranks:
         raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

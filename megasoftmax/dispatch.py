@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
+MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
 
 Window = tuple[int, int]
@@ -35,6 +37,34 @@ class Reason:
         return f"{self.constraint}: expected {self.limit}, got {self.actual}"
 
 
+class Reasons(tuple[Reason, ...]):
+    """Why a call does not run fused, and what computes it.
+
+    Compares as the tuple of its reasons, which is empty where the call runs fused.
+
+    Attributes:
+        against_sdpa: why torch's scaled_dot_product_attention does not compute a call that does not
+            run fused; empty where it does.
+        runs: "fused", or "SDPA" for torch's scaled_dot_product_attention, or "reference" for plain
+            torch.
+    """
+
+    against_sdpa: tuple[Reason, ...]
+
+    def __new__(
+        cls, against_fused: tuple[Reason, ...], against_sdpa: tuple[Reason, ...]
+    ) -> "Reasons":
+        self = super().__new__(cls, against_fused)
+        self.against_sdpa = against_sdpa
+        return self
+
+    @property
+    def runs(self) -> Literal["fused", "SDPA", "reference"]:
+        if len(self) == 0:
+            return "fused"
+        return "reference" if self.against_sdpa else "SDPA"
+
+
 def reasons_against_fused_softmax(
     scores: Tensor,
     scale: float,
@@ -44,7 +74,6 @@ def reasons_against_fused_softmax(
     window: Window | None,
     dtype: torch.dtype | None,
     visible: Ranges | None = None,
-    dropout: float = 0.0,
 ) -> tuple[Reason, ...]:
     """All the reasons why these arguments, which must be valid, cannot run fused; empty: they can.
 
@@ -60,7 +89,6 @@ def reasons_against_fused_softmax(
         ),
         _rows(scores),
         _columns(scores, is_limited),
-        _softmax_dropout(dropout),
         *([] if bias is None else _bias_gradient(bias, scores)),
     )
     return _given(found)
@@ -98,7 +126,7 @@ def reasons_against_fused_topk(
 
 
 def reasons_against_fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float
 ) -> tuple[Reason, ...]:
     """The same for attention."""
     found = (
@@ -108,9 +136,47 @@ def reasons_against_fused_attention(
         _head_dim("query and key", query.shape[-1]),
         _head_dim("value", value.shape[-1]),
         _attention_scale(scale),
+        _attention_dropout(dropout),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
         _count("queries + keys", query.shape[2] + key.shape[2], _attention_limit("kMaxPositions")),
         _forward_mode(),
+    )
+    return _given(found)
+
+
+def reasons_against_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    added: list[torch.Size],
+    scale: float | None,
+    sink: Tensor | float | None,
+    dropout: float,
+    return_lse: bool,
+) -> tuple[Reason, ...]:
+    """Why torch's scaled_dot_product_attention does not compute what `attention` would.
+
+    Args:
+        query, key, value: as in `attention`.
+        bias: likewise; of a RelativeBias its table.
+        added: [..., batch, heads] of all that joins the scores, as a bias, or as -inf where a mask,
+            a range or a window excludes, so that SDPA gets a tensor of queries x keys.
+        scale, sink, dropout, return_lse: as in `attention`.
+    """
+    if torch.compiler.is_compiling():  # which traces no names of numbers
+        return (Reason("transforms", "torch.compile or torch.export", "none"),)
+    found = (
+        _sdpa_device(query),
+        _sdpa_tensors(query, key, value, bias),
+        _sdpa_transforms(),
+        _sdpa_scale(scale),
+        None if sink is None else Reason("sink", "one", "None"),
+        None if dropout == 0 else Reason("dropout", str(dropout), "0"),
+        Reason("return_lse", "True", "False") if return_lse else None,
+        *_sdpa_sizes(query, key, value),
+        None if bias is None else _sdpa_bias_gradient(bias),
+        *(_sdpa_added(query, key, added) if added else ()),
     )
     return _given(found)
 
@@ -214,6 +280,11 @@ def _attention_scale(scale: float) -> Reason | None:
     return Reason("scale", str(scale), f"a normal float32 from 0 to {most}")
 
 
+def _attention_dropout(dropout: float) -> Reason | None:
+    most = _attention_limit("kMaxDropped") / 32768
+    return None if dropout <= most else Reason("dropout", str(dropout), f"at most {most}")
+
+
 def _attention_limit(name: str) -> int:
     return kernel_limits().attention[name]
 
@@ -231,6 +302,67 @@ def _forward_mode() -> Reason | None:
     if torch.autograd.forward_ad._current_level < 0:
         return None
     return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
+
+
+def _sdpa_device(query: Tensor) -> Reason | None:
+    """On a GPU nobody can ask whether results are NaN without waiting for it."""
+    return None if query.is_cpu else Reason("device", str(query.device), "a CPU")
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _sdpa_tensors(*tensors: Tensor | None) -> Reason | None:
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return Reason("kind of tensors", type(tensor).__name__, "torch.Tensor")
+    return None
+
+
+def _sdpa_transforms() -> Reason | None:
+    """Where values cannot be read, or derivatives are not those of a single backward pass."""
+    if torch._C._are_functorch_transforms_active():
+        actual = "torch.func"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        actual = "a dual level"
+    else:
+        return None
+    return Reason("transforms", actual, "none")
+
+
+def _sdpa_scale(scale: float | None) -> Reason | None:
+    """Torch's kernels multiply what causality excludes, -inf, by the scale."""
+    return None if scale is None or scale > 0 else Reason("scale", str(scale), "above 0")
+
+
+def _sdpa_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Reason | None, ...]:
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    sizes = (*query.shape, key.shape[2])
+    return (
+        None if value_dim == dim else Reason("head dimension of value", str(value_dim), str(dim)),
+        Reason("sizes of query and keys", str(sizes), "at least 1") if 0 in sizes else None,
+    )
+
+
+def _sdpa_bias_gradient(bias: Tensor) -> Reason | None:
+    if not bias.requires_grad or not torch.is_grad_enabled():
+        return None
+    return Reason("gradient of bias", "one that is required", "none")
+
+
+def _sdpa_added(query: Tensor, key: Tensor, added: list[torch.Size]) -> tuple[Reason | None, ...]:
+    batches = max([shape[-2] for shape in added if len(shape) > 1], default=1)
+    heads = max([shape[-1] for shape in added if len(shape) > 0], default=1)
+    entries = batches * heads * query.shape[2] * key.shape[2]
+    is_shared = batches in (1, query.shape[0]) and heads in (1, query.shape[1])
+    return (
+        None
+        if is_shared
+        else Reason(
+            "batches and heads of bias", f"{batches}, {heads}", f"1, or {tuple(query.shape[:2])}"
+        ),
+        _count("entries that join the scores", entries, MAX_ADDED),
+    )
 
 
 def _k(k: int) -> Reason | None:
@@ -295,10 +427,6 @@ def _columns(scores: Tensor, is_limited: bool) -> Reason | None:
         return None
     limit = f"at most {most}" + (", twice and with the queries" if is_limited else "")
     return Reason("columns", str(columns + borders), limit)
-
-
-def _softmax_dropout(dropout: float) -> Reason | None:
-    return None if dropout == 0 else Reason("dropout of softmax", str(dropout), "0")
 
 
 def _bias_gradient(bias: Tensor, scores: Tensor) -> list[Reason | None]:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from megasoftmax import arguments, autograd, dispatch, ops, ranges
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reason
+from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed import context_parallel, sharding, vocabulary
 from megasoftmax.limits import kernel_limits
 from megasoftmax.masks import TileMask
@@ -121,10 +121,9 @@ def softmax(
         sink: a logit that joins the denominator but has no column: floating [heads], or one
             element, or a number. 0 gives the off-by-one softmax.
         dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
-            the probability to be kept. 16 bits decide an entry, so that both are exact for the
-            nearest multiple of 2^-16. The log-sum-exp is that without. For the backward pass scores
-            and log-sum-exp are kept in place of the probabilities, and no mask. Kernels do not
-            drop: the call runs in plain torch. (Those of `attention` do.)
+            the probability to be kept. 15 bits decide an entry, so that both are exact for the
+            nearest multiple of 2^-15. The log-sum-exp is that without. For the backward pass scores
+            and log-sum-exp are kept in place of the probabilities, and no mask.
         seed: int64, one element, on the device of the scores, which with the place of an entry,
             (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
             and backward, and in `attention` too. None: drawn there by torch's generator. Without
@@ -438,7 +437,8 @@ def attention(
         output = P value
 
     with z and P in float32 (float64 for float64 queries), whatever the types of the tensors;
-    kernels round P and gradients of z to the type of the query where matrix products take them.
+    kernels, and torch's own attention on a CPU, round P and gradients of z to the type of the query
+    where matrix products take them.
     The same rules hold on GPU and CPU, fused or not.
 
     * An excluded pair (by mask, causal, window or visible: their union) has P exactly 0, and a
@@ -492,15 +492,17 @@ def attention(
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
             or a number. 0 gives the off-by-one softmax.
         dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
-            as 0; what is kept is divided by the probability to be kept. 16 bits decide an entry, so
-            that both are exact for the nearest multiple of 2^-16. The log-sum-exp is that without.
+            as 0; what is kept is divided by the probability to be kept. 15 bits decide an entry, so
+            that both are exact for the nearest multiple of 2^-15. The log-sum-exp is that without.
         seed: int64, one element, on the device of the query, which with the place of an entry,
             batch * heads + head, query and key, decides whether it is dropped: fused or not,
             forward and backward, and in `softmax` too. None: drawn there by torch's generator.
             Without dropout it has no effect.
         return_lse: also return the log-sum-exp.
-        fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
-            False runs plain torch, a block of batches, heads and queries after the other.
+        fused: None runs fused where it can, and else, on a CPU, takes torch's own
+            scaled_dot_product_attention where that computes the same: see `why_not_fused` and its
+            `runs`. True raises where the call cannot run fused. False runs plain torch, a block of
+            batches, heads and queries after the other.
 
     Returns:
         The output [batch, heads, queries, value_dim], in the dtype of the query. In memory it lies
@@ -525,7 +527,14 @@ def attention(
         query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
-    implementation = _attention_implementation(query, key, value, scale, fused)
+    if fused is None and query.is_cpu:
+        output = _attention_by_sdpa(
+            *(query, key, value, bias, mask, scale, causal, window, visible),
+            *(sink, dropout, return_lse),
+        )
+        if output is not None:
+            return output
+    implementation = _attention_implementation(query, key, value, scale, dropout, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
     first, end = _bounds(visible, key.shape[2])
     mask_tensor, note, block = _mask_operands(implementation, query, key, mask, visible)
@@ -657,47 +666,105 @@ def attention_varlen(
     tensors, limits = _as_one_batch(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
-    output, lse = attention(
-        *tensors,
-        **limits,
-        scale=scale,
-        sink=sink,
-        dropout=dropout,
-        seed=seed,
-        return_lse=True,
-        fused=fused,
-    )
-    output = output.squeeze(0).transpose(0, 1)
-    return (output, lse.squeeze(0)) if return_lse else output
+    limits |= {"scale": scale, "sink": sink, "dropout": dropout, "seed": seed, "fused": fused}
+    if not return_lse:
+        return attention(*tensors, **limits).squeeze(0).transpose(0, 1)
+    output, lse = attention(*tensors, **limits, return_lse=True)
+    return output.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
-def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`attention` with the arguments and conventions of torch's function of this name.
+
+        from megasoftmax import scaled_dot_product_attention
+        output = scaled_dot_product_attention(query, key, value, attn_mask=keep)
+
+    It returns what torch.nn.functional.scaled_dot_product_attention returns, up to rounding, and
+    gradients too. What differs:
+
+    * `attn_mask` gets its gradient whatever runs, and may have any floating type.
+    * A query for which attn_mask leaves no key has output 0 and gradients 0.
+    * Dropout draws a seed from torch's generator, so the same generator drops other entries.
+    * The output lies in memory as [..., queries, heads, value_dim]: a `view` that merges heads and
+      queries needs `reshape`.
+    * Everything else that is said of `attention` holds: when it runs fused, derivatives, autocast.
+
+    Args:
+        query: [..., heads, queries, head_dim] or [queries, head_dim], float16, bfloat16, float32 or
+            float64. The dimensions before heads are any number of batch dimensions.
+        key: [..., heads, keys, head_dim], of the same dtype.
+        value: [..., heads, keys, value_dim], of the same dtype. Batch dimensions and heads of all
+            three broadcast, without a copy up to 4 dimensions.
+        attn_mask: broadcastable to [..., heads, queries, keys]. bool: True = keep. Floating: added
+            to the scaled scores.
+        dropout_p: from 0 to 1, as `dropout` of `attention`; 0 in evaluation.
+        is_causal: query i sees key j where j <= i, counted from the first query and the first key.
+            In `attention` the last query stands at the last key. Not beside attn_mask.
+        scale: factor of the products; by default head_dim ** -0.5.
+        enable_gqa: the heads of key and value may be fewer, and divide those of the query: query
+            head i reads key head i // (heads / key_heads). Key and value have as many.
+
+    Returns:
+        [..., heads, queries, value_dim], in the dtype of the query.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+        NotImplementedError: as `attention`.
+
+    Source:
+        torch.nn.functional.scaled_dot_product_attention in the documentation of torch.
+    """
+    arguments.check_dropout(dropout_p, "dropout_p")
+    tensors, limits, shape = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
+    return attention(*tensors, **limits, scale=scale, dropout=dropout_p).view(shape)
+
+
+def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
         function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`,
-            `megasoftmax.attention_varlen`, or a module of this package.
+            `megasoftmax.attention_varlen`, `megasoftmax.scaled_dot_product_attention`, or a module
+            of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
-        Every reason, not only the first; empty when the call would run fused.
+        Every reason, not only the first; empty when the call would run fused. A tuple with an
+        attribute `runs`: "fused", or "SDPA" where torch's scaled_dot_product_attention computes a
+        call of `attention` that does not run fused, or "reference", which is plain torch. Its
+        attribute `against_sdpa` has the reasons against "SDPA".
 
     Raises:
         TypeError, ValueError: as the call would.
     """
     if function is softmax:
-        return _softmax_reasons(*args, **kwargs)
+        return _without_sdpa("softmax", _softmax_reasons(*args, **kwargs))
     if function is softmax_topk:
-        return _topk_reasons(*args, **kwargs)
+        return _without_sdpa("softmax_topk", _topk_reasons(*args, **kwargs))
     if function is attention:
         return _attention_reasons(*args, **kwargs)
     if function is attention_varlen:
         return _varlen_reasons(*args, **kwargs)
+    if function is scaled_dot_product_attention:
+        return _sdpa_reasons(*args, **kwargs)
     if hasattr(function, "why_not_fused"):
-        return function.why_not_fused(*args, **kwargs)
+        found = function.why_not_fused(*args, **kwargs)
+        is_complete = isinstance(found, Reasons)
+        return found if is_complete else _without_sdpa(type(function).__name__, found)
     raise TypeError(
         "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
-        f"megasoftmax.attention_varlen or a module of megasoftmax, got {function!r}"
+        "megasoftmax.attention_varlen, megasoftmax.scaled_dot_product_attention or a module of "
+        f"megasoftmax, got {function!r}"
     )
 
 
@@ -707,6 +774,7 @@ def ring_attention(
     value: Tensor,
     *,
     group: "ProcessGroup",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
     lengths: Sequence[int] | None = None,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | None = None,
@@ -722,46 +790,57 @@ def ring_attention(
     """Attention over a sequence of which each rank of a group has a part: context parallelism.
 
         group = mesh.get_group("context")
-        query, key, value = (each.chunk(group.size(), 2)[group.rank()] for each in whole)
-        output, lse = megasoftmax.ring_attention(query, key, value, group=group, causal=True)
+        query, key, value = (
+            megasoftmax.zigzag_chunk(each, group.size(), 2)[group.rank()] for each in whole
+        )
+        output, lse = megasoftmax.ring_attention(
+            query, key, value, group=group, order="zigzag", causal=True
+        )
 
-    What `attention` would compute for this rank's queries if it had the keys of all ranks, which
-    follow each other in the order of the ranks. Keys and values go round in a ring while blocks
-    are computed, forward and backward; beside its own, a rank holds those of two ranks at a time.
-    What is kept for the backward pass is of this rank, and three numbers for each query, head and
-    rank that it sees.
+    What `attention` would compute for this rank's queries if it had the keys of all ranks, in the
+    order of the sequence. Keys and values go round in a ring while blocks are computed, forward and
+    backward; beside its own, a rank holds those of two ranks at a time. What is kept for the
+    backward pass is of this rank, and three numbers for each query, head and part that it sees.
+
+    With causality and the order "contiguous" the last rank computes 2 * ranks - 1 times as much as
+    the first, and all wait for it. With "zigzag" each rank has an early and a late part of the
+    sequence, and all compute the same. Blocks that causality excludes are computed in neither.
 
     Differentiable once, in reverse mode. The gradients of query, key and value are whole. That of a
     sink or bias is what this rank's queries contribute: where ranks share one, as with any
     parameter of a model whose batch is sharded, their gradients are to be added up.
 
     All ranks must call it, with the same options and kinds of arguments, forward and backward.
-    The parts need not have equal lengths, but where they have not, `lengths` must say so: it cannot
-    be checked here. With causality the last ranks have the most to do. Compiled code leaves its
-    graph for the call. torch.autocast acts as on `attention`.
+    Compiled code leaves its graph for the call. torch.autocast acts as on `attention`.
 
     Args:
         query: [batch, heads, queries, head_dim] of this rank, as in `attention`.
         key: [batch, key_heads, keys, head_dim] of this rank, of the same dtype.
         value: [batch, key_heads, keys, value_dim], of the same dtype.
-        group: its ranks have the parts in the order of their numbers. Every backend of
-            torch.distributed that can send and receive serves.
-        lengths: the number of keys of each rank, from 0 on; by default all have as many.
-        bias: floating, broadcastable to this rank's queries and the keys of all ranks, [batch,
-            heads, queries, sum(lengths)], as in `attention`. Or a `RelativeBias` with the table of
-            the whole sequence, 2 * sum(lengths) - 1 entries.
+        group: the ranks. Every backend of torch.distributed that can send and receive serves.
+        order: "contiguous": rank r holds part r of the sequence, as torch.chunk cuts it. "zigzag":
+            the sequence has 2 * ranks equal parts, and rank r holds parts r and 2 * ranks - 1 - r,
+            one after the other, as `zigzag_chunk` cuts it; `zigzag_cat` joins outputs. Each rank
+            then has as many queries as keys, an even number.
+        lengths: the number of keys of each rank, from 0 on; by default all have as many. It must be
+            given where they have not, which cannot be checked here. "zigzag" takes no others.
+        bias: floating, broadcastable to this rank's queries, in their order, and the keys of all
+            ranks, in the order of the sequence: [batch, heads, queries, sum(lengths)], as in
+            `attention`. Or a `RelativeBias` with the table of the whole sequence,
+            2 * sum(lengths) - 1 entries.
         mask: bool, True = excluded, broadcastable to the same.
         scale: factor of the products; by default head_dim ** -0.5.
         causal: exclude keys after the query.
         window: (left, right), as in `attention`.
         visible: (first, end) of this rank's queries, [batch, heads, queries], as in `attention`,
-            counted in the keys of all ranks.
+            counted in the whole sequence.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
         dropout: as in `attention`.
         seed: as in `attention`; ranks may have the same or others. The queries of rank r and the
             keys of rank k drop what `attention` of these alone drops with the seed
-            seed + r * ranks + k, where seed is that of rank r.
+            seed + r * ranks + k, where seed is that of rank r. With "zigzag" the 2 * ranks parts
+            of the sequence take the place of ranks.
         fused: of each block, as in `attention`.
 
     Returns:
@@ -771,13 +850,14 @@ def ring_attention(
         differentiable too.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; causality, a window or a `RelativeBias`
-            is given, for which query i is the token of key i, but not as many queries as keys; or
-            `fused` is True and a block cannot run fused.
+        TypeError, ValueError: an argument is not as above; causality, a window, a `RelativeBias` or
+            "zigzag" is given, for which query i is the token of key i, but not as many queries as
+            keys; or `fused` is True and a block cannot run fused.
         NotImplementedError: a backward pass with create_graph=True, or a forward-mode derivative.
 
     Source:
-        Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889.
+        Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889. "zigzag": the context
+        parallelism of The Llama 3 Herd of Models, section 3.3, https://arxiv.org/abs/2407.21783.
     """
     arguments.check_group(group)
     query, key, value = as_autocast(query, key, value)
@@ -798,16 +878,17 @@ def ring_attention(
         visible,
         dropout,
         seed,
+        order,
     )
     scale = _attention_scale(query, scale)
-    implementation = _attention_implementation(query, key, value, scale, fused)
+    implementation = _attention_implementation(query, key, value, scale, dropout, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
     sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
     first, end = _bounds(visible, sum(every))
     return context_parallel.attention(
         implementation,
-        context_parallel.Ring(group, every),
+        context_parallel.Ring(group, every, order == "zigzag"),
         query,
         key,
         value,
@@ -845,7 +926,7 @@ def _softmax_over_last(
     first, end = _bounds(visible, scores.shape[-1])
     if _is_fused(
         *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype),
-        *((first, end), dropout),
+        (first, end),
     ):
         implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
@@ -1037,6 +1118,12 @@ def _bound(
     return bound.arguments
 
 
+def _without_sdpa(function: str, reasons: tuple[Reason, ...]) -> Reasons:
+    if torch.compiler.is_compiling():  # which traces no class of tuples
+        return cast(Reasons, reasons)
+    return Reasons(reasons, (Reason("function", function, "attention"),))
+
+
 _SIGNATURE = inspect.signature(softmax)
 
 
@@ -1045,7 +1132,7 @@ def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
     arguments.check_softmax(**given)
-    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "seed"))
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "dropout", "seed"))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
@@ -1084,7 +1171,7 @@ def _attention_reasons(
     seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
-) -> tuple[Reason, ...]:
+) -> Reasons:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
@@ -1092,7 +1179,24 @@ def _attention_reasons(
         query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
     )
     scale = _attention_scale(query, scale)
-    return dispatch.reasons_against_fused_attention(query, key, value, scale)
+    reasons = dispatch.reasons_against_fused_attention(query, key, value, scale, dropout)
+    if torch.compiler.is_compiling():  # which traces no class of tuples
+        return cast(Reasons, reasons)
+    against_sdpa = reasons_against_sdpa(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        causal=causal,
+        window=window,
+        visible=visible,
+        sink=sink,
+        dropout=dropout,
+        return_lse=return_lse,
+    )
+    return Reasons(reasons, against_sdpa)
 
 
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
@@ -1109,7 +1213,7 @@ def _varlen_reasons(
     causal: bool = False,
     window: Window | None = None,
     **options: Any,
-) -> tuple[Reason, ...]:
+) -> Reasons:
     (query, key, value), limits = _as_one_batch(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
@@ -1145,16 +1249,170 @@ def _as_one_batch(
     return (query, key, value), {"bias": bias, "visible": visible}
 
 
+def _sdpa_reasons(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Reasons:
+    arguments.check_dropout(dropout_p, "dropout_p")
+    tensors, limits, _ = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
+    return _attention_reasons(*tensors, **limits, scale=scale, dropout=dropout_p)
+
+
+def _from_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[int, ...]]:
+    """Query, key and value of `attention`, its limits, and the shape of torch's result."""
+    batch, heads, key_heads = arguments.check_sdpa(
+        query, key, value, attn_mask, is_causal, enable_gqa
+    )
+    queries, keys = query.shape[-2], key.shape[-2]
+    rank = max(query.dim(), key.dim(), value.dim())
+    shape = (*batch, heads, queries, value.shape[-1])[-rank:]
+    limits: dict[str, Any] = {"causal": is_causal}
+    if is_causal and keys > queries:  # no query sees the keys after the last of them
+        key, value = key[..., :queries, :], value[..., :queries, :]
+    elif is_causal and keys < queries:  # j <= i where the last query stands at the last key
+        limits = {"window": (-1, queries - keys)}
+    if attn_mask is not None:
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        if len(batch) > 1:
+            mask = mask.expand(*batch, -1, -1, -1).flatten(0, -4)
+        if mask.dtype == torch.bool:
+            limits["mask"] = ~_without_repeats(mask)
+        else:
+            limits["bias"] = mask
+    query = query.expand(*batch, heads, -1, -1).flatten(0, -4)
+    key, value = (each.expand(*batch, key_heads, -1, -1).flatten(0, -4) for each in (key, value))
+    return (query, key, value), limits, shape
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """A view that has size 1 where strides are 0."""
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
 def _attention_implementation(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, fused: bool | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, fused: bool | None
 ) -> Implementation:
     """Who computes; raises where it must be kernels and cannot be."""
-    if _is_fused(fused, dispatch.reasons_against_fused_attention, query, key, value, scale):
+    given = query, key, value, scale, dropout
+    if _is_fused(fused, dispatch.reasons_against_fused_attention, *given):
         return ops.attention.IMPLEMENTATION
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     if compiled or sharding.prepare(query):
         return ops.attention.IN_BLOCKS
     return autograd.attention.REFERENCE
+
+
+def reasons_against_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | TileMask | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    visible: Ranges | None = None,
+    sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    **others: Any,
+) -> tuple[Reason, ...]:
+    """Why torch's scaled_dot_product_attention does not compute an `attention` that is not fused.
+
+    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing.
+    """
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    added = []
+    if bias is not None:
+        added.append(bias.table.shape[:-1] if isinstance(bias, RelativeBias) else bias.shape[:-2])
+    if mask is not None:
+        added.append((mask.tensor if isinstance(mask, TileMask) else mask).shape[:-2])
+    if visible is not None:
+        added += [bound.shape[:-1] for bound in visible if bound is not None]
+    if window is not None or _needs_mask(causal, query, key):
+        added.append(torch.Size())
+    return dispatch.reasons_against_sdpa(
+        query, key, value, table, added, scale, sink, dropout, return_lse
+    )
+
+
+def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
+    """Whether SDPA needs a mask for causality: it aligns top-left, and one query sees all keys."""
+    return causal and query.shape[2] not in (1, key.shape[2])
+
+
+def _attention_by_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | RelativeBias | None,
+    mask: Tensor | TileMask | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    visible: Ranges | None,
+    sink: Tensor | float | None,
+    dropout: float,
+    return_lse: bool,
+) -> Tensor | None:
+    """The output by torch's own attention; None where that does not compute the same."""
+    if reasons_against_sdpa(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        causal=causal,
+        window=window,
+        visible=visible,
+        sink=sink,
+        dropout=dropout,
+        return_lse=return_lse,
+    ):
+        return None
+    queries, keys = query.shape[2], key.shape[2]
+    needs_mask = _needs_mask(causal, query, key)
+    if bias is None and mask is None and window is None and visible is None and not needs_mask:
+        added = None
+    else:
+        added = autograd.sdpa.added_to_scores(
+            query,
+            key,
+            bias.dense(queries, keys) if isinstance(bias, RelativeBias) else bias,
+            mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask,
+            needs_mask,
+            (-1, -1) if window is None else window,
+            *_bounds(visible, keys),
+        )
+    needs_gradient = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    return autograd.sdpa.attention(
+        query,
+        key,
+        value,
+        added,
+        causal and queries == keys,
+        scale,
+        needs_gradient,
+        nothing_excluded=added is None and not causal,
+    )
 
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:

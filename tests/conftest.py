@@ -1,9 +1,12 @@
 """Skips what this machine cannot run, with the reason; order, threads, fixtures of many files."""
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from inputs import KERNELS, attention_kernels
 
 from megasoftmax import dispatch
 from megasoftmax.build import extension, library
@@ -41,9 +44,25 @@ def _operators() -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A test marked with `on_both_kernels` gets "cuda" with each kind of kernels."""
     torch.manual_seed(0)
-    return request.param
+    device, _, kind = request.param.partition(" ")
+    with _attention_kernels(kind or "own"):
+        yield device
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """For tests of attention that need a GPU: they run on each kind of kernels."""
+    with _attention_kernels(request.param):
+        yield request.param
+
+
+def _attention_kernels(kind: str) -> AbstractContextManager[None]:
+    if kind == "portable" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU has portable kernels alone, which the other test runs")
+    return attention_kernels(kind)
 
 
 @pytest.fixture(params=["reference", "fused"])

@@ -1,13 +1,17 @@
 """Random tensors, and what else the tests of both families share."""
 
+import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.build import library
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32]
@@ -31,6 +35,32 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 
 
 # Attention
+
+# Of a GPU for which the library has kernels of its own, and those for every GPU.
+KERNELS = ("own", "portable")
+
+# For tests that take `device`: on a GPU both kinds of kernels run.
+on_both_kernels = pytest.mark.parametrize(
+    "device",
+    ["cpu", *(pytest.param(f"cuda {kind}", marks=pytest.mark.gpu) for kind in KERNELS)],
+    indirect=True,
+)
+
+
+@contextmanager
+def attention_kernels(kind: str) -> Iterator[None]:
+    """Which of KERNELS serve the calls inside, in all threads; "own" is as outside."""
+    if kind == "own" or not torch.cuda.is_available():
+        yield
+        return
+    path = library.load().path
+    assert path is not None, "there are no kernels"
+    use_portable = ctypes.CDLL(str(path)).megasoftmax_use_portable_attention
+    use_portable(1)
+    try:
+        yield
+    finally:
+        use_portable(0)
 
 
 def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:

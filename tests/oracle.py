@@ -1,7 +1,8 @@
 """What megasoftmax.softmax must compute, in float64 and without any of its code.
 
 The gradients start from the oracle's own probabilities, rounded to the type in which the call
-returns them: that is what a backward pass has in hand.
+returns them: that is what a backward pass has in hand. With dropout it has scores and lse in hand,
+and what it makes of them is not rounded here.
 """
 
 from collections.abc import Callable
@@ -46,6 +47,11 @@ class Forward:
     noise: Tensor  # relative error of each probability that rounding z to its type may cost
     sink_noise: Tensor  # the same of the sink's share, of each row
     lse_noise: Tensor  # the same of the lse, absolute
+    kept: Tensor | None = None  # float64: what dropout multiplies probabilities by
+
+    def dropped(self, values: Tensor) -> Tensor:
+        """0 where dropped, even of NaN."""
+        return values if self.kept is None else torch.where(self.kept == 0, 0.0, values * self.kept)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,10 @@ def softmax(
     window: tuple[int, int] | None = None,
     visible: Visible | None = None,
     sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    kept: Tensor | None = None,
 ) -> Forward:
+    """Its probabilities are those without dropout. `kept` is bool, of the shape of the scores."""
     z = scores.detach().double() * scale
     terms = z.abs()  # what a rounding of z is relative to
     if bias is not None:
@@ -139,7 +148,11 @@ def softmax(
     share = torch.exp(logit - largest) / total
     eps = torch.finfo(torch.float64 if scores.dtype == torch.float64 else torch.float32).eps
     noises = _noises(probabilities, eps * terms, share, eps * (largest.abs() + logit.abs()))
-    return Forward(probabilities, lse, excluded, *noises)
+    if kept is None:
+        return Forward(probabilities, lse, excluded, *noises)
+    divisor = 1 - round(dropout * 32768) / 32768
+    factors = kept.double() / divisor if divisor > 0 else torch.zeros_like(probabilities)
+    return Forward(probabilities, lse, excluded, *noises, factors)
 
 
 def enlarged(size: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,11 +174,16 @@ def gradients(
 
     dz = p (g - D) with D = sum(g p) - h; the share exp(sink - lse) of the sink takes -D of it.
     """
-    p = forward.probabilities.to(dtype).double()
-    g = torch.where(p == 0, 0.0, g.double())
+    p, noise = forward.probabilities, forward.noise
+    if forward.kept is None:
+        p = p.to(dtype).double()
+    else:  # made again from the lse in float32
+        size = torch.where(forward.lse.isfinite(), forward.lse.abs(), 0.0)
+        noise = noise + torch.finfo(torch.float32).eps * size.unsqueeze(-1)
+    g = torch.where(p == 0, 0.0, forward.dropped(g.double()))
     h = torch.zeros_like(forward.lse) if h is None else h.double()
     d = (g * p).sum(-1) - h
-    p_size = enlarged(p, forward.noise, dtype)
+    p_size = enlarged(p, noise, dtype)
     d_size = (g * p_size).abs().sum(-1) + h.abs()
     dz = torch.where(p == 0, 0.0, p * (g - d.unsqueeze(-1)))
     least_d_size = ((g * p).abs().sum(-1) + h.abs()).unsqueeze(-1)
@@ -296,7 +314,8 @@ def compare(
 
     Args:
         g, h: gradients of probabilities and lse; by default random, h only with `lse_gradient`.
-        arguments: of softmax. A bias or sink that requires a gradient gets one.
+        arguments: of softmax. A bias or sink that requires a gradient gets one. With dropout also
+            `kept`, which entries the seed keeps.
 
     Returns:
         Probabilities, lse, and the gradients of scores, bias and sink that there are; and how far
@@ -305,6 +324,7 @@ def compare(
     out = dtype or scores.dtype
     computed = torch.float64 if scores.dtype == torch.float64 else torch.float32
     call = dict(arguments)
+    call.pop("kept", None)
     inputs = {"scores": scores.detach().requires_grad_()}
     for name in ("bias", "sink"):
         value = arguments.get(name)
@@ -315,14 +335,18 @@ def compare(
     assert lse.dtype == computed
     assert p.is_contiguous()
 
-    expected = softmax(scores, **arguments)
+    known = {name: value for name, value in arguments.items() if name != "seed"}
+    expected = softmax(scores, **known)
     wide = coarser(out, computed)
+    size = enlarged(expected.probabilities, expected.noise, wide)
+    if expected.kept is not None:  # GPUs take the smallest numbers for 0 before the factor
+        size = size + torch.finfo(torch.float32).tiny / TOLERANCE[wide]
     deviations = {
         "probabilities": deviation(
             p,
-            expected.probabilities,
+            expected.dropped(expected.probabilities),
             wide,
-            magnitude=enlarged(expected.probabilities, expected.noise, wide),
+            magnitude=expected.dropped(size),
         ),
         "lse": deviation(
             lse,

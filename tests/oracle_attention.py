@@ -162,7 +162,8 @@ def gradients(
     """From the gradients g of the output and h of the log-sum-exp.
 
     Rounding errors count twice: as independent errors, and as the actual errors of the exact
-    values, because equal rows err alike.
+    values, because rows that are alike err alike. The output has two actual errors: kernels round P
+    before the product with the values, and plain torch does not.
     """
     p, k, v = expected.dense.probabilities, expected.key, expected.value
     weight_noise = expected.weight_noise
@@ -189,7 +190,10 @@ def gradients(
     d_squares = d_squares + (g * _size(output, query.dtype)).square().sum(-1, keepdim=True)
     of_z = ((weight_noise - expected.rounding) * dp.abs()).sum(-1, keepdim=True)
     d_noise = d_squares.sqrt() + of_z + of_lse.abs().unsqueeze(-1)
-    lost_of_d = (g * lost(output, rounded(rounded(p) @ v))).sum(-1, keepdim=True)
+    lost_of_d = tuple(
+        (g * lost(output, rounded(weights @ v))).sum(-1, keepdim=True)
+        for weights in (rounded(p), p)
+    )
     dz = torch.where(p == 0, 0.0, p * (dp - d))
     if query.dtype in HALVES:
         of_weights = torch.where(p == 0, 0.0, weight_noise * (dp - d))
@@ -215,7 +219,7 @@ def gradients(
         parts = by_key_head(squares + (unit * of_head).square())
         return product(by_key_head(of_head), parts, unseen)
 
-    lost_of_dz = (lost(dz, rounded(dz)), p * lost_of_d)
+    lost_of_dz = (lost(dz, rounded(dz)), *(p * each for each in lost_of_d))
     flushed = (torch.finfo(torch.float32).tiny / eps) ** 2  # sums, before the factor
     of_query = noise.square() @ k.square() + flushed
     of_key = noise.square().mT @ q.square() + flushed
@@ -257,10 +261,11 @@ def gradients(
         def of_sink(rows: Tensor) -> Tensor:
             return rows.sum().reshape(sink.shape) if sink.numel() == 1 else rows.sum((0, 2))
 
-        d, d_noise, lost_of_d = (each.squeeze(-1) for each in (d, d_noise, lost_of_d))
+        d, d_noise = d.squeeze(-1), d_noise.squeeze(-1)
         share_noise = share * (_eps_of_z(query.dtype) / eps * expected.lse.noise).clamp(1, 1 / eps)
         squares = of_sink((share_noise * d.abs() + share * d_noise).square())
-        squares = squares + of_sink(share * lost_of_d).square()
+        for each in lost_of_d:
+            squares = squares + of_sink(share * each.squeeze(-1)).square()
         value = of_sink(-share * d)
         nothing = torch.zeros_like(sink, dtype=torch.bool)
         found["sink"] = product(value, squares, nothing)

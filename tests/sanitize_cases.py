@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from inputs import KERNELS, attention_kernels
 from torch import Tensor
 
 from megasoftmax.build import extension, library
@@ -72,6 +73,14 @@ def cases() -> list[Case]:
         *product("softmax rows", has_kernels, **rows),
         *product("softmax regime", is_regime, **rows, kind=KINDS, regime=REGIMES),
         *product("softmax bias gradient", is_summed, dtype=DTYPES, regime=REGIMES),
+        *product("softmax dropout", is_regime_with_dropout, **rows, regime=REGIMES),
+        *product(
+            "softmax dropout bias gradient",
+            is_summed,
+            dtype=DTYPES,
+            regime=REGIMES,
+            bias=BIAS_DTYPES[1:],
+        ),
         *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
         *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, chunks=TILE_CHUNKS),
         *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
@@ -84,6 +93,7 @@ def cases() -> list[Case]:
             bias=ATTENTION_BIASES,
             bias_dtype=BIAS_DTYPES,
             deterministic=(False, True),
+            kernels=KERNELS,
         ),
     ]
 
@@ -109,7 +119,7 @@ class Inputs:
         self.sinks = itertools.cycle((None, "heads", 0.5))
         self.scales = itertools.cycle((1.0, -0.7))
         self.flags = itertools.cycle((True, True, False))
-        self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 1.0))
+        self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 0.9))
         self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
         self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
 
@@ -317,11 +327,51 @@ def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
         call_softmax(given, "backward", dtype, columns, False, "same", queries)
 
 
-def is_summed(dtype: str, regime: str) -> bool:
-    return bool(sizes_for_sums(dtype, regime))
+def is_regime_with_dropout(
+    direction: str, dtype: str, mask: bool, bias: str | None, regime: str
+) -> bool:
+    """With a bias, rows with a mask and without one take the same kernel."""
+    return (
+        not (dtype == "fp32" and bias == "same")
+        and not (mask and bias is not None)
+        and find_regime(direction, regime, "dropped") is not None
+    )
 
 
-def sizes_for_sums(dtype: str, regime: str) -> list[tuple[int, int]]:
+def softmax_dropout(
+    given: Inputs, direction: str, dtype: str, mask: bool, bias: str | None, regime: str
+) -> None:
+    index = find_regime(direction, regime, "dropped")
+    assert index is not None
+    takes_turns = table_for(direction)[index].takes_turns
+    rows = (index, -1) if direction == "forward" else (-1, index)
+    masks = itertools.cycle((mask, mask or bias is not None))
+    with forced("megasoftmax_force_regimes", *rows):
+        for columns in given.sizes(lengths_for(direction, dtype, "dropped", index)):
+            queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
+            for window in ((-1, -1), (-1, 0), (5, 2)):
+                call_softmax(
+                    *(given, direction, dtype, columns, next(masks), bias, queries, window),
+                    has_ranges=True,
+                    drops=True,
+                    sums_bias=False,
+                )
+
+
+def softmax_dropout_bias_gradient(given: Inputs, dtype: str, regime: str, bias: str) -> None:
+    masks = itertools.cycle((False, True))
+    for columns, queries in given.sizes(sizes_for_sums(dtype, regime, drops=True)):
+        options = (next(masks), bias, queries)
+        call_softmax(given, "backward", dtype, columns, *options, drops=True)
+
+
+def is_summed(dtype: str, regime: str, bias: str | None = None) -> bool:
+    """The bias is read with dropout only."""
+    is_twice = dtype == "fp32" and bias == "same"
+    return not is_twice and bool(sizes_for_sums(dtype, regime, drops=bias is not None))
+
+
+def sizes_for_sums(dtype: str, regime: str, drops: bool = False) -> list[tuple[int, int]]:
     """Columns and queries for which the table chooses the regime. It cannot be forced."""
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     ends = [row.max_chunks * pack for row in LIMITS.backward if row.max_chunks]
@@ -330,7 +380,7 @@ def sizes_for_sums(dtype: str, regime: str) -> list[tuple[int, int]]:
         queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
         for columns in (end - pack + 1, end, end + 1):
             rows = BATCHES * HEADS * queries
-            summed = {"bias_gradient": True, "backward": True}
+            summed = {"bias_gradient": True, "backward": True, "dropout": drops}
             if row.name == regime == explain(rows, columns, DTYPES[dtype], **summed).regime.name:
                 found.append((columns, queries))
     return sorted(set(found))[:3]
@@ -347,6 +397,8 @@ def call_softmax(
     window: tuple[int, int] = (-1, -1),
     layout: str | None = None,
     has_ranges: bool = False,
+    drops: bool = False,
+    sums_bias: bool = True,
 ) -> None:
     """Ranges, if it has any, are those that come next: there may be none."""
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
@@ -358,19 +410,28 @@ def call_softmax(
     if bias is not None:
         bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
+    excluded = given.mask(*given.beside(shape)) if mask else None
+    dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
     visible = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
     options = (False, *window, *visible, sink, sink_value, out)
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
-        excluded = given.mask(*given.beside(shape)) if mask else None
-        OPS.softmax_forward(*(scores, scale, excluded, bias_tensor, *options, has_lse, 0.0, None))
+        OPS.softmax_forward(*(scores, scale, excluded, bias_tensor, *options, has_lse, *dropout))
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
-    OPS.softmax_backward(
-        *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias_tensor),
-        *(*options, bias is not None, has_sink),
-    )
+    rows = (lse_gradient if has_lse else None, lse)
+    wanted = (sums_bias and bias is not None, has_sink)
+    if drops:
+        scores = probabilities
+        OPS.softmax_dropout_backward(
+            *(gradient, scores, *rows, scale, excluded, bias_tensor),
+            *(*options, *wanted, *dropout),
+        )
+    else:
+        OPS.softmax_backward(
+            *(gradient, probabilities, *rows, scale, bias_tensor), *options, *wanted
+        )
 
 
 # Softmax over an earlier dimension
@@ -475,7 +536,10 @@ def call_topk(
 
 # Attention
 
-HEAD_DIMS = tuple(int(row[0]) for row in table_of("attention/limits.h", "kAttentionForwardTiles"))
+HEAD_DIMS, HOPPER_DIMS = (
+    tuple(int(row[0]) for row in table_of("attention/limits.h", name))
+    for name in ("kAttentionForwardTiles", "kAttentionHopperTiles")
+)
 # Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
 ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
 # Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
@@ -491,18 +555,27 @@ ATTENTION_BIASES = {
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
-def is_attention(bias: str, bias_dtype: str | None, **_: Any) -> bool:
-    return (bias == "none") == (bias_dtype is None)
+def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
+    """Hopper's own kernels take no bias and few head dimensions; the others run there too."""
+    are_there = kernels == "portable" or (bias == "none" and dim in HOPPER_DIMS)
+    return (bias == "none") == (bias_dtype is None) and are_there
 
 
-def attention(
+def attention(given: Inputs, kernels: str, **options: Any) -> None:
+    """Forward and backward."""
+    if kernels == "own":  # they take no broadcast dimensions
+        given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
+    with attention_kernels(kernels):
+        call_attention(given, **options)
+
+
+def call_attention(
     given: Inputs, dtype: str, dim: int, bias: str, bias_dtype: str | None, deterministic: bool
 ) -> None:
-    """Forward and backward."""
     element = HALVES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
-    for queries, keys in given.sizes(ATTENTION_SIZES, ((7, 33), (65, 40))):
+    for queries, keys in given.sizes(ATTENTION_SIZES, ((7, 33), (65, 40), (70, 33))):
         masking, of_keys, head_dim = next(maskings), next(key_heads), next(dims)
         value_dim = next(dims)
         query, key, value, output_gradient = (
@@ -555,6 +628,8 @@ RUN: dict[str, Callable[..., None]] = {
     "softmax rows": softmax_rows,
     "softmax regime": softmax_regime,
     "softmax bias gradient": softmax_bias_gradient,
+    "softmax dropout": softmax_dropout,
+    "softmax dropout bias gradient": softmax_dropout_bias_gradient,
     "columns": softmax_columns,
     "topk tile": topk_tile,
     "topk forward": topk_forward,

@@ -8,8 +8,18 @@ from typing import Any
 import oracle_attention
 import pytest
 import torch
-from inputs import HALVES, attention_on, bits_equal, coin, dtypes_on, normal, tensors
+from inputs import (
+    HALVES,
+    attention_on,
+    bits_equal,
+    coin,
+    dtypes_on,
+    normal,
+    on_both_kernels,
+    tensors,
+)
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import megasoftmax
 from megasoftmax import RelativeBias, reference
@@ -271,6 +281,7 @@ def test_pairs_of_features(combination: dict[str, Any]) -> None:
 
 
 @gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("combination", pairwise(FEATURES | ON_GPU), ids=_name)
 def test_pairs_of_features_on_gpu(combination: dict[str, Any]) -> None:
     _check_combination("cuda", combination)
@@ -288,6 +299,7 @@ def test_pairs_are_complete() -> None:
 
 
 @gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 200, 257, 1000])
 @pytest.mark.parametrize(
@@ -308,6 +320,24 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
 
 
 @gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(192, 192), (300, 170), (64, 448), (448, 64), (130, 900)])
+def test_masks_over_any_number_of_tiles(lengths: tuple[int, int], dim: int, causal: bool) -> None:
+    """Kernels take one or two tiles of 64 queries or keys at a time, and skip unseen ones."""
+    queries, keys = lengths
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(dim, dim))
+    mask = coin(2, 1, queries, keys, device="cuda")
+    check(q, k, v, mask=mask, causal=causal, what="coins")
+    rows, columns = torch.arange(queries, device="cuda"), torch.arange(keys, device="cuda")
+    for unseen in (0, 1):  # every second tile of both, which leaves out the last or the first
+        tiles = (rows[:, None] // 64 % 2 == unseen) | (columns // 64 % 2 == unseen)
+        check(q, k, v, mask=tiles, causal=causal, what=f"tiles {unseen}")
+        check(q, k, v, mask=mask | tiles, causal=causal, what=f"coins in tiles {unseen}")
+
+
+@gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("keys", [17, 1000, 4000, 33000])
@@ -320,6 +350,25 @@ def test_decoding(heads: tuple[int, int], keys: int, queries: int, dtype: torch.
         mask = coin(1, 1, 1, keys, device="cuda")
         check(q, k, v, bias=bias.requires_grad_(), mask=mask, sink=0.5, what=f"{dims}, bias")
         check(q, k, v, causal=True, window=(300, 0), what=f"{dims}, window")
+
+
+@gpu
+@pytest.mark.parametrize("dim", [32, 33, 128, 129])
+def test_kernels_are_those_that_were_asked_for(dim: int, kernels: str) -> None:
+    """By their names: else tests of both kinds could test one of them twice."""
+    inputs = [
+        each.requires_grad_()
+        for each in tensors("cuda", torch.bfloat16, lengths=(70, 70), dims=(dim, dim))
+    ]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        output = attention_on("cuda", torch.bfloat16)(*inputs)
+        torch.autograd.grad(output, inputs, torch.randn_like(output))
+        torch.cuda.synchronize()
+    names = " ".join({event.name for event in profiler.events()})
+    is_hopper = torch.cuda.get_device_capability()[0] == 9 and kernels == "own" and 32 < dim <= 128
+    for direction in ("forward", "backward"):
+        assert (f"attention_hopper_{direction}_kernel" in names) == is_hopper
+        assert (f"attention_{direction}_kernel" in names) != is_hopper
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 130, 1000])
@@ -358,7 +407,8 @@ def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "exp", noted)
     q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=(90, 90))
-    megasoftmax.attention(q, k, v, bias=RelativeBias(normal(4, 179, device="cpu")), causal=True)
+    bias = RelativeBias(normal(4, 179, device="cpu"))
+    megasoftmax.attention(q, k, v, bias=bias, causal=True, fused=False)
     assert max(sizes) <= 1000
     assert sum(sizes) == 3 * 4 * 90 * 90
 
@@ -575,6 +625,7 @@ def test_row_of_lowest_biases_is_uniform(device: str) -> None:
             attention_on(device, dtype)(
                 q[:1, :, 3:4], k[:1, :, 9:].contiguous(), v[:1, :, 9:].contiguous()
             )[0, :, 0],
+            **closeness(dtype),
         )
 
 
@@ -599,6 +650,7 @@ def test_gradients_of_rows_of_lowest_biases(queries: int, head_dim: int, device:
 # Numbers
 
 
+@on_both_kernels
 @pytest.mark.parametrize("offset", [30.0, 300.0, -1000.0])
 def test_large_logits_with_an_offset(offset: float, device: str) -> None:
     """All logits of a row far from 0: the difference is what counts."""

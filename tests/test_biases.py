@@ -143,16 +143,17 @@ def test_alibi_bias_is_that_of_bloom_where_causal(shape, device):
 
 @pytest.mark.parametrize("shape", [(7, 7), (3, 11), (5, 2)])
 @pytest.mark.parametrize("offset", [None, 0, 2])
-def test_alibi_bias_and_its_gradient(shape, offset, device):
+@pytest.mark.parametrize("leading", [(HEADS,), (2, HEADS)])
+def test_alibi_bias_and_its_gradient(leading, shape, offset, device):
     queries, keys = shape
-    slopes = normal(HEADS, device=device).requires_grad_()
+    slopes = normal(*leading, device=device).requires_grad_()
     expected_slopes = slopes.detach().clone().requires_grad_()
     first = keys - queries if offset is None else offset
     distance = torch.tensor(
         [[abs(j - i - first) for j in range(keys)] for i in range(queries)], device=device
     )
     actual = biases.alibi_bias(slopes, queries, keys, offset=offset).dense(queries, keys)
-    expected = -expected_slopes[:, None, None] * distance
+    expected = -expected_slopes[..., None, None] * distance
     assert torch.equal(actual, expected)
     gradient = normal(*actual.shape, device=device, seed=1)
     actual.backward(gradient)
@@ -176,7 +177,11 @@ def test_alibi_bias_and_its_gradient(shape, offset, device):
         (lambda: t5_bias(torch.zeros(4, 2, dtype=torch.int64)), TypeError, "weight: .*torch.int64"),
         (lambda: t5_bias([[1.0]]), TypeError, "weight: .*got list"),
         (lambda: t5_bias(torch.zeros(32, 2), max_distance=16), ValueError, "max_distance: .*16"),
-        (lambda: biases.alibi_bias(torch.zeros(2, 2), 3, 3), ValueError, r"slopes: .*\(2, 2\)"),
+        (
+            lambda: biases.alibi_bias(torch.zeros(2, 2, 2), 3, 3),
+            ValueError,
+            r"slopes: .*\(2, 2, 2\)",
+        ),
         (lambda: biases.alibi_bias(0.5, 3, 3), TypeError, "slopes: .*got float"),
         (lambda: biases.alibi_slopes(0), ValueError, "heads: expected at least 1, got 0"),
     ],

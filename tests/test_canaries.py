@@ -159,6 +159,26 @@ def test_softmax_backward(
         check((OPS.softmax_backward, arguments), what=f"{length} keys")
 
 
+@companions
+@dtypes
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
+def test_softmax_dropout_backward(
+    beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
+) -> None:
+    for length in LENGTHS:
+        shape = (BATCHES, HEADS, QUERIES, length)
+        mask, bias = mask_and_bias(beside, shape, dtype, device)
+        scores, gradient = (normal(*shape, device=device, dtype=dtype, seed=i) for i in (0, 1))
+        lse, of_lse = (normal(*shape[:-1], device=device, seed=seed) for seed in (2, 3))
+        sink = normal(HEADS, device=device)
+        visible = bounds(length, device) if beside == "mask" else (None, None)
+        has_gradient = bias is not None and bias.shape[-1] == length
+        options = (False, *window, *visible, sink, None, dtype, has_gradient, True)
+        drop = (0.3, torch.tensor([length], device=device))
+        arguments = (gradient, scores, of_lse, lse, -0.7, mask, bias, *options, *drop)
+        check((OPS.softmax_dropout_backward, arguments), what=f"{length} keys")
+
+
 @dtypes
 @pytest.mark.parametrize("inner", [3, 6, 16])
 def test_softmax_of_columns(inner: int, dtype: torch.dtype, device: str) -> None:

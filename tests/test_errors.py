@@ -395,6 +395,20 @@ ATTENTION_CASES = {
         "(2, 4, 3, 5)",
         "(2, 2, 3, 5)",
     ),
+    "mask of a tokenizer": (
+        {"mask": bools(2, 5).long()},
+        TypeError,
+        "mask",
+        "a bool tensor",
+        "torch.int64; pass a tokenizer's attention_mask as visible=megasoftmax.ranges.padding(",
+    ),
+    "mask of batches and keys": (
+        {"mask": bools(2, 5)},
+        ValueError,
+        "mask",
+        "broadcasts to (2, 4, 3, 5)",
+        "(2, 5); pass one of [batch, keys] as mask[:, None, None, :]",
+    ),
     "mask of other keys": (
         {"mask": bools(2, 1, 1, 6)},
         ValueError,

@@ -56,6 +56,17 @@ def _first_that_serves(
         ((999, 8192, HALF), {"masked": True, "causal": True}, "masked", 1024),
         ((999, 8192, HALF), {"masked": True, "backward": True}, "plain", 1024),
         ((3000, 5000, FLOAT), {"bias_gradient": True, "backward": True}, "bias gradient", 1250),
+        # With dropout few regimes serve all rows.
+        ((100, 100, HALF), {"dropout": True}, "dropped", 14),
+        ((999, 8192, HALF), {"dropout": True, "masked": True}, "dropped", 1024),
+        ((4096, 4096, HALF), {"dropout": True, "window": (255, 0)}, "dropped", 33),
+        ((999, 8192, HALF), {"dropout": True, "backward": True}, "dropped", 1024),
+        (
+            (3000, 5000, FLOAT),
+            {"dropout": True, "bias_gradient": True, "backward": True},
+            "dropped bias gradient",
+            1250,
+        ),
         # 256 visible columns touch up to 33 chunks, of 512.
         ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 33),
         ((4096, 4088, HALF), {"window": (255, 0)}, "limited", 33),
@@ -116,6 +127,8 @@ def test_blocks_that_take_turns() -> None:
         ({"masked": True}, 80, 240, 160),
         ({"masked": True, "backward": True}, 80, 320, 160),
         ({"bias_gradient": True, "backward": True}, 80, 320, 320),
+        ({"dropout": True, "masked": True, "backward": True}, 80, 400, 160),
+        ({"dropout": True, "bias_gradient": True, "backward": True}, 80, 480, 320),
         # 5 queries of 8 keys see 4, 5, 6, 7 and 8 of them, in two heads.
         ({"causal": True}, 60, 120, 160),
         ({"causal": True, "masked": True}, 60, 180, 160),
@@ -195,6 +208,7 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     rows = {count - less for count in fewest for less in (0, 1)} | {1}
     kinds: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (0, 0)}]
     kinds.append({"bias_gradient": True} if backward else {"masked": True})
+    kinds.append({"dropout": True})
     reached = {
         explain(
             count, 8 * length, HALF, queries=1, backward=backward, max_cluster=clusters, **kind
@@ -220,7 +234,12 @@ def _answers() -> list[Explanation]:
         pack = 16 // dtype.itemsize
         lengths = {pack * edge + extra for edge in edges for extra in (-pack, 1 - pack, 0, 1)}
         for columns, rows in itertools.product(sorted(lengths - {0}), counts):
-            for options in ({}, {"masked": True}, {"causal": True, "queries": 1}):
+            for options in (
+                {},
+                {"masked": True},
+                {"causal": True, "queries": 1},
+                {"dropout": True},
+            ):
                 if 0 < rows <= limits.max_index:
                     found.append(explain(rows, columns, dtype, backward=backward, **options))
     return found
@@ -300,6 +319,7 @@ def test_current_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     gpu = current_gpu()
     assert (gpu.name, gpu.multiprocessors, gpu.max_cluster) == ("GPU", 100, max_cluster)
+    assert gpu.major == properties.major
     assert gpu.bytes_per_second == pytest.approx(bytes_per_second)
     assert ("an H200" in gpu.bandwidth_source) == (bytes_per_second == H200.bytes_per_second)
 
@@ -333,6 +353,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
         (["4096x8192", "--window", "256,-1"], (4096, 8192, HALF), {"window": (256, -1)}),
         (["4096x8192", "--window", "-1,9"], (4096, 8192, HALF), {"window": (-1, 9)}),
+        (["4096x8192", "--dropout"], (4096, 8192, HALF), {"dropout": True}),
         (
             ["4096x8192", "--bias-gradient"],
             (4096, 8192, HALF),

@@ -1,5 +1,6 @@
 """What megasoftmax.explain says of attention and top-k, by hand and by the tables of limits.h."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -18,7 +19,12 @@ from megasoftmax.explain import (
     explain_attention,
     explain_topk,
 )
-from megasoftmax.explain.attention import BACKWARD_SHARE, FORWARD_SHARE
+from megasoftmax.explain.attention import (
+    BACKWARD_SHARE,
+    FORWARD_SHARE,
+    HOPPER_BACKWARD_SHARE,
+    HOPPER_FORWARD_SHARE,
+)
 from megasoftmax.explain.gpu import nominal_tflops
 from megasoftmax.limits import kernel_limits
 
@@ -40,15 +46,22 @@ def table_of(family: str, name: str) -> list[list[str]]:
 # Attention
 
 
-@pytest.mark.parametrize("head_dim", [8, 31, 32, 33, 64, 65, 100, 128, 129, 256])
-def test_tiles_of_attention_are_those_of_the_table(head_dim: int) -> None:
+HEAD_DIMS = [8, 31, 32, 33, 64, 65, 100, 128, 129, 256]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("call", [{"major": 8}, {"major": 10}, {"bias": True}], ids=str)
+def test_tiles_of_portable_attention_are_those_of_the_table(
+    call: dict[str, Any], head_dim: int
+) -> None:
     padded = -(-head_dim // 8) * 8
     for backward, name in (
         (False, "kAttentionForwardTiles"),
         (True, "kAttentionBackwardTiles"),
     ):
         row = next(row for row in table_of("attention", name) if int(row[0]) >= padded)
-        found = explain_attention(2, 6, 1000, head_dim, key_heads=3, backward=backward)
+        found = explain_attention(2, 6, 1000, head_dim, key_heads=3, backward=backward, **call)
+        assert not found.hopper
         warps, third, fourth = map(int, row[1:4])
         assert (found.tile_head_dim, found.threads) == (int(row[0]), 32 * warps)
         if backward:
@@ -61,6 +74,49 @@ def test_tiles_of_attention_are_those_of_the_table(head_dim: int) -> None:
             assert found.blocks == 2 * 6 * -(-1000 // (warps * third))
             assert found.workspace_bytes == 0
         assert found.kernel == ("backward" if backward else "forward")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> None:
+    padded = -(-head_dim // 8) * 8
+    found = explain_attention(2, 6, 3000, head_dim, key_heads=3)
+    back = explain_attention(2, 6, 3000, head_dim, key_heads=3, backward=True)
+    assert found.hopper == back.hopper == (32 < head_dim <= 128)
+    if not found.hopper:
+        assert f"Hopper's own do not take a head dimension of {padded}" in found.why
+        return
+    assert (found.kernel, back.kernel) == ("forward", "backward")
+    assert "compute capability 9.0 and no bias" in found.why
+    forward_table = table_of("attention", "kAttentionHopperTiles")
+    tile, warpgroups, keys = next(
+        map(int, row[:3]) for row in forward_table if int(row[0]) >= padded
+    )
+    assert (found.tile_head_dim, found.threads) == (tile, 128 * (warpgroups + 1))
+    assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
+    assert found.blocks == 2 * 6 * -(-3000 // (64 * warpgroups))
+    assert found.workspace_bytes == 0
+    backward_table = table_of("attention", "kAttentionHopperBackwardTiles")
+    tile, queries = next(map(int, row[:2]) for row in backward_table if int(row[0]) >= padded)
+    assert (back.tile_head_dim, back.threads) == (tile, 128 * 3)
+    assert (back.tile_queries, back.tile_keys, back.slices) == (queries, 128, 1)
+    assert back.blocks == 2 * 3 * -(-3000 // 128)
+    assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
+
+
+def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
+    most = kernel_limits().attention["kMaxStepsOfSharedBlocks"]
+    tiles = 8 * 16 * 32  # of 128 queries
+    for keys, window, blocks in (
+        (128 * most, None, H200.multiprocessors),
+        (128 * most + 1, None, tiles),
+        (4096, (128 * most - 128, -1), H200.multiprocessors),
+        (4096, (128 * most - 127, -1), tiles),
+    ):
+        found = explain_attention(
+            8, 16, 4096, 128, keys=keys, causal=window is not None, window=window
+        )
+        assert found.blocks == blocks
+    assert explain_attention(1, 2, 17, 128).blocks == 2  # fewer tiles than multiprocessors
 
 
 def test_wider_values_choose_the_tile() -> None:
@@ -80,6 +136,8 @@ def test_few_queries_split_the_keys() -> None:
     fewest = kernel_limits().attention["kFewestKeysOfSplit"]
     for keys in (fewest, 2 * fewest):
         assert explain_attention(1, 1, 1, 64, keys=keys).splits == keys // fewest
+    # A window leaves fewer keys.
+    assert explain_attention(1, 1, 2, 64, keys=2 * fewest, window=(9, 0)).splits == 1
     small = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8, multiprocessors=64)
     assert small.splits == 2  # of 4096 keys, for 8 blocks per multiprocessor
 
@@ -121,10 +179,16 @@ def test_bytes_and_products_of_attention(
 
 def test_time_of_attention_is_the_longer_one() -> None:
     found = explain_attention(1, 1, 64, 64)
+    shares = {
+        (8, False): FORWARD_SHARE,
+        (8, True): BACKWARD_SHARE,
+        (9, False): HOPPER_FORWARD_SHARE,
+        (9, True): HOPPER_BACKWARD_SHARE,
+    }
     moving = 1e6 * (found.bytes_read + found.bytes_written) / 1e9
     assert found.microseconds(1e9, 1e15) == pytest.approx(moving + LAUNCH_MICROSECONDS)
-    for backward, share in ((False, FORWARD_SHARE), (True, BACKWARD_SHARE)):
-        found = explain_attention(1, 1, 64, 64, backward=backward)
+    for (major, backward), share in shares.items():
+        found = explain_attention(1, 1, 64, 64, backward=backward, major=major)
         computing = 1e6 * found.flops / (share * 1e9)
         assert found.microseconds(1e15, 1e9) == pytest.approx(computing + LAUNCH_MICROSECONDS)
 
@@ -226,9 +290,12 @@ def test_topk_that_is_refused(call: tuple[int, int, int, torch.dtype], message: 
 def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
         common.plans.cache_clear()
-        sizes = itertools.product((1, 16, 17, 4096), (32, 64, 128, 256), (False, True))
+        sizes = itertools.product((1, 16, 17, 4096), (32, 64, 128, 256), (False, True), (8, 9))
         return [
-            *(explain_attention(2, 4, m, dim, backward=backward) for m, dim, backward in sizes),
+            *(
+                explain_attention(2, 4, m, dim, backward=backward, major=major)
+                for m, dim, backward, major in sizes
+            ),
             *(explain_topk(rows, 50257, 10, HALF) for rows in (1, 50, 8192)),
         ]
 
@@ -296,7 +363,7 @@ def test_command_of_attention(run: Any) -> None:
         backward=True,
     )
     text = words(result.output)
-    assert text.startswith("kernel backward ")
+    assert text.startswith("kernel backward, portable ")
     assert f"tiles {found.tile_queries} x {found.tile_keys}, queries x keys" in text
     assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
     assert f"reads {found.bytes_read:,} bytes at least" in text
@@ -304,6 +371,17 @@ def test_command_of_attention(run: Any) -> None:
     time = found.microseconds(H200.bytes_per_second, 5e14)
     assert f"expected time {time:.1f} µs on NVIDIA H200" in text
     assert "27% of 500 TFLOP/s, as given" in text
+
+
+def test_command_of_attention_on_other_gpus(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("2x4x1024x64", "--function=attention")
+    text = words(run(*arguments).output)
+    assert text.startswith("kernel forward, Hopper ")
+    assert f"{HOPPER_FORWARD_SHARE:.0%} of 989 TFLOP/s" in text
+    monkeypatch.setattr(__main__, "current_gpu", lambda: dataclasses.replace(H200, major=10))
+    text = words(run(*arguments).output)
+    assert text.startswith("kernel forward, portable ")
+    assert "36% of 989 TFLOP/s" in text
 
 
 def test_command_of_topk(run: Any) -> None:

@@ -135,6 +135,24 @@ def test_on_two_streams_at_once(make: Callable[[str], Call]) -> None:
             assert_same(found, expected)
 
 
+def test_in_a_thread_without_a_context() -> None:
+    """A new thread has none as long as torch has memory at hand; the driver then makes no maps."""
+    q, k, v = (
+        normal(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16, seed=seed) for seed in range(3)
+    )
+
+    def call() -> Results:
+        return megasoftmax.attention(q, k, v, return_lse=True, fused=True)
+
+    expected, found = call(), list[Results]()
+    call()  # torch keeps the memory of these results
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+    assert_same(found[0], expected)
+
+
 @of_every_call
 def test_in_two_graphs_at_once(make: Callable[[str], Call]) -> None:
     call = make("cuda")

@@ -66,7 +66,7 @@ LAYERS = {
         "modules",
         "ranges",
     },
-    "integrations": {"functional", "megasoftmax", "modules"},
+    "integrations": {"arguments", "biases", "functional", "megasoftmax", "modules"},
     "regression": {"integrations", "megasoftmax"},
     "__main__": {
         "_export_kernels",

@@ -44,6 +44,13 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
                 assert (kind, regime.name) in forced
 
 
+def test_attention_without_a_bias_runs_on_both_kinds_of_kernels():
+    for dim, is_own in ((32, False), (64, True), (128, True), (256, False)):
+        mine = [dict(case.options) for case in CASES if case.family == "attention"]
+        found = {each["kernels"] for each in mine if each["dim"] == dim and each["bias"] == "none"}
+        assert found == ({"own", "portable"} if is_own else {"portable"})
+
+
 @pytest.mark.parametrize(
     "case",
     [next(same) for _, same in groupby(CASES, lambda case: case.family)],

@@ -87,6 +87,20 @@ def test_run_in_processes():
     assert not any(outcome.has_failed for outcome in outcomes)
 
 
+EQUAL_QUERIES = 2010006827
+"""A seed of attention on a CPU: 128 equal queries, whose outputs are rounded alike."""
+
+
+def test_equal_queries_err_alike():
+    outcome = soak.attempt("attention", EQUAL_QUERIES, "cpu")
+    assert "queries 128" in outcome.words  # else draws have changed: another seed is needed
+    assert "query layout (order queries and heads swapped, padding 1, offset 4, expanded 2)" in (
+        outcome.words
+    )
+    assert not outcome.has_failed, soak.in_words(outcome)
+    assert outcome.ratio > 0.5, "the bound is too loose to find anything"
+
+
 # Faults
 
 
@@ -114,6 +128,22 @@ def with_lost_sum(function, *tensors, **given):
     if isinstance(bias, torch.Tensor) and given.get("dim", -1) == -1:
         given["bias"] = Forget.apply(bias, tensors[0].shape)
     return function(*tensors, **given)
+
+
+def with_rounded_gradients(function, *tensors, **given):
+    """Half of the precision of 16 bits in the gradients of the keys."""
+    query, key, value = tensors
+    key = key.view_as(key)
+    if key.requires_grad:
+        key.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
+    return function(query, key, value, **given)
+
+
+def with_lost_query(function, *tensors, **given):
+    """The last query contributes nothing to gradients."""
+    output, lse = function(*tensors, **given)
+    counts = torch.arange(output.shape[2]) < output.shape[2] - 1
+    return torch.where(counts[:, None], output, output.detach()), lse
 
 
 def with_nothing_excluded(function, *tensors, **given):
@@ -178,3 +208,11 @@ def test_soak_on_gpu(tmp_path):
         failed = [soak.in_words(outcome) for outcome in outcomes if outcome.has_failed]
         assert not failed
         assert sum(not outcome.why_not_fused for outcome in outcomes) > 25
+
+
+@pytest.mark.parametrize("fault", [with_other_scale, with_lost_query, with_rounded_gradients])
+def test_fault_is_found_among_equal_queries(fault, monkeypatch):
+    faulty = functools.partial(fault, megasoftmax.attention)
+    monkeypatch.setattr(megasoftmax, "attention", faulty)
+    outcome = soak.attempt("attention", EQUAL_QUERIES, "cpu")
+    assert outcome.has_failed, soak.in_words(outcome)

@@ -88,12 +88,25 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def dropped(scores: Tensor, dropout: float = 0.3) -> dict[str, Any]:
+    """Dropout, as `check` takes it."""
+    seed = torch.tensor([scores.numel()], device=scores.device)
+    kept = megasoftmax.reference.dropout.kept_of_scores(seed, dropout, scores)
+    return {"dropout": dropout, "seed": seed, "kept": kept}
+
+
 def check_variant(
-    variant: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+    variant: str,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    drops: bool = False,
 ) -> None:
     scores = normal(*shape, device=device, dtype=dtype)
     arguments = {"scale": 0.7} | VARIANTS[variant](scores, *shape)
-    check(scores, **arguments, what=f"({variant}, {shape}, {dtype})")
+    if drops:
+        arguments |= dropped(scores)
+    check(scores, **arguments, what=f"({variant}, {shape}, {dtype}, dropout: {drops})")
 
 
 # Rows of the semantics table
@@ -111,13 +124,17 @@ def test_plain_is_softmax(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 17, 33])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_short_rows(variant: str, columns: int, dtype: torch.dtype, device: str) -> None:
-    check_variant(variant, (2, 3, 5, columns), dtype, device)
+@pytest.mark.parametrize("drops", [False, True])
+def test_short_rows(
+    variant: str, columns: int, dtype: torch.dtype, device: str, drops: bool
+) -> None:
+    check_variant(variant, (2, 3, 5, columns), dtype, device, drops)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_double_precision(variant: str) -> None:
-    check_variant(variant, SHAPE, torch.float64, "cpu")
+@pytest.mark.parametrize("drops", [False, True])
+def test_double_precision(variant: str, drops: bool) -> None:
+    check_variant(variant, SHAPE, torch.float64, "cpu", drops)
 
 
 @pytest.mark.parametrize(
@@ -537,6 +554,7 @@ def test_layouts_of_scores(columns: int, dtype: torch.dtype, device: str) -> Non
         sink = torch.linspace(-1, 1, heads, device=device).requires_grad_()
         check(scores, what=what)
         check(scores, what=what, mask=coin(keys, device=device), causal=True, sink=sink)
+        check(scores, what=what, causal=True, **dropped(scores))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -555,6 +573,9 @@ def test_layouts_of_mask_and_bias(columns: int, dtype: torch.dtype, device: str)
             check(scores, what=what, mask=spread, bias=bias)
             check(scores, what=what, bias=bias.detach().requires_grad_(), causal=True)
             check(scores, what=what, bias=bias.detach().float().requires_grad_(), mask=mask)
+            check(scores, what=what, mask=spread, **dropped(scores))
+            trained = bias.detach().requires_grad_()
+            check(scores, what=what, bias=trained, mask=mask, **dropped(scores))
     one = coin(1, 1, 1, columns, device=device)
     for mask in (one.expand(scores.shape), one[..., :1].expand(scores.shape)):
         check(scores, mask=mask)
@@ -724,6 +745,141 @@ def test_edges_of_regimes_in_rows(rows: int, chunks: int, dtype: torch.dtype) ->
         check(normal(count, chunks * _pack(dtype), device="cuda", dtype=dtype))
 
 
+# Dropout: as above, in the regimes that serve it
+
+
+def _edges_with_dropout() -> list[int]:
+    return sorted(
+        {
+            regime.max_chunks
+            for regime in LIMITS.forward + LIMITS.backward
+            if regime.max_chunks is not None and "dropped" in regime.serves
+        }
+    )
+
+
+@gpu
+@pytest.mark.parametrize("chunks", _edges_with_dropout())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_drop_the_entries_of_the_reference(chunks: int, dtype: torch.dtype) -> None:
+    full, pack = chunks * _pack(dtype), _pack(dtype)
+    queries = 35 if chunks <= 5000 else 2
+    for columns in (full - pack + 1, full - pack + 2, full - 1, full, full + 1):
+        scores = torch.zeros(2, 2, queries, columns, device="cuda", dtype=dtype)
+        for limits in ({}, {"causal": True}, {"window": (columns // 3, 1)}):
+            options = dropped(scores) | limits
+            kept = options.pop("kept")
+            p = megasoftmax.softmax(scores, **options, dtype=torch.float32, fused=True)
+            plain = megasoftmax.softmax(scores, **limits, dtype=torch.float32, fused=True)
+            assert torch.equal(p != 0, kept & (plain != 0)), (columns, limits)
+
+
+@gpu
+@pytest.mark.parametrize("chunks", [edge for edge in _edges_with_dropout() if edge <= LONG_EDGE])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges_of_regimes_with_dropout(chunks: int, dtype: torch.dtype) -> None:
+    full, pack = chunks * _pack(dtype), _pack(dtype)
+    variants, turn = list(VARIANTS), DTYPES.index(dtype)
+    for columns in (full - pack + 1, full - pack + 2, full - 1, full, full + 1):
+        for _ in range(5):
+            shape = (2, 3, 19 if chunks <= 128 else 5, columns)
+            check_variant(variants[turn % len(variants)], shape, dtype, "cuda", drops=True)
+            turn += 1
+
+
+@gpu
+@pytest.mark.parametrize("chunks", [edge for edge in _edges_with_dropout() if edge > LONG_EDGE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_edges_of_regimes_of_long_rows_with_dropout(chunks: int, dtype: torch.dtype) -> None:
+    full, pack = chunks * _pack(dtype), _pack(dtype)
+    for columns in (full - pack + 2, full, full + 1):
+        for variant in ("plain", "full bias", "everything"):
+            check_variant(variant, (1, 2, 2, columns), dtype, "cuda", drops=True)
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "chunks"), _edges_of_rows())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_edges_of_regimes_in_rows_with_dropout(rows: int, chunks: int, dtype: torch.dtype) -> None:
+    for count in (rows - 1, rows):
+        scores = normal(count, chunks * _pack(dtype), device="cuda", dtype=dtype)
+        check(scores, **dropped(scores))
+
+
+@gpu
+@pytest.mark.parametrize("columns", [64, 520, 2000, 9001])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_share_a_bias_with_dropout(columns: int, dtype: torch.dtype) -> None:
+    """Its gradient is summed in parts."""
+    scores = normal(16, 3, 33, columns, device="cuda", dtype=dtype)
+    for shape in ((3, 1, columns), (16, 1, 33, columns), (columns,)):
+        bias = normal(*shape, device="cuda", dtype=dtype, seed=2).requires_grad_()
+        check(scores, bias=bias, causal=True, **dropped(scores))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("bias_dtype", DTYPES)
+def test_types_with_dropout(
+    dtype: torch.dtype, out: torch.dtype, bias_dtype: torch.dtype, device: str
+) -> None:
+    scores = normal(2, 3, 18, 77, device=device, dtype=dtype)
+    check(scores, dtype=out, **dropped(scores))
+    bias = normal(3, 1, 77, device=device, dtype=bias_dtype, seed=2).requires_grad_()
+    mask = coin(2, 1, 18, 77, device=device)
+    check(scores, dtype=out, bias=bias, mask=mask, **dropped(scores))
+
+
+@pytest.mark.parametrize("dropout", [0.5, 1.0, 2.0**-18])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [37, 1024, pytest.param(9000, marks=gpu)])
+def test_special_values_with_dropout(
+    dropout: float, dtype: torch.dtype, columns: int, device: str
+) -> None:
+    """Of scores and of incoming gradients; also where nothing and where all is dropped."""
+    if columns > 5000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    scores = normal(2, 3, 18, columns, device=device, dtype=dtype)
+    options = dropped(scores, dropout)
+    g = oracle.random_like(scores, 1).masked_fill(~options["kept"], NAN)
+    check(scores, g=g, **options)
+    scores[0, 0, 3, 5], scores[0, 1, 4, 6], scores[1, 0, 5] = NAN, INF, -INF
+    check(scores, **options)
+    mask = coin(2, 3, 18, columns, device=device)
+    mask[0, 0, 3, 5] = mask[1, 1, 2] = True
+    planted = scores.masked_fill(mask, NAN)
+    sink = torch.tensor([0.5, 2.0, -INF], device=device).requires_grad_()
+    check(planted, mask=mask, g=g.masked_fill(mask, INF), **options)
+    check(planted, mask=mask, sink=sink, g=g.masked_fill(mask, INF), **options)
+    bias = normal(3, 18, columns, device=device, dtype=dtype, seed=2).requires_grad_()
+    check(planted, mask=mask, bias=bias, scale=-0.7, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [41, 1024, pytest.param(9001, marks=gpu)])
+def test_ranges_with_dropout(dtype: torch.dtype, columns: int, device: str) -> None:
+    if columns > 5000 and device == "cpu":
+        pytest.skip("long rows are for the kernels")
+    scores = normal(2, 3, 18, columns, device=device, dtype=dtype)
+    first = torch.arange(18, device=device, dtype=torch.int32) * (columns // 40)
+    end = first + torch.arange(3, device=device, dtype=torch.int32)[:, None] * (columns // 3)
+    bias = normal(3, 1, columns, device=device, dtype=dtype, seed=2).requires_grad_()
+    for visible in ((first, None), (None, end), (first, end)):
+        check(scores, visible=visible, **dropped(scores))
+        check(scores, visible=visible, bias=bias, **dropped(scores))
+
+
+@gpu
+@pytest.mark.parametrize("columns", [37, 1000, 1024, 5000, 40000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_call_with_dropout_gives_the_same_bits(columns: int, dtype: torch.dtype) -> None:
+    scores = normal(4, 3, 33, columns, device="cuda", dtype=dtype)
+    bias = normal(3, 1, columns, device="cuda", dtype=dtype, seed=2).requires_grad_()
+    sink = normal(3, device="cuda", seed=3).requires_grad_()
+    first, again = (check(scores, bias=bias, sink=sink, **dropped(scores)) for _ in range(2))
+    assert all(bits_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @gpu
 @pytest.mark.parametrize("columns", [33333, 65536, 131075])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -749,6 +905,7 @@ def test_edges_of_regimes_in_a_window(chunks: int, dtype: torch.dtype) -> None:
         bias = normal(1, 2, 5, keys, device="cuda", dtype=dtype, seed=2).requires_grad_()
         check(scores, window=(left, 2), mask=mask, bias=bias, what=f"{visible} visible")
         check(scores[..., 3:], window=(left, 2), mask=mask[..., 3:], what=f"{visible} visible")
+        check(scores, window=(left, 2), what=f"{visible} visible", **dropped(scores))
 
 
 @gpu
@@ -938,6 +1095,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
         *(("plain", 2**power) for power in range(12, 21)),
         *(("plain", columns) for columns in (20000, 20001, 50257)),
         *((variant, 20000) for variant in ("mask", "bias", "gradient of bias", "causal", "sink")),
+        *(("dropout", columns) for columns in (512, 1024, 4096, 20001, 50257, 2**18)),
     ],
 )
 def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
@@ -953,6 +1111,7 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
     elif variant.endswith("bias"):
         of_rows["bias"] = normal(*shape, device="cuda", dtype=dtype, seed=2)
     h = oracle.random_like(scores[..., 0].float(), 3)
+    seed = torch.tensor([5], device="cuda")
 
     def run(batches: int) -> list[Tensor]:
         arguments = {name: tensor[:batches].clone() for name, tensor in of_rows.items()}
@@ -964,6 +1123,8 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
             scale=0.7,
             causal=variant == "causal",
             sink=0.5 if variant == "sink" else None,
+            dropout=0.3 if variant == "dropout" else 0.0,
+            seed=seed,
             return_lse=True,
             fused=True,
             **arguments,

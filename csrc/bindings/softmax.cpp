@@ -1,5 +1,5 @@
-// megasoftmax::softmax_forward and softmax_backward for CUDA tensors. Schemas are defined in
-// megasoftmax/ops/softmax.py.
+// megasoftmax::softmax_forward, softmax_backward and softmax_dropout_backward for CUDA tensors.
+// Schemas are defined in megasoftmax/ops/softmax.py.
 
 #include "../kernels/softmax/softmax.h"
 
@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
                                    int64_t window_right, std::optional<Tensor> first,
                                    std::optional<Tensor> end, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, ScalarType dtype,
-                                   bool return_lse, double dropout, std::optional<Tensor>) {
-  check(dropout == 0, "softmax has no kernels with dropout");
+                                   bool return_lse, double dropout, std::optional<Tensor> seed) {
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   scores = with_aligned_storage(scores);
@@ -47,6 +46,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   params.sink = sink_of(sink, sink_value, scores);
   params.window = window_of(causal, window_left, window_right);
   params.visible = visible_of(first, end, scores);
+  if (dropout > 0) params.dropout = dropout_of(dropout, seed, scores);
   params.scale = static_cast<float>(scale);
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = dtype_of(dtype, "dtype");
@@ -61,6 +61,10 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   return {std::move(probabilities), std::move(log_sum_exp)};
 }
 
+Tensor in_type(const Tensor& tensor, ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+
 // Sums the parts of a bias gradient and gives it the bias's type.
 Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   const std::array<int64_t, 1> first{0};
@@ -68,18 +72,18 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
       splits == 1
           ? torch::stable::select(parts, 0, 0)
           : torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(first.data(), 1));
-  return bias.scalar_type() == sum.scalar_type() ? sum : torch::stable::to(sum, bias.scalar_type());
+  return in_type(sum, bias.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(
-    Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
-    std::optional<Tensor> lse, double scale, std::optional<Tensor> bias, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> first,
-    std::optional<Tensor> end, std::optional<Tensor> sink, std::optional<double> sink_value,
-    ScalarType dtype, bool bias_gradient, bool sink_gradient) {
-  check(gradient.scalar_type() == probabilities.scalar_type(),
-        "gradient must have the type of probabilities");
-  const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
+// With dropout, `probabilities` are scores, of which kernels make them again. Of the bias only
+// shape and type matter without dropout.
+std::tuple<Tensor, Tensor, Tensor> backward_of(
+    Tensor gradient, Tensor probabilities, const std::optional<Tensor>& lse_gradient,
+    const std::optional<Tensor>& lse, double scale, std::optional<Tensor> mask,
+    const std::optional<Tensor>& bias, bool causal, int64_t window_left, int64_t window_right,
+    const std::optional<Tensor>& first, const std::optional<Tensor>& end,
+    const std::optional<Tensor>& sink, std::optional<double> sink_value, ScalarType dtype,
+    bool bias_gradient, bool sink_gradient, const Dropout& dropout) {
   gradient = with_aligned_storage(gradient);
   probabilities = with_aligned_storage(probabilities);
   Tensor scores_gradient = new_tensor(sizes_of(probabilities), dtype, probabilities);
@@ -104,11 +108,21 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     lse_gradient_rows = float_rows(*lse_gradient);
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_rows.data_ptr());
   }
-  if (sink_gradient) {
+  if (sink_gradient || dropout.is_given()) {
     check(lse.has_value(), "the sink's gradient needs lse");
     lse_rows = float_rows(*lse);
     params.log_sum_exp = static_cast<const float*>(lse_rows.data_ptr());
-    params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
+  }
+  if (sink_gradient) params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
+  params.dropout = dropout;
+  if (mask) params.mask = strided_mask(*mask, probabilities);
+  Tensor read_bias;
+  if (dropout.is_given() && bias) {
+    const bool is_wide = params.probabilities.type == DType::kFloat32;
+    read_bias = is_wide ? in_type(*bias, ScalarType::Float) : *bias;
+    if (has_scattered_rows(read_bias)) read_bias = with_dense_rows(read_bias, 1);
+    params.bias = strided(read_bias, probabilities, "bias");
+    params.bias.type = dtype_of(read_bias.scalar_type(), "bias");
   }
   params.sink = sink_of(sink, sink_value, probabilities);
   params.window = window_of(causal, window_left, window_right);
@@ -130,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     check((rows[0] == 1 || rows[0] == params.shape.batches),
           "bias must be broadcast in all leading dimensions or in none");
     const BiasGradientPlan plan =
-        plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type);
+        plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type, dropout);
     const bool in_float = plan.splits > 1 || plan.accumulates;
     std::vector<int64_t> sizes = sizes_of(*bias);
     sizes.insert(sizes.begin(), plan.splits);
@@ -151,11 +165,44 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
 }
 
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor gradient, Tensor probabilities, std::optional<Tensor> lse_gradient,
+    std::optional<Tensor> lse, double scale, std::optional<Tensor> bias, bool causal,
+    int64_t window_left, int64_t window_right, std::optional<Tensor> first,
+    std::optional<Tensor> end, std::optional<Tensor> sink, std::optional<double> sink_value,
+    ScalarType dtype, bool bias_gradient, bool sink_gradient) {
+  check(gradient.scalar_type() == probabilities.scalar_type(),
+        "gradient must have the type of probabilities");
+  const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
+  return backward_of(gradient, probabilities, lse_gradient, lse, scale, std::nullopt, bias, causal,
+                     window_left, window_right, first, end, sink, sink_value, dtype, bias_gradient,
+                     sink_gradient, Dropout{});
+}
+
+std::tuple<Tensor, Tensor, Tensor> dropout_backward(
+    Tensor gradient, Tensor scores, std::optional<Tensor> lse_gradient, Tensor lse, double scale,
+    std::optional<Tensor> mask, std::optional<Tensor> bias, bool causal, int64_t window_left,
+    int64_t window_right, std::optional<Tensor> first, std::optional<Tensor> end,
+    std::optional<Tensor> sink, std::optional<double> sink_value, ScalarType dtype,
+    bool bias_gradient, bool sink_gradient, double dropout, Tensor seed) {
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  const Dropout dropped = dropout_of(dropout, seed, scores);
+  // Kernels read gradients and scores of one type.
+  if (gradient.scalar_type() != scores.scalar_type()) {
+    gradient = in_type(gradient, ScalarType::Float);
+    scores = in_type(scores, ScalarType::Float);
+  }
+  return backward_of(gradient, scores, lse_gradient, lse, scale, mask, bias, causal, window_left,
+                     window_right, first, end, sink, sink_value, dtype, bias_gradient,
+                     sink_gradient, dropped);
+}
+
 }  // namespace
 
 void register_softmax(Library& library) {
   library.impl("softmax_forward", TORCH_BOX(&forward));
   library.impl("softmax_backward", TORCH_BOX(&backward));
+  library.impl("softmax_dropout_backward", TORCH_BOX(&dropout_backward));
 }
 
 }  // namespace megasoftmax

@@ -2,5 +2,6 @@
 
 from megasoftmax.autograd import attention as attention
 from megasoftmax.autograd import dropout as dropout
+from megasoftmax.autograd import sdpa as sdpa
 from megasoftmax.autograd import softmax as softmax
 from megasoftmax.autograd import topk as topk

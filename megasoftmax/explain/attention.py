@@ -12,9 +12,11 @@ from megasoftmax.explain.common import Window, integers, plans, visible_entries,
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import kernel_limits
 
-# Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200:
-# benchmarks/results/attention.csv.
+# Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
+# benchmarks/results/attention.csv has the figures: of Hopper's kernels 927 µs forward and 3464 with
+# the backward pass, for 4 batches, 16 heads and 4096 queries and keys.
 FORWARD_SHARE, BACKWARD_SHARE = 0.36, 0.27
+HOPPER_FORWARD_SHARE, HOPPER_BACKWARD_SHARE = 0.60, 0.55
 _STATISTICS_BYTES = 3 * 4  # of a query
 
 
@@ -24,6 +26,7 @@ class AttentionExplanation:
 
     backward: bool
     kernel: str  # "forward", "decode" (up to 16 queries, the keys are split) or "backward"
+    hopper: bool  # the kernels for compute capability 9.0 alone run, not the portable ones
     why: str
     tile_queries: int  # of a block; of "decode", rows of all heads that share keys
     tile_keys: int  # that a block takes at a time; of "decode", a warp
@@ -44,12 +47,18 @@ class AttentionExplanation:
 
         Args:
             bytes_per_second: of a copy.
-            flops_per_second: nominal; the kernels reach FORWARD_SHARE or BACKWARD_SHARE of it.
+            flops_per_second: nominal; the kernels reach `share` of it.
         """
-        share = BACKWARD_SHARE if self.backward else FORWARD_SHARE
         moving = (self.bytes_read + self.bytes_written) / bytes_per_second
-        computing = self.flops / (share * flops_per_second)
+        computing = self.flops / (self.share * flops_per_second)
         return 1e6 * max(moving, computing) + LAUNCH_MICROSECONDS
+
+    @property
+    def share(self) -> float:
+        """Of the nominal rate of matrix products, what such kernels reached on an H200."""
+        if self.hopper:
+            return HOPPER_BACKWARD_SHARE if self.backward else HOPPER_FORWARD_SHARE
+        return BACKWARD_SHARE if self.backward else FORWARD_SHARE
 
 
 def explain_attention(
@@ -69,8 +78,9 @@ def explain_attention(
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     multiprocessors: int = H200.multiprocessors,
+    major: int = H200.major,
 ) -> AttentionExplanation:
-    """Explains a call of `megasoftmax.attention`.
+    """Explains a call of `megasoftmax.attention`, on tensors without broadcast dimensions.
 
     Args:
         batches, heads, queries, head_dim: of the query.
@@ -82,6 +92,8 @@ def explain_attention(
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16 or bfloat16.
         multiprocessors: of the GPU.
+        major: of the GPU's compute capability, such as 9 for an H200. With 9, code for 9.0a is
+            assumed, as `megasoftmax build` compiles it.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -95,7 +107,16 @@ def explain_attention(
     limits = window_of(causal, window)
     _check(counts, limits, bias_gradient and not (backward and bias), dtype)
     padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
-    call = _Call(**(counts | padded), is_backward=backward, multiprocessors=multiprocessors)
+    call = _Call(
+        **(counts | padded),
+        # Sides that reach all keys limit nothing. The bindings drop them too.
+        window_left=limits[0] if limits[0] < keys - 1 else -1,
+        window_right=limits[1] if limits[1] < queries - 1 else -1,
+        has_bias=bias,
+        is_backward=backward,
+        multiprocessors=multiprocessors,
+        major=major,
+    )
     plan = _Plan()
     plans().megasoftmax_explain_attention(ctypes.byref(call), ctypes.byref(plan))
 
@@ -120,7 +141,8 @@ def explain_attention(
     return AttentionExplanation(
         backward=backward,
         kernel=kernel,
-        why=_why(kernel, plan, queries, max(padded.values())),
+        hopper=bool(plan.is_hopper),
+        why=_why(kernel, plan, call),
         tile_queries=plan.tile_queries,
         tile_keys=plan.tile_keys,
         tile_head_dim=plan.tile_head_dim,
@@ -142,25 +164,41 @@ def explain_attention(
 class _Call(ctypes.Structure):
     _fields_ = integers(
         *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-        *("is_backward", "multiprocessors"),
+        *("window_left", "window_right", "has_bias", "is_backward"),
+        *("multiprocessors", "major"),
     )
 
 
 class _Plan(ctypes.Structure):
     _fields_ = integers(
-        *("is_decode", "tile_head_dim", "tile_queries", "tile_keys", "splits", "slices"),
+        *(
+            "is_decode",
+            "is_hopper",
+            "tile_head_dim",
+            "tile_queries",
+            "tile_keys",
+            "splits",
+            "slices",
+        ),
         *("threads", "blocks", "workspace_bytes"),
     )
 
 
-def _why(kernel: str, plan: _Plan, queries: int, head_dim: int) -> str:
-    tile = f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"
+def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     most = kernel_limits().attention["kMaxDecodeQueries"]
-    if kernel == "backward":
-        return tile
+    reasons = []
     if kernel == "decode":
-        return f"at most {most} queries: {queries}; blocks share the keys; {tile}"
-    return f"more than {most} queries: {queries}; {tile}"
+        reasons += [f"at most {most} queries: {call.queries}; blocks share the keys"]
+    elif kernel == "forward":
+        reasons += [f"more than {most} queries: {call.queries}"]
+    head_dim = max(call.head_dim, call.value_dim)
+    if plan.is_hopper:
+        reasons += ["compute capability 9.0 and no bias: Hopper's own kernels"]
+    elif call.major == 9 and kernel != "decode":
+        refused = "a bias" if call.has_bias else f"a head dimension of {head_dim}"
+        reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
+    reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]
+    return "; ".join(reasons)
 
 
 def _check(

@@ -27,6 +27,7 @@ class Gpu:
     """What kernels and expected times depend on, besides the call."""
 
     name: str
+    major: int  # of its compute capability
     multiprocessors: int
     max_cluster: int  # blocks of a cluster; 1: there are no clusters
     bytes_per_second: float  # of a copy, read and written
@@ -46,6 +47,7 @@ class Gpu:
 
 H200 = Gpu(
     "NVIDIA H200",
+    9,
     132,
     16,
     4.27e12,
@@ -75,6 +77,7 @@ def current_gpu() -> Gpu:
     teraflops = nominal_tflops(properties.name)
     return Gpu(
         properties.name,
+        properties.major,
         properties.multi_processor_count,
         max_cluster,
         bandwidth,

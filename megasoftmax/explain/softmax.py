@@ -71,6 +71,7 @@ def explain(
     window: Window | None = None,
     masked: bool = False,
     bias_gradient: bool = False,
+    dropout: bool = False,
     backward: bool = False,
     multiprocessors: int = H200.multiprocessors,
     max_cluster: int = H200.max_cluster,
@@ -85,8 +86,11 @@ def explain(
         dtype: float16, bfloat16 or float32.
         queries: of each head; by default all rows are queries of one head.
         causal, window: as in `megasoftmax.softmax`.
-        masked: with a mask, counted as large as the scores. The backward pass does without it.
+        masked: with a mask, counted as large as the scores. The backward pass does without it,
+            except with dropout.
         bias_gradient: the backward pass computes the gradient of a bias that no rows share.
+        dropout: entries are dropped. The backward pass then reads the scores in place of the
+            probabilities.
         backward: explains the backward pass.
         multiprocessors, max_cluster: of the GPU; see `Gpu`.
 
@@ -107,6 +111,7 @@ def explain(
         is_masked=masked,
         is_backward=backward,
         has_bias_gradient=bias_gradient,
+        has_dropout=dropout,
         multiprocessors=multiprocessors,
         shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
         max_cluster=max_cluster,
@@ -117,7 +122,10 @@ def explain(
 
     visible = rows // queries * visible_entries(limits, queries, columns)
     outputs = 2 if bias_gradient else 1
-    read = 2 * dtype.itemsize if backward else dtype.itemsize + masked
+    reads_mask = masked and (dropout or not backward)
+    read = (2 if backward else 1) * dtype.itemsize + reads_mask
+    if dropout and bias_gradient:
+        read += dtype.itemsize  # the bias
     return Explanation(
         rows=rows,
         columns=columns,
@@ -151,7 +159,8 @@ def explain(
 class _Call(ctypes.Structure):
     _fields_ = integers(
         *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
-        *("is_backward", "has_bias_gradient", "multiprocessors", "shared_bytes", "max_cluster"),
+        *("is_backward", "has_bias_gradient", "has_dropout"),
+        *("multiprocessors", "shared_bytes", "max_cluster"),
     )
 
 

@@ -14,20 +14,21 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # what each round adds to the key
 _ROUNDS = 7
 _MASK = 2**32 - 1
+_HALVES = ((0, 0x7FFF), (16, 0x7FFF0000))  # of a word: where one begins, and its bits
 
 # The most entries at a time and thread on a CPU: what is made of them then stays in a cache.
 _PART = 2**18
 
 
 def threshold(dropout: float) -> int:
-    """An entry is dropped where its 16 bits are below this: from 0, none, to 65536, all."""
-    return round(dropout * 65536)
+    """An entry is dropped where its 15 bits are below this: from 0, none, to 32768, all."""
+    return round(dropout * 32768)
 
 
 def factor(dropout: float) -> float:
-    """Of what is kept: 1 over the probability that 16 bits are not below the threshold; or 0."""
-    kept = 65536 - threshold(dropout)
-    return 65536 / kept if kept > 0 else 0.0
+    """Of what is kept: 1 over the probability that 15 bits are not below the threshold; or 0."""
+    kept = 32768 - threshold(dropout)
+    return 32768 / kept if kept > 0 else 0.0
 
 
 def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
@@ -54,12 +55,12 @@ def kept(
         (j // 32, i // 16, head, (i % 8) * 8 + j % 8),
 
     whose four words serve 2 x 4 entries that lie 8 queries and 8 keys apart: the entry takes word
-    (i // 8) % 2 * 2 + (j // 8) % 4 // 2, and of it the low 16 bits where (j // 8) % 2 is 0, else
-    the high ones.
+    (i // 8) % 2 * 2 + (j // 8) % 4 // 2, and of it the low 15 bits where (j // 8) % 2 is 0, else
+    those of the high half.
 
     Args:
         seed: int64, one element.
-        dropout: the probability to drop an entry, which 16 bits round.
+        dropout: the probability to drop an entry, which 15 bits round.
         heads: int64, any shape: the number of each head, batch * heads + head.
         first_query: the number of the first query.
         queries, keys: how many.
@@ -140,11 +141,11 @@ def _kept(
         k0, k1 = low_key + i * _WEYL[0], high_key + i * _WEYL[1]
         c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
         c1, c3 = right, left
-    words = (c0, c1 & _MASK, c2, c3 & _MASK)
-    halves = [half for word in words for half in ((word & 0xFFFF) >= least, word >= (least << 16))]
+    words = (c0, c1, c2, c3)
+    halves = [(word & bits) >= (least << shift) for word in words for shift, bits in _HALVES]
     # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].
-    # torch.vmap has no rule for such views before torch 2.13.
-    in_eights = not torch._C._are_functorch_transforms_active()
+    # torch.vmap has no rule for such views before torch 2.13, nor torch.compile in 2.11.
+    in_eights = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if in_eights:
         halves = [half.view(torch.int64) for half in halves]
     found = rearrange(

@@ -165,28 +165,30 @@ def softmax_forward(
     before, after = scale, 1.0
     if bias is None and scale != 0:
         before, after = (1.0, scale) if scale > 0 else (-1.0, -scale)
-    z = scores.contiguous()
-    z = z * before if z.dtype == compute else z.to(compute).mul_(before)  # a copy in either case
-    if bias is not None:
-        z.add_(bias)
     excluded = excluded_entries(scores, mask, causal, window_left, window_right, first, end)
     has_sink = sink is not None or sink_value is not None
     can_be_empty = excluded is not None or bias is not None or has_sink
+    z = scores.contiguous()
+    is_copied = can_be_empty or before != 1 or after != 1 or z.dtype != compute
+    if is_copied:
+        z = z * before if z.dtype == compute else z.to(compute).mul_(before)
+    if bias is not None:
+        z.add_(bias)
     highest = None
     if excluded is not None:  # passes over z without a branch per entry: masked_fill_ has one
         highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
         _clear_(z, keep=highest)
         z.clamp_max_(highest)
 
-    largest = largest_of_rows(z, -torch.inf)
-    empty = largest == -torch.inf
+    if is_copied or return_lse:
+        largest = largest_of_rows(z, -torch.inf)
+        empty = largest == -torch.inf
     if after != 1:
         z.sub_(largest.unsqueeze(-1)).mul_(after)
     # On a CPU torch reads a row, several times, before it writes it: the result can take its place.
-    in_place = z.device.type == "cpu" and not torch.compiler.is_compiling()
+    in_place = is_copied and z.is_cpu and not torch.compiler.is_compiling()
     probabilities = torch.softmax(z, -1, out=z) if in_place else z.softmax(-1)
 
-    lse = z.new_empty(0)
     # CPUs have other code for the ends of arrays: float64 hides that its last bit may differ.
     row_dtype = torch.float64 if scores.is_cpu else compute
     logit = sink_logit(sink, sink_value, row_dtype, scores.device)
@@ -207,10 +209,11 @@ def softmax_forward(
     if dropout > 0:
         assert seed is not None
         drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
-    probabilities, lse = probabilities.to(dtype), lse.to(compute)
+    lse = lse.to(compute) if return_lse else z.new_empty(0)
+    probabilities = probabilities.to(dtype)
     if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
         probabilities, lse = probabilities.clone(), lse.clone()
-    return probabilities, lse if return_lse else z.new_empty(0)
+    return probabilities, lse
 
 
 def softmax_backward(

@@ -1,28 +1,55 @@
 // Selects the instance by element type.
 
+#include <atomic>
+
+#include "../common/launch.cuh"
 #include "attention.h"
 #include "instances/instances.h"
 #include "plan.h"
 
 namespace megasoftmax {
+namespace {
 
-int attention_forward_splits(const AttentionParams& params) {
-  thread_local int device = -1, multiprocessors = 0;
+struct Device {
+  int index = -1, multiprocessors = 0, major = 0;
+};
+
+const Device& current_device() {
+  thread_local Device device;
   int current = 0;
   cudaGetDevice(&current);
-  if (current != device) {
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, current);
-    device = current;
+  if (current != device.index) {
+    cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, current);
+    cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, current);
+    device.index = current;
   }
-  return forward_splits(params, multiprocessors);
+  return device;
+}
+
+std::atomic<bool> are_portable_alone{false};
+
+bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
+
+}  // namespace
+
+int attention_forward_splits(const AttentionParams& params) {
+  return forward_splits(params, current_device().multiprocessors);
 }
 
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  return params.query.type == DType::kFloat16
-             ? attention_forward_instance<__half>(params, stream)
-             : attention_forward_instance<__nv_bfloat16>(params, stream);
+  const bool is_half = params.query.type == DType::kFloat16;
+  const int tile = params.parts == nullptr && may_use_hopper() ? hopper_tile(params) : -1;
+  if (tile >= 0) {
+    bool is_there = false;
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        is_half ? attention_hopper_forward_instance<__half>(params, tile, stream, is_there)
+                : attention_hopper_forward_instance<__nv_bfloat16>(params, tile, stream, is_there));
+    if (is_there) return cudaSuccess;
+  }
+  return is_half ? attention_forward_instance<__half>(params, stream)
+                 : attention_forward_instance<__nv_bfloat16>(params, stream);
 }
 
 int attention_backward_keys(const AttentionParams& params) {
@@ -32,9 +59,16 @@ int attention_backward_keys(const AttentionParams& params) {
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
+  const int tile = may_use_hopper() ? hopper_backward_tile(params) : -1;
   return params.query.type == DType::kFloat16
-             ? attention_backward_instance<__half>(params, stream)
-             : attention_backward_instance<__nv_bfloat16>(params, stream);
+             ? attention_backward_instance<__half>(params, tile, stream)
+             : attention_backward_instance<__nv_bfloat16>(params, tile, stream);
 }
 
 }  // namespace megasoftmax
+
+// For tests and benchmarks: kernels for one architecture alone are left out, or not.
+extern "C" __attribute__((visibility("default"))) void megasoftmax_use_portable_attention(
+    int is_alone) {
+  megasoftmax::are_portable_alone = is_alone != 0;
+}

@@ -2,6 +2,7 @@
 // From a plan to one kernel.
 
 #include "../common/launch.cuh"
+#include "instances/instances.h"
 #include "plan.h"
 #include "sm80/backward.cuh"
 #include "sm80/decode.cuh"
@@ -106,26 +107,10 @@ cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tile
                       stream, params);
 }
 
+// What rows need is there; gradients of queries may be sums yet.
 template <class T>
-cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
-                                        cudaStream_t stream) {
-  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
-  // window leaves tiles out.
-  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
-  const bool is_written =
-      !has_window &&
-      (params.bias_gradient_kind == BiasGradient::kInOrder ||
-       (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
-  if (params.bias_gradient != nullptr && !is_written)
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
-  const bool has_sums = params.query_gradient_sum != nullptr;
-  if (has_sums)
-    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
-        params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
-  MEGASOFTMAX_RETURN_IF_ERROR(
-      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
-  MEGASOFTMAX_RETURN_IF_ERROR(with_bias_kind(params, [&]<BiasKind kBias>() {
+cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return with_bias_kind(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionBackwardTiles, params);
     return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
       using Memory = BackwardMemory<T, kBias, kIndex>;
@@ -135,7 +120,7 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
           is_plain(params) ? attention_backward_kernel<T, kBias, true, kIndex>
                            : attention_backward_kernel<T, kBias, false, kIndex>,
           key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params));
-      if (!has_sums) {
+      if (params.query_gradient_sum == nullptr) {
         using OfQueries = QueryGradientMemory<T, kBias, kIndex>;
         static_assert(OfQueries::kBytes <= kMinSharedBytes);
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -156,7 +141,33 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params,
       }
       return cudaSuccess;
     });
-  }));
+  });
+}
+
+template <class T>
+cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
+                                        cudaStream_t stream) {
+  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
+  // window leaves tiles out.
+  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
+  const bool is_written =
+      !has_window &&
+      (params.bias_gradient_kind == BiasGradient::kInOrder ||
+       (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
+  if (params.bias_gradient != nullptr && !is_written)
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
+  const bool has_sums = params.query_gradient_sum != nullptr;
+  if (has_sums)
+    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
+        params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
+  bool is_done = false;
+  if (hopper_tile >= 0)
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        attention_hopper_backward_instance<T>(params, hopper_tile, stream, is_done));
+  if (!is_done) MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
   if (!has_sums) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
                      stream, params);

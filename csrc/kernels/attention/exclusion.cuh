@@ -38,6 +38,14 @@ __device__ inline KeyRange visible_from(const AttentionParams& params, int key) 
                                  : min(diagonal + params.window_left + 1, params.queries)};
 }
 
+// The queries that see all of kKeys keys, by length and window.
+template <int kKeys>
+__device__ inline KeyRange visible_from_all(const AttentionParams& params, int first_key) {
+  const int last_key = first_key + kKeys - 1;
+  if (last_key >= params.keys) return {0, 0};
+  return {visible_from(params, last_key).begin, visible_from(params, first_key).end};
+}
+
 // Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair;
 // none: one from `count` on.
 __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count) {
@@ -58,11 +66,48 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
   const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
   const int tile = first_key / kNoteTile;
   const int last = min(tile + kKeys / kNoteTile, layout.key_tiles) - 1;
-  return next_seen(lines + tile * layout.words_of_queries(),
-                   lines + last * layout.words_of_queries(), query / kNoteTile,
+  return next_seen(lines + int64_t{tile} * layout.words_of_queries(),
+                   lines + int64_t{last} * layout.words_of_queries(), query / kNoteTile,
                    layout.query_tiles) *
          kNoteTile;
 }
+
+// The tiles of queries that see some of a block's keys, one after the other, of all heads that
+// share the keys; by the note where there is one.
+template <int kKeys, int kQueries, bool kIsPlain>
+class QueryTiles {
+ public:
+  int head, query;  // the first query of the tile at hand
+
+  __device__ QueryTiles(const AttentionParams& params, int batch, int key_head, int first_key) {
+    const int group = static_cast<int>(params.heads_per_key_head.divisor);
+    const int last_key = min(first_key + kKeys, params.keys) - 1;
+    begin_ = visible_from(params, first_key).begin / kQueries * kQueries;
+    end_ = visible_from(params, last_key).end;
+    last_head_ = (key_head + 1) * group;
+    head = key_head * group;
+    query = begin_;
+    find(params, batch, first_key);
+  }
+  __device__ bool are_left() const { return head < last_head_; }
+  __device__ void advance(const AttentionParams& params, int batch, int first_key) {
+    query += kQueries;
+    find(params, batch, first_key);
+  }
+
+ private:
+  __device__ void find(const AttentionParams& params, int batch, int first_key) {
+    for (; head < last_head_; ++head, query = begin_) {
+      if (!kIsPlain && params.note.words != nullptr) {
+        const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query);
+        query = seen < end_ ? seen / kQueries * kQueries : end_;
+      }
+      if (query < end_) break;
+    }
+  }
+
+  int begin_, end_, last_head_;
+};
 
 // The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
 // one. It keeps two words: of the 32 tiles around the last one that was found, which have a visible
@@ -105,7 +150,7 @@ class KeyTiles {
     for (int i = 0; i < kQueries / kNoteTile; ++i) {
       const int line = first_query / kNoteTile + i;
       if (line >= layout.query_tiles) continue;
-      const uint32_t* const words = note + line * layout.words_of_keys();
+      const uint32_t* const words = note + int64_t{line} * layout.words_of_keys();
       const uint32_t seen = __ldg(words + layout.seen_by_query());
       seen_ |= seen;
       mixed_ |= __ldg(words + layout.mixed_by_query()) | ~seen;
@@ -136,6 +181,17 @@ struct Excluded {
   template <bool kKeysInRows, bool kIsPlain = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
+    find<kKeysInRows, kIsPlain>(params, batch, head, first_query, first_key, is_cut,
+                                [&](int query, bool has_ranges) {
+                                  return has_ranges ? visible_keys(params, batch, head, query)
+                                                    : visible_keys(params, query);
+                                });
+  }
+  // The same; keys_of(query, has_ranges) tells what a query sees, by range if that may matter.
+  template <bool kKeysInRows, bool kIsPlain, class KeysOf>
+  __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
+                                       int first_query, int first_key, bool is_cut,
+                                       KeysOf&& keys_of) {
     const FirstElement mine;
     bool is_mixed = false;
     if (!kIsPlain && params.note.words != nullptr) {
@@ -146,7 +202,8 @@ struct Excluded {
         exclude_all();
         return;
       }
-      const uint32_t* const words = note + query_tile * layout.words_of_keys() + key_tile / 32;
+      const uint32_t* const words =
+          note + int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
       if ((__ldg(words + layout.seen_by_query()) >> key_tile % 32 & 1) == 0) {
         exclude_all();
         return;
@@ -160,7 +217,7 @@ struct Excluded {
     if (!is_cut && !is_mixed) return;
     const auto range_of = [&](int query) {
       if (query >= params.queries) return KeyRange{0, 0};
-      return is_mixed ? visible_keys(params, batch, head, query) : visible_keys(params, query);
+      return keys_of(query, is_mixed);
     };
     if constexpr (kKeysInRows) {
 #pragma unroll
@@ -228,14 +285,14 @@ struct Excluded {
       return first + int64_t{min(query, params.queries - 1)} * pitch;
     };
     if constexpr (kKeysInRows) {
-      static_assert(kM == 2);
+      const int shift = first_key % 32 + mine.row;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           const int query = first_query + mine.column + column_offset(n, right);
-          // Of bits 0, 8, 16 and 24 bits 0, 2, 4 and 6.
-          uint32_t keys = __ldg(row_of(query)) >> mine.row & 0x01010101u;
+          // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+          uint32_t keys = __ldg(row_of(query)) >> shift & (kM == 2 ? 0x01010101u : 0x0101u);
           keys |= keys >> 6;
           keys = (keys | keys >> 12) & 0x55u;
           words[n / 4] |= keys << (n % 4 * 8 + right);

@@ -7,12 +7,14 @@ namespace megasoftmax {
 
 struct AttentionCall {
   int64_t batches, heads, key_heads, queries, keys, head_dim, value_dim;
-  int64_t is_backward;
-  int64_t multiprocessors;  // of the device
+  int64_t window_left, window_right;  // -1: no limit
+  int64_t has_bias, is_backward;
+  int64_t multiprocessors, major;  // of the device, and of its compute capability
 };
 
 struct AttentionExplanation {
   int64_t is_decode;      // few queries: blocks split the keys, and a second launch adds the parts
+  int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim;  // what head dimensions are filled up to
   int64_t tile_queries, tile_keys;
   int64_t splits;  // of the keys, in decoding
@@ -22,6 +24,27 @@ struct AttentionExplanation {
 };
 
 namespace {
+
+// A tensor as the bindings make them, of no address.
+Strided contiguous(int64_t heads, int64_t rows, int64_t columns) {
+  Strided tensor;
+  tensor.query_stride = columns;
+  tensor.head_stride = rows * columns;
+  tensor.batch_stride = heads * rows * columns;
+  return tensor;
+}
+
+void explain_hopper_forward(const AttentionParams& params, const AttentionHopperTile& tile,
+                            int64_t multiprocessors, AttentionExplanation& found) {
+  found.is_hopper = 1;
+  found.tile_head_dim = tile.head_dim;
+  found.tile_queries = tile.queries();
+  found.tile_keys = tile.keys;
+  found.splits = found.slices = 1;
+  found.threads = tile.threads();
+  found.blocks = params.batches * params.heads * divide_up(params.queries, tile.queries());
+  if (shares_blocks(params)) found.blocks = std::min(found.blocks, multiprocessors);
+}
 
 void explain_forward(const AttentionParams& params, int splits, AttentionExplanation& found) {
   const AttentionTile& tile = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)];
@@ -46,17 +69,26 @@ void explain_forward(const AttentionParams& params, int splits, AttentionExplana
   found.workspace_bytes = splits * params.rows() * bytes_of_part;
 }
 
-void explain_backward(const AttentionParams& params, AttentionExplanation& found) {
-  const AttentionBackwardTile& tile =
-      kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)];
-  found.tile_head_dim = tile.head_dim;
-  found.tile_queries = tile.queries;
-  found.tile_keys = tile.keys();
+void explain_backward(const AttentionBackwardParams& params, int hopper_tile,
+                      AttentionExplanation& found) {
+  const auto explain_tile = [&](const auto& tile, int slices) {
+    found.tile_head_dim = tile.head_dim;
+    found.tile_queries = tile.queries;
+    found.tile_keys = tile.keys();
+    found.slices = slices;
+    found.threads = tile.threads();
+  };
+  if (hopper_tile >= 0) {
+    found.is_hopper = 1;
+    explain_tile(kAttentionHopperBackwardTiles[hopper_tile], 1);
+  } else {
+    const AttentionBackwardTile& tile =
+        kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)];
+    explain_tile(tile, tile.head_dim / tile.slice);
+  }
   found.splits = 1;
-  found.slices = tile.head_dim / tile.slice;
-  found.threads = tile.threads();
-  found.blocks =
-      params.batches * params.key_heads * divide_up(params.keys, tile.keys()) * found.slices;
+  found.blocks = params.batches * params.key_heads *
+                 divide_up<int64_t>(params.keys, found.tile_keys) * found.slices;
   const int64_t bytes_of_row = static_cast<int64_t>(sizeof(RowOfBackward)) +
                                params.head_dim * static_cast<int64_t>(sizeof(float));
   found.workspace_bytes = params.rows() * bytes_of_row;
@@ -69,7 +101,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
     const megasoftmax::AttentionCall* call, megasoftmax::AttentionExplanation* explanation) {
   using namespace megasoftmax;
   *explanation = {};
-  AttentionParams params;
+  AttentionBackwardParams params;
   params.batches = call->batches;
   params.heads = call->heads;
   params.key_heads = call->key_heads;
@@ -78,9 +110,26 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   params.head_dim = static_cast<int>(call->head_dim);
   params.value_dim = static_cast<int>(call->value_dim);
   params.heads_per_key_head = Divider(call->heads / call->key_heads);
-  if (call->is_backward != 0)
-    explain_backward(params, *explanation);
+  params.window_left = static_cast<int>(call->window_left);
+  params.window_right = static_cast<int>(call->window_right);
+  params.query = contiguous(call->heads, call->queries, call->head_dim);
+  params.key = contiguous(call->key_heads, call->keys, call->head_dim);
+  params.value = contiguous(call->key_heads, call->keys, call->value_dim);
+  params.output_gradient = contiguous(call->heads, call->queries, call->value_dim);
+  float given = 0;  // something that is there; its content plays no part
+  if (call->has_bias != 0) params.bias.data = &given;
+  params.query_gradient_sum = &given;
+
+  const bool is_hopper = call->major == kHopperMajor;
+  if (call->is_backward != 0) {
+    explain_backward(params, is_hopper ? hopper_backward_tile(params) : -1, *explanation);
+    return;
+  }
+  const int splits = forward_splits(params, static_cast<int>(call->multiprocessors));
+  const int tile = is_hopper && splits == 0 ? hopper_tile(params) : -1;
+  if (tile >= 0)
+    explain_hopper_forward(params, kAttentionHopperTiles[tile], call->multiprocessors,
+                           *explanation);
   else
-    explain_forward(params, forward_splits(params, static_cast<int>(call->multiprocessors)),
-                    *explanation);
+    explain_forward(params, splits, *explanation);
 }

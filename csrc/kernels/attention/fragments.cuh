@@ -35,13 +35,26 @@ __device__ inline uint32_t round_pair(float first, float second) {
   return Pack<T, 2>::round({first, second}).words[0];
 }
 
-// A result's columns 16 * step and on as a matrix `a`.
-template <class T, int kN>
+// The same of which negative ones become 0.
+template <class T>
+__device__ inline uint32_t round_positive_pair(float first, float second) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  }
+  return pair;
+}
+
+// A result's columns 16 * step and on as a matrix `a`. Negative ones become 0 where kArePositive.
+template <class T, bool kArePositive = false, int kN>
 __device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* const pair = results[2 * step + i / 2] + i % 2 * 2;
-    a[i] = round_pair<T>(pair[0], pair[1]);
+    a[i] =
+        kArePositive ? round_positive_pair<T>(pair[0], pair[1]) : round_pair<T>(pair[0], pair[1]);
   }
 }
 

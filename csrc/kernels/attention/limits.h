@@ -7,6 +7,8 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
+// Of 32768 entries the most that dropout may drop, so that its bits compare as float16.
+inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile that a note of masks and ranges speaks of.
 inline constexpr int kNoteTile = 64;
 // What a block must be able to have, 163 KB: compute capability 8.0, 9.0, 10.x, not 8.6, 8.9, 12.x.
@@ -34,6 +36,48 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
     {        64,     4,           32,   64,         3},
     {       128,     4,           32,   64,         2},
     {       256,     8,           16,   64,         1},
+};
+// clang-format on
+
+// The same on compute capability 9.0, for launches without a bias: warpgroups of 64 queries each,
+// and one more that only copies. Both have their number of registers a thread.
+struct AttentionHopperTile {
+  int head_dim;
+  int warpgroups;
+  int keys;
+  int copier_registers, registers;
+
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int queries() const { return 64 * warpgroups; }
+};
+// Where tiles of queries see at most so many tiles of keys, a block takes several, one after the
+// other: that hides their beginnings and ends. Else each has a block of its own, which balances
+// better.
+inline constexpr int kMaxStepsOfSharedBlocks = 8;
+// clang-format off
+inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
+    // head dim, warpgroups, keys, registers
+    {        64,          3,  128,  32, 160},
+    {       128,          2,  128,  40, 232},
+};
+// clang-format on
+
+// A block of keys, 64 for each of two warpgroups, against one tile of queries after the other,
+// backward, where the forward is Hopper's too.
+struct AttentionHopperBackwardTile {
+  int head_dim;
+  int queries;
+  int copier_registers, registers;
+  static constexpr int warpgroups = 2;
+
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int keys() const { return 64 * warpgroups; }
+};
+// clang-format off
+inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
+    // head dim, queries, registers
+    {        64,     128,  24, 240},
+    {       128,      64,  24, 240},
 };
 // clang-format on
 

@@ -1,4 +1,5 @@
-// Makes the note of mask and ranges, see note.h: a warp looks at one tile.
+// Makes the note of mask and ranges, see note.h. With a mask a warp looks at one tile; ranges alone
+// need no look at tiles.
 
 #include "../common/launch.cuh"
 #include "attention.h"
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kNoteThreads)
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
   TileBits excluded[2] = {0, 0};
-  if (params.mask.data != nullptr) read_mask(params, batch, head, first_query, first_key, excluded);
+  read_mask(params, batch, head, first_query, first_key, excluded);
   uint32_t* const words = params.note.of(batch, head);
   const TileBits inside = bits_below(params.keys - first_key);
   bool is_seen = false, is_mixed = false;
@@ -98,6 +99,90 @@ __global__ void __launch_bounds__(kNoteThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
+// The bits of a word, the first of them number `first`, from `begin` to before `end`.
+__device__ uint32_t bits_between(int begin, int end, int first) {
+  const auto below = [&](int number) -> uint32_t {
+    const int count = number - first;
+    return count <= 0 ? 0 : count >= 32 ? ~0u : (1u << count) - 1;
+  };
+  return below(end) & ~below(begin);
+}
+
+// Tiles of keys from the first to before the last that a tile of queries sees, and sees whole.
+struct SeenTiles {
+  int begin, end, whole_begin, whole_end;
+};
+
+// A warp finds them. What lies between two ranges counts as seen, and as mixed.
+__device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int head,
+                                int first_query) {
+  int least_first = INT32_MAX, most_first = 0, least_end = params.keys, most_end = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = first_query + half * 32 + static_cast<int>(threadIdx.x) % 32;
+    if (query >= params.queries) continue;
+    const auto& visible = params.visible;
+    int first = 0, end = params.keys;
+    if (visible.first.data != nullptr) first = max(visible.first.at(batch, head, query), 0);
+    if (visible.end.data != nullptr) end = min(visible.end.at(batch, head, query), params.keys);
+    if (first < end) {
+      least_first = min(least_first, first);
+      most_end = max(most_end, end);
+    } else {
+      first = INT32_MAX;  // nothing is seen whole
+    }
+    most_first = max(most_first, first);
+    least_end = min(least_end, end);
+  }
+  least_first = __reduce_min_sync(~0u, least_first);
+  most_first = __reduce_max_sync(~0u, most_first);
+  least_end = __reduce_min_sync(~0u, least_end);
+  most_end = __reduce_max_sync(~0u, most_end);
+  const auto tiles_up_to = [](int key) { return key / kNoteTile + (key % kNoteTile > 0); };
+  return {least_first / kNoteTile, tiles_up_to(most_end), tiles_up_to(most_first),
+          least_end == params.keys ? tiles_up_to(params.keys) : least_end / kNoteTile};
+}
+
+// A block notes 32 tiles of queries, a word of each line of keys.
+__global__ void __launch_bounds__(kNoteThreads)
+    attention_note_of_ranges_kernel(const __grid_constant__ AttentionParams params, int groups,
+                                    int heads) {
+  const NoteLayout& layout = params.note.layout;
+  const int entry = static_cast<int>(blockIdx.x) / groups;
+  const int group = static_cast<int>(blockIdx.x) % groups;
+  const int batch = entry / heads, head = entry % heads;
+  constexpr int kWarps = kNoteThreads / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  __shared__ SeenTiles seen_of[32];
+  for (int tile = warp; tile < 32; tile += kWarps) {
+    const SeenTiles seen = seen_tiles(params, batch, head, (group * 32 + tile) * kNoteTile);
+    if (lane == 0) seen_of[tile] = seen;
+  }
+  __syncthreads();
+  const SeenTiles tiles = seen_of[lane];
+  const int query_tile = group * 32 + lane;
+  uint32_t* const words = params.note.of(batch, head);
+  for (int word = warp; word < layout.words_of_keys(); word += kWarps) {
+    const uint32_t seen = bits_between(tiles.begin, tiles.end, word * 32);
+    if (query_tile < layout.query_tiles) {
+      uint32_t* const line = words + int64_t{query_tile} * layout.words_of_keys() + word;
+      line[layout.seen_by_query()] = seen;
+      line[layout.mixed_by_query()] =
+          seen & ~bits_between(tiles.whole_begin, tiles.whole_end, word * 32);
+    }
+    uint32_t seen_by_key = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t of_tile = __ballot_sync(~0u, (seen >> i & 1) != 0);
+      if (lane == i) seen_by_key = of_tile;
+    }
+    const int key_tile = word * 32 + lane;
+    if (key_tile < layout.key_tiles)
+      words[layout.seen_by_key() + int64_t{key_tile} * layout.words_of_queries() + group] =
+          seen_by_key;
+  }
+}
+
 }  // namespace
 
 cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
@@ -106,8 +191,15 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
   const int64_t entries = int64_t{batches} * heads;
   const int64_t tiles = entries * note.layout.query_tiles * note.layout.key_tiles;
   if (tiles == 0) return cudaSuccess;
-  const int64_t blocks = divide_up<int64_t>(tiles, kNoteThreads / 32);
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const auto start = [&](void (*kernel)(AttentionParams, int, int), int64_t blocks, int divisor) {
+    if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+    return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kNoteThreads), 0,
+                  Together::kNot, 1, stream, params, divisor, heads);
+  };
+  if (params.mask.data == nullptr) {
+    const int groups = note.layout.words_of_queries();
+    return start(attention_note_of_ranges_kernel, entries * groups, groups);
+  }
   const int64_t pitch = note.layout.words() * sizeof(uint32_t);
   const int64_t width = note.layout.bits() * sizeof(uint32_t);
   if (pitch <= INT32_MAX) {
@@ -117,8 +209,7 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaMemsetAsync(note.words + entry * note.layout.words(), 0, width, stream));
   }
-  return launch(attention_note_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kNoteThreads), 0,
-                Together::kNot, 1, stream, params, batches, heads);
+  return start(attention_note_kernel, divide_up<int64_t>(tiles, kNoteThreads / 32), batches);
 }
 
 }  // namespace megasoftmax

@@ -24,10 +24,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Makes scores, or logits, to weights exp(logit - max), and scales what was summed before.
-  template <bool kAreLogits, int kN, int kColumns>
-  __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
-                                       Accumulators<kM, kColumns>& output) {
+  // Makes scores, or logits, to weights exp(logit - max). Calls rescale(m, half, factor) for what
+  // was summed with the weights before of a row whose maximum changed, and perhaps of others.
+  template <bool kAreLogits, int kN, class Rescale>
+  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
     const float to_logit = kAreLogits ? 1.f : scale;
     float largest[kM][2], magnitude = 0.f;
 #pragma unroll
@@ -70,11 +70,7 @@ struct OnlineSoftmax {
           const float factor = exp2_approximate(
               is_large ? (max[m][half] - row) * kLog2E : __fmul_rn(max[m][half], kLog2E) - offset);
           sum[m][half] *= factor;
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            output[m][n][2 * half] *= factor;
-            output[m][n][2 * half + 1] *= factor;
-          }
+          rescale(m, half, factor);
           max[m][half] = row;
         }
         const float taken = is_large ? 0.f : offset;
@@ -88,6 +84,19 @@ struct OnlineSoftmax {
         }
       }
     }
+  }
+
+  // The same, and scales what was summed.
+  template <bool kAreLogits, int kN, int kColumns>
+  __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
+                                       Accumulators<kM, kColumns>& output) {
+    weigh<kAreLogits>(scores, [&](int m, int half, float factor) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        output[m][n][2 * half] *= factor;
+        output[m][n][2 * half + 1] *= factor;
+      }
+    });
   }
 
  private:

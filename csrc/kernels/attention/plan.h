@@ -76,10 +76,52 @@ inline bool is_plain(const AttentionParams& params) {
   return params.note.words == nullptr && params.dropout.seed == nullptr;
 }
 
+// Tensor copies know no entries that several batches, heads or tokens share.
+inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t heads, int rows) {
+  return (batches == 1 || tensor.batch_stride != 0) && (heads == 1 || tensor.head_stride != 0) &&
+         (rows == 1 || tensor.query_stride != 0);
+}
+
+// The major number of its compute capability.
+inline constexpr int kHopperMajor = 9;
+
+// Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
+inline int hopper_tile(const AttentionParams& params) {
+  const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
+    return takes_tensor_copies(tensor, params.batches, heads, rows);
+  };
+  const int dim = std::max(params.head_dim, params.value_dim);
+  if (params.bias.data != nullptr || dim <= 32 || dim > 128 || params.keys == 0 ||
+      !is_dense(params.query, params.heads, params.queries) ||
+      !is_dense(params.key, params.key_heads, params.keys) ||
+      !is_dense(params.value, params.key_heads, params.keys))
+    return -1;
+  return tile_for(kAttentionHopperTiles, params);
+}
+
+// The same backward, of kAttentionHopperBackwardTiles.
+inline int hopper_backward_tile(const AttentionBackwardParams& params) {
+  if (hopper_tile(params) < 0 || params.query_gradient_sum == nullptr || params.queries == 0 ||
+      !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
+    return -1;
+  return tile_for(kAttentionHopperBackwardTiles, params);
+}
+
+// Do blocks of Hopper's forward take several tiles of queries? By length and window; what a mask or
+// ranges leave is not known.
+inline bool shares_blocks(const AttentionParams& params) {
+  const AttentionHopperTile& tile = kAttentionHopperTiles[tile_for(kAttentionHopperTiles, params)];
+  const bool is_window = params.window_left >= 0 && params.window_right >= 0;
+  const int64_t seen = is_window
+                           ? int64_t{params.window_left} + params.window_right + tile.queries()
+                           : int64_t{params.keys};
+  return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfSharedBlocks * tile.keys;
+}
+
 inline bool is_valid(const AttentionParams& params) {
   return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
          params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&
-         params.scale <= kMaxScale;
+         params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
 }
 
 }  // namespace megasoftmax

@@ -1,16 +1,29 @@
 #pragma once
 // Which entries dropout drops: a function of seed, head, query and key alone, whatever tiles,
 // kernels or splits compute them. Philox 4x32 of Salmon et al.,
-// https://doi.org/10.1145/2063384.2063405, with seven rounds, gives 16 bits for each of 2 x 4
-// entries that lie 8 queries and 8 keys apart: in products of matrices a lane holds all of them.
+// https://doi.org/10.1145/2063384.2063405, with seven rounds, gives a half of a word for each of 2
+// x 4 entries that lie 8 queries and 8 keys apart: in products of matrices a lane holds all of
+// them.
 
 #include "tensors.h"
 
 namespace megasoftmax {
 
+// All 64 bits, in one instruction: the compiler makes two of the product of 64-bit numbers.
+__host__ __device__ inline uint64_t product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return uint64_t{a} * b;
+#endif
+}
+
 struct RandomWords {
   uint32_t words[4];
 
+  RandomWords() = default;
   // Of a counter and a key, which is the seed.
   __host__ __device__ RandomWords(uint32_t key_block, uint32_t query_block, uint32_t head,
                                   uint32_t place, uint64_t seed)
@@ -18,8 +31,7 @@ struct RandomWords {
     auto first = static_cast<uint32_t>(seed), second = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 7; ++round) {
-      const uint64_t left = uint64_t{0xD2511F53} * words[0],
-                     right = uint64_t{0xCD9E8D57} * words[2];
+      const uint64_t left = product(words[0], 0xD2511F53), right = product(words[2], 0xCD9E8D57);
       words[0] = static_cast<uint32_t>(right >> 32) ^ words[1] ^ first;
       words[1] = static_cast<uint32_t>(right);
       words[2] = static_cast<uint32_t>(left >> 32) ^ words[3] ^ second;
@@ -29,19 +41,18 @@ struct RandomWords {
     }
   }
 
-  // The 16 bits of the entry `query_step` times 8 queries and `key_step` times 8 keys on.
+  // The 15 bits that decide the entry `query_step` times 8 queries and `key_step` times 8 keys on.
   __host__ __device__ uint32_t bits(int query_step, int key_step) const {
     const uint32_t word = words[query_step * 2 + key_step / 2];
-    return key_step % 2 == 0 ? word & 0xffff : word >> 16;
+    return (key_step % 2 == 0 ? word : word >> 16) & 0x7fff;
   }
 };
 
 // The words that decide an entry: those of queries and keys that are equal in all but the bits of
 // value 8, and of keys also 16.
-__host__ __device__ inline RandomWords random_words(uint64_t seed, uint32_t head, int query,
-                                                    int key) {
-  return RandomWords(static_cast<uint32_t>(key) / 32, static_cast<uint32_t>(query) / 16, head,
-                     static_cast<uint32_t>(query % 8 * 8 + key % 8), seed);
+__host__ __device__ inline RandomWords random_words(uint64_t seed, uint32_t head, uint32_t query,
+                                                    uint32_t key) {
+  return {key / 32, query / 16, head, query % 8 * 8 + key % 8, seed};
 }
 
 }  // namespace megasoftmax

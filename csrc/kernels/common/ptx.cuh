@@ -30,6 +30,58 @@ __device__ inline uint32_t signs_of_halves(uint32_t halves) {
   return signs;
 }
 
+// 0xff for each of the halves of two words whose sign bit is set, 0 for the others.
+__device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(first), "r"(second));
+  return bytes;
+}
+
+// The same number in all lanes, as the compiler then knows: what follows from it takes neither
+// registers nor time of the lanes.
+__device__ inline uint32_t uniform(uint32_t x) { return __reduce_or_sync(~0u, x); }
+__device__ inline uint64_t uniform(uint64_t x) {
+  const uint32_t low = uniform(static_cast<uint32_t>(x)),
+                 high = uniform(static_cast<uint32_t>(x >> 32));
+  return uint64_t{high} << 32 | low;
+}
+
+// Two halves of a word, but for their highest bits, against those of `least`, in one instruction:
+// as magnitudes of float16. Up to infinity, 31744, they have the order of integers, and what is
+// beyond is no number and so not below. 0xffff for each half that is not below.
+__device__ inline uint32_t halves_from(uint32_t halves, uint32_t least) {
+  uint32_t from;
+  asm("{.reg .b32 magnitudes; abs.f16x2 magnitudes, %1; set.geu.u32.f16x2 %0, magnitudes, %2;}"
+      : "=r"(from)
+      : "r"(halves), "r"(least));
+  return from;
+}
+// Where the half of one of two numbers is below it becomes 0.
+__device__ inline void clear_below(float& first, float& second, uint32_t halves, uint32_t least) {
+  asm("{.reg .b32 magnitudes; .reg .pred p, q; abs.f16x2 magnitudes, %2;"
+      "setp.lt.f16x2 p|q, magnitudes, %3; selp.f32 %0, 0f00000000, %0, p;"
+      "selp.f32 %1, 0f00000000, %1, q;}"
+      : "+f"(first), "+f"(second)
+      : "r"(halves), "r"(least));
+}
+// There it becomes negative.
+__device__ inline void negate_below(float& first, float& second, uint32_t halves, uint32_t least) {
+  asm("{.reg .b32 magnitudes; .reg .pred p, q; abs.f16x2 magnitudes, %2;"
+      "setp.lt.f16x2 p|q, magnitudes, %3; @p neg.f32 %0, %0; @q neg.f32 %1, %1;}"
+      : "+f"(first), "+f"(second)
+      : "r"(halves), "r"(least));
+}
+// It becomes 0, and another two become negative there.
+__device__ inline void clear_and_negate_below(float& first, float& second, float& other_first,
+                                              float& other_second, uint32_t halves,
+                                              uint32_t least) {
+  asm("{.reg .b32 magnitudes; .reg .pred p, q; abs.f16x2 magnitudes, %4;"
+      "setp.lt.f16x2 p|q, magnitudes, %5; selp.f32 %0, 0f00000000, %0, p;"
+      "selp.f32 %1, 0f00000000, %1, q; @p neg.f32 %2, %2; @q neg.f32 %3, %3;}"
+      : "+f"(first), "+f"(second), "+f"(other_first), "+f"(other_second)
+      : "r"(halves), "r"(least));
+}
+
 // The address of shared memory that the instructions below take.
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -1,14 +1,15 @@
 #pragma once
 // dz = p * (g - D),  D = sum(g * p) - h,  d scores = scale * dz,  d bias = sum of dz over what was
 // broadcast, d sink = -p_sink * D per row;  g and h are the gradients of probabilities and
-// log-sum-exp. Where p is exactly 0 nothing is read into D and dz is exactly 0, whatever g holds
-// there.
+// log-sum-exp. With dropout, g is 0 where an entry was dropped, else factor * g. Where p is exactly
+// 0 nothing is read into D and dz is exactly 0, whatever g holds there.
 //
 // A group of threads owns the rows that share a row of the bias gradient (a single row when there
 // is none) and takes them in turn. Both inputs are read once, the gradient is written once (bf16: 6
 // bytes per element, 4 when causal).
 
 #include "bias_gradient.cuh"
+#include "inputs.cuh"
 #include "row_owner.cuh"
 #include "sink.cuh"
 
@@ -52,21 +53,24 @@ __device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) 
   return reduce_pairwise(products, [](float a, float b) { return a + b; });
 }
 
-// dz of a chunk, of which g is 0 where p is. D that is not finite must not meet those.
+// dz of a chunk, of which g is 0 where p is and still lacks its factor. D that is not finite must
+// not meet those.
 template <class T, int kElements>
 __device__ inline void logits_gradient(const Pack<T, kElements>& g, const Pack<T, kElements>& p,
-                                       float d, bool is_finite, float (&dz)[kElements]) {
+                                       float factor, float d, bool is_finite,
+                                       float (&dz)[kElements]) {
 #pragma unroll
   for (int j = 0; j < kElements; ++j)
-    dz[j] = is_finite || p[j] != 0.f ? fmaf(p[j], g[j] - d, 0.f) : 0.f;  // never -0
+    dz[j] = is_finite || p[j] != 0.f ? fmaf(p[j], fmaf(g[j], factor, -d), 0.f) : 0.f;  // never -0
 }
 
 template <int kKernel>
 inline constexpr KernelShape kBackwardShape = kBackwardRegimes[kKernel].shape();
 
-template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+template <class Inputs, template <KernelShape, int> class BiasGradientOf, int kKernel>
 __device__ __forceinline__ void backward_in_registers(const BackwardParams& params,
                                                       const Schedule& schedule) {
+  using T = typename Inputs::Element;
   constexpr KernelShape kShape = kBackwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
@@ -115,6 +119,10 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         writer.template fill_behind<kStride, kChunks>(column, bounds.end);
       });
     }
+    if constexpr (Inputs::kDrops) {
+      const Inputs inputs(params, index, bounds, grid);
+      inputs.template make<kShape.threads_per_row>(begin, g, p);
+    }
     float mine = 0.f;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -122,8 +130,9 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
       clear_outside(p[i], column + i * kStride, bounds);
       mine += dot(g[i], p[i]);
     }
-    const float d =
-        finish_dot(params, row, index.head, owner.sum(mine), owner.thread() == 0 && is_row);
+    const float factor = Inputs::factor(params);
+    const float d = finish_dot(params, row, index.head, owner.sum(mine) * factor,
+                               owner.thread() == 0 && is_row);
     if (!is_row) continue;
     with_writer([&](const auto& writer) {
 #pragma unroll
@@ -131,7 +140,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
         float dz[kElements], dx[kElements];
-        logits_gradient(g[i], p[i], d, false, dz);
+        logits_gradient(g[i], p[i], factor, d, false, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
         writer.store(at, dx);
@@ -142,9 +151,10 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   if (is_owner) biases.finish(owner.thread());
 }
 
-template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+template <class Inputs, template <KernelShape, int> class BiasGradientOf, int kKernel>
 __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
                                                   const Schedule& schedule) {
+  using T = typename Inputs::Element;
   constexpr KernelShape kShape = kBackwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
@@ -214,9 +224,24 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
+    const Inputs inputs(params, row.index, part.bounds, row.grid);
+    const auto make_inputs = [&](int first, Pack<T>* packs) {
+      if constexpr (Inputs::kDrops) {
+        Pack<T> g[kChunks], p[kChunks];
+        load_kept(packs, g);
+        load_kept(packs + kChunksPerBatch, p);
+        inputs.template make<32>(first, g, p);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          packs[i * 32] = g[i];
+          packs[kChunksPerBatch + i * 32] = p[i];
+        }
+      }
+    };
     const auto sum_batch = [&](int unit, int batch, int place, float& before) {
       const int first = first_of(row, part, unit, batch);
       Pack<T>* const packs = kept(place);
+      make_inputs(first, packs);
       if (!are_inside(gradients, probabilities, first)) {
 #pragma unroll 1
         for (int i = 0; i < kChunks; ++i) {
@@ -252,8 +277,9 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
     const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
 
-    const float d =
-        finish_dot(params, row.row, row.index.head, owner.sum(part), owner.is_first_thread());
+    const float factor = Inputs::factor(params);
+    const float d = finish_dot(params, row.row, row.index.head, owner.sum(part) * factor,
+                               owner.is_first_thread());
 
     with_dtype(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
@@ -263,13 +289,14 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
       const auto scores_gradient = [&](Pack<T> g, const Pack<T>& p, bool is_finite,
                                        float (&dz)[kElements], float (&dx)[kElements]) {
         g.clear_where_zero(p);
-        logits_gradient(g, p, d, is_finite, dz);
+        logits_gradient(g, p, factor, d, is_finite, dz);
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
       };
       const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
         const int first = first_of(row, part, unit, batch), column = column_of(first);
         Pack<T>* const packs = kept(place);
+        if (is_new) make_inputs(first, packs);
         float dz[kElements], dx[kElements];
         Pack<T> g[kChunks], p[kChunks];
         load_kept(packs, g);
@@ -309,16 +336,18 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   biases.finish(owner.thread());
 }
 
-template <class T, template <KernelShape, int> class BiasGradientOf, int kKernel>
+template <class Inputs, template <KernelShape, int> class BiasGradientOf, int kKernel>
 __global__ void __launch_bounds__(
     kBackwardShape<kKernel>.threads(),
-    (BiasGradientOf<kBackwardShape<kKernel>, kPackElements<T>>::blocks_per_sm()))
+    (Inputs::blocks_per_sm(
+        BiasGradientOf<kBackwardShape<kKernel>,
+                       kPackElements<typename Inputs::Element>>::blocks_per_sm())))
     softmax_backward_kernel(const __grid_constant__ BackwardParams params,
                             const __grid_constant__ Schedule schedule) {
   if constexpr (kBackwardShape<kKernel>.storage == Storage::kRegisters) {
-    backward_in_registers<T, BiasGradientOf, kKernel>(params, schedule);
+    backward_in_registers<Inputs, BiasGradientOf, kKernel>(params, schedule);
   } else {
-    backward_in_units<T, BiasGradientOf, kKernel>(params, schedule);
+    backward_in_units<Inputs, BiasGradientOf, kKernel>(params, schedule);
   }
 }
 

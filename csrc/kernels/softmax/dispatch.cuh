@@ -72,7 +72,8 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   const int64_t queries_per_tile = shares ? kQueriesPerSharedTile : params.shape.queries;
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-    constexpr unsigned kPossible = Mask::kPresent ? kMasked | kNarrow
+    constexpr unsigned kPossible = Mask::kDrops     ? kDropped
+                                   : Mask::kPresent ? kMasked | kNarrow
                                    : Bias::kPresent || Mask::kMayHaveRange
                                        ? kLimited | kNarrow
                                        : kPlain | kUneven | kLimited | kNarrow | kTiny;
@@ -90,7 +91,6 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
 template <class T, class Mask>
 cudaError_t launch_forward_with_bias(const ForwardParams& params, const Plan& plan,
                                      cudaStream_t stream) {
-  if (params.bias.data == nullptr) return launch_forward<T, Mask, NoBias>(params, plan, stream);
   if (params.bias.type == DType::kFloat32)
     return launch_forward<T, Mask, AddedBias<float>>(params, plan, stream);
   return params.bias.type == params.scores.type
@@ -101,20 +101,35 @@ cudaError_t launch_forward_with_bias(const ForwardParams& params, const Plan& pl
 template <class T>
 cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& plan,
                                      cudaStream_t stream) {
-  if (params.mask.data != nullptr)
-    return launch_forward_with_bias<T, BoolMask>(params, plan, stream);
-  return params.visible.are_given() && params.bias.data == nullptr
-             ? launch_forward<T, RangeAlone, NoBias>(params, plan, stream)
-             : launch_forward_with_bias<T, NoMask>(params, plan, stream);
+  if (params.bias.data != nullptr)
+    return params.mask.data != nullptr ? launch_forward_with_bias<T, BoolMask>(params, plan, stream)
+                                       : launch_forward_with_bias<T, NoMask>(params, plan, stream);
+  if (params.mask.data != nullptr) return launch_forward<T, BoolMask, NoBias>(params, plan, stream);
+  return params.visible.are_given() ? launch_forward<T, RangeAlone, NoBias>(params, plan, stream)
+                                    : launch_forward<T, NoMask, NoBias>(params, plan, stream);
 }
 
-template <class T, template <KernelShape, int> class BiasGradientOf>
+// Few instances, because the slowest step, the bits of dropout, is the same in all.
+template <class T>
+cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const Plan& plan,
+                                             cudaStream_t stream) {
+  if (params.bias.data != nullptr)
+    return launch_forward_with_bias<T, Dropped<PossibleMask>>(params, plan, stream);
+  return params.mask.data != nullptr
+             ? launch_forward<T, Dropped<BoolMask>, NoBias>(params, plan, stream)
+             : launch_forward<T, Dropped<RangeAlone>, NoBias>(params, plan, stream);
+}
+
+template <class Inputs, template <KernelShape, int> class BiasGradientOf>
 cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
   return with_regime(kBackwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
+    using T = typename Inputs::Element;
     using Biases = BiasGradientOf<kRegime.shape(), kPackElements<T>>;
     constexpr unsigned kPossible =
-        Biases::kPresent ? kBiasGradient : kPlain | kUneven | kLimited | kNarrow | kTiny;
+        Inputs::kDrops
+            ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
+            : (Biases::kPresent ? kBiasGradient : kPlain | kUneven | kLimited | kNarrow | kTiny);
     if constexpr ((kRegime.serves & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
     } else if constexpr (kRegime.storage == Storage::kTile) {
@@ -123,7 +138,7 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
       Shape owners = params.bias_shape;
       owners.batches *= params.splits;
       return launch_rows(
-          softmax_backward_kernel<T, BiasGradientOf, kernel_of(kBackwardRegimes, kIndex)>,
+          softmax_backward_kernel<Inputs, BiasGradientOf, kernel_of(kBackwardRegimes, kIndex)>,
           kRegime.shape(), owners, owners.queries, plan, stream, params);
     }
   });
@@ -132,8 +147,33 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
 template <class T>
 cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& plan,
                                       cudaStream_t stream) {
-  return params.bias_gradient == nullptr ? launch_backward<T, NoBiasGradient>(params, plan, stream)
-                                         : launch_backward<T, BiasGradient>(params, plan, stream);
+  using Inputs = ProbabilitiesRead<T>;
+  return params.bias_gradient == nullptr
+             ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
+             : launch_backward<Inputs, BiasGradient>(params, plan, stream);
+}
+
+template <class T>
+cudaError_t softmax_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
+                                              cudaStream_t stream) {
+  const auto launch_with_bias = [&]<class Bias>() {
+    using Inputs = ProbabilitiesMadeAgain<T, PossibleMask, Bias>;
+    return params.bias_gradient == nullptr
+               ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
+               : launch_backward<Inputs, BiasGradient>(params, plan, stream);
+  };
+  if (params.bias.data != nullptr) {
+    if (params.bias.type == DType::kFloat32)
+      return launch_with_bias.template operator()<AddedBias<float>>();
+    return params.bias.type == params.probabilities.type
+               ? launch_with_bias.template operator()<AddedBias<T>>()
+               : cudaErrorInvalidValue;
+  }
+  return params.mask.data != nullptr
+             ? launch_backward<ProbabilitiesMadeAgain<T, BoolMask, NoBias>, NoBiasGradient>(
+                   params, plan, stream)
+             : launch_backward<ProbabilitiesMadeAgain<T, RangeAlone, NoBias>, NoBiasGradient>(
+                   params, plan, stream);
 }
 
 }  // namespace megasoftmax

@@ -11,7 +11,8 @@ struct Call {
   int64_t left, right;  // of the window, -1: no limit
   int64_t element_bytes;
   int64_t is_masked, is_backward;
-  int64_t has_bias_gradient;                           // of a bias that no rows share
+  int64_t has_bias_gradient;  // of a bias that no rows share
+  int64_t has_dropout;
   int64_t multiprocessors, shared_bytes, max_cluster;  // of the device
 };
 
@@ -78,15 +79,18 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
   Shape shape{1, call.rows / call.queries, call.queries, call.columns};
   Strided tensor = contiguous(shape, call.element_bytes);
   Window window{call.left, call.right};
+  Dropout dropout;
+  if (call.has_dropout != 0) dropout.seed = &kLongRow;  // any address
   drop_idle_limits(window, shape);
   explanation->visible_columns = visible_columns(shape, window);
   if (call.has_bias_gradient == 0)
-    merge_dimensions(shape, window, VisibleRanges{}, SinkLogit{}, {&tensor});
+    merge_dimensions(shape, window, VisibleRanges{}, SinkLogit{}, dropout, {&tensor});
   if (call.is_backward == 0) {
     ForwardParams params;
     params.shape = shape;
     params.scores = tensor;
     params.window = window;
+    params.dropout = dropout;
     params.is_limited = window.is_limited();
     params.is_dense = true;
     if (call.is_masked != 0) params.mask = tensor;
@@ -97,6 +101,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
     params.shape = params.bias_shape = shape;
     params.gradient = params.probabilities = tensor;
     params.window = window;
+    params.dropout = dropout;
     params.is_limited = window.is_limited();
     params.is_dense = true;
     if (call.has_bias_gradient != 0) params.bias_gradient = &params;

@@ -1,12 +1,13 @@
 #pragma once
 // p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias,
-// excluded entries 0.
+// excluded entries 0. With dropout, dropped entries are 0 and others p * factor.
 //
 // A group of threads owns a row. One pass reads the visible chunks and keeps maxima and sums, one
 // reduction merges them, one pass writes. Every visible score is read once and every probability
 // written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
 // can keep is read twice.
 
+#include "dropping.cuh"
 #include "logits.cuh"
 #include "row_owner.cuh"
 
@@ -15,6 +16,9 @@ namespace megasoftmax {
 // Instances of masks and biases look for ranges too, where they are given.
 template <class Mask, class Bias>
 inline constexpr bool kMayHaveRange = Mask::kMayHaveRange || Bias::kPresent;
+
+template <class Mask>
+using EntriesOf = std::conditional_t<Mask::kDrops, KeptEntries, AllEntries>;
 
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
@@ -40,6 +44,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
                                              grid, bounds, columns);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
+  const EntriesOf<Mask> entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
   const int first_column = grid.begin(bounds);
   const auto with_writer = [&](auto&& write) {
@@ -58,6 +63,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       writer.template fill_behind<kStride, kChunks>(column, bounds.end);
     });
   }
+  const uint32_t kept = entries.template of_batch<kShape.threads_per_row, kElements, kChunks>(
+      first_column, bounds.end);
   logits.template of<kStride, false>(params, first_column, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
   accumulate<kStride>(mine, true, largest<kStride>(z, first_column, bounds.end), z, first_column,
@@ -66,7 +73,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const Denominator denominator(total, exponent, params.sink, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
-  const float factor = denominator.factor * exponent(mine.max, total.max);
+  const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
   with_writer([&](const auto& writer) {
 #pragma unroll
@@ -76,6 +83,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
       replace_special(params, denominator, bounds, logits.mask, at, z[i]);
+      entries.drop(kept >> i * kElements, z[i]);
       writer.store(at, z[i]);
     }
   });
@@ -140,6 +148,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   for (int turn = 0;; ++turn) {
     const Reader scores = scores_of(row, part);
     const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
+    const EntriesOf<Mask> entries(params, row.index);
     // Logits of scores as they were copied, also to where they are kept.
     const auto prepare = [&](int first, Pack<T>(&raw)[kChunks], Pack<T>* packs) {
       if (scores.inside.contains(first, kBatch)) {
@@ -207,7 +216,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const Denominator denominator(total, exponent, params.sink, row.index.head);
     if (params.log_sum_exp != nullptr && owner.is_first_thread())
       params.log_sum_exp[row.row] = denominator.log_sum_exp();
-    const float log2_factor = log2f(denominator.factor);
+    const float log2_factor = log2f(denominator.factor * entries.factor(params));
     const bool is_regular = denominator.is_regular();
 
     with_dtype(params.probabilities_type, [&](auto tag) {
@@ -216,12 +225,15 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       const auto probability = [&](float z) {
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
       };
-      const auto store = [&](int at, float (&p)[kElements]) {
+      const auto store = [&](int at, uint32_t kept, float (&p)[kElements]) {
         replace_special(params, denominator, part.bounds, logits.mask, at, p);
+        entries.drop(kept, p);
         writer.store(at, p);
       };
       const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
         const int first = first_of(row, part, unit, batch), column = column_of(first);
+        const uint32_t kept_entries =
+            entries.template of_batch<32, kElements, kChunks>(first, part.bounds.end);
         float p[kElements];
         if constexpr (Bias::kPresent) {
 #pragma unroll 1
@@ -234,7 +246,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
               if (at >= part.bounds.end) continue;
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
-              store(at, p);
+              store(at, kept_entries >> (from + i) * kElements, p);
             }
           }
         } else {
@@ -249,6 +261,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
             for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
+              entries.drop(kept_entries >> i * kElements, p);
               writer.store_whole(target + i * kStride, p);
             }
           } else {
@@ -259,7 +272,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
               const Pack<T> pack = packs[i * 32];
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
-              store(at, p);
+              store(at, kept_entries >> i * kElements, p);
             }
           }
         }

@@ -48,9 +48,11 @@ inline bool is_dense(const Strided& tensor, const Shape& shape) {
 }
 
 // Merges batches into heads and heads into queries where every tensor allows it and no window,
-// ranges or sink tell them apart: then the grid does not depend on how the caller folded the rows.
+// ranges, sink or dropout tell them apart: then the grid does not depend on how the caller folded
+// the rows.
 inline void merge_dimensions(Shape& shape, const Window& window, const VisibleRanges& visible,
-                             const SinkLogit& sink, std::initializer_list<Strided*> tensors) {
+                             const SinkLogit& sink, const Dropout& dropout,
+                             std::initializer_list<Strided*> tensors) {
   if (visible.are_given()) return;
   const bool is_per_head = sink.data != nullptr && sink.stride != 0;
   const auto merge = [&](int64_t Strided::* outer, int64_t Strided::* inner, int64_t& outer_count,
@@ -69,7 +71,7 @@ inline void merge_dimensions(Shape& shape, const Window& window, const VisibleRa
     outer_count = 1;
   };
   const auto merge_heads = [&] {
-    if (!window.is_limited() && !is_per_head) {
+    if (!window.is_limited() && !is_per_head && !dropout.is_given()) {
       merge(&Strided::head_stride, &Strided::query_stride, shape.heads, shape.queries);
     }
   };

@@ -43,6 +43,8 @@ enum Rows : unsigned {
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
   kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
   kUneven = 64,        // as kPlain, but not a whole number of chunks
+  kDropped = 128,      // with dropout, whatever else; backward without a bias gradient
+  kDroppedBiasGradient = 256,
   kSpread = kPlain | kUneven | kLimited | kMasked,  // may lie over several blocks
   kAnyRows = kSpread | kBiasGradient,
 };
@@ -89,9 +91,9 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows},
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kDropped},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        6,  false,         1,        256,       0, kNarrow},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
@@ -100,31 +102,31 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread},
+    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     400, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     400, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread | kDropped},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,     100, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,     100, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread},
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,     100, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,     100, kSpread | kDropped},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient},
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient | kDropped | kDroppedBiasGradient},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        5,  false,         1,        256,       0, kNarrow},
@@ -132,21 +134,21 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread},
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,     100, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,     100, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,     100, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,     100, kSpread | kDropped},
     {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,     100, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows},
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,      12, kSpread},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      24000,       0, kSpread},
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,      12, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      24000,       0, kSpread | kDropped},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
 // clang-format on
 
@@ -251,7 +253,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
          shared_bytes(regime, regime.max_chunks, chunk_bytes) > kMaxSharedBytes))
       return false;
     // Sums of a bias gradient belong to one block, whose barrier orders them.
-    if ((regime.serves & kBiasGradient) != 0 && !is_register &&
+    if ((regime.serves & (kBiasGradient | kDroppedBiasGradient)) != 0 && !is_register &&
         (regime.threads_per_row <= 32 || regime.blocks_per_row != 1))
       return false;
     if (regime.shape().threads() % 32 != 0 ||

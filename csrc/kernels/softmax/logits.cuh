@@ -19,15 +19,16 @@ struct Logits {
   ChunkGrid<kElements> grid;
   Mask mask;
 
-  __device__ Logits(const ForwardParams& params, const RowIndex& index, const Bounds& bounds,
+  template <class Params>
+  __device__ Logits(const Params& params, const RowIndex& index, const Bounds& bounds,
                     ChunkGrid<kElements> grid)
       : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
   // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
   // groups of chunks are skipped, and unspecified, where the first of them begins behind the
   // bounds. kInside: all are within the bounds.
-  template <int kStride, bool kInside, int kChunks>
-  __device__ void of(const ForwardParams& params, int first, int column, Pack<T> (&raw)[kChunks],
+  template <int kStride, bool kInside, class Params, int kChunks>
+  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
                      float (&z)[kChunks][kElements]) const {
     [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
     if constexpr (Mask::kPresent)
@@ -139,6 +140,15 @@ __device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kChunks], Exp
   return result;
 }
 
+// `special` where an entry is visible, else 0.
+template <class Mask, int kElements>
+__device__ inline void fill_visible(float special, const Bounds& bounds, const Mask& mask,
+                                    int column, float (&p)[kElements]) {
+#pragma unroll
+  for (int j = 0; j < kElements; ++j)
+    p[j] = bounds.contains(column + j) && !mask.excluded(column + j) ? special : 0.f;
+}
+
 // A NaN or +inf makes the visible row NaN; nothing left makes it 0 where entries can be excluded,
 // NaN elsewhere.
 template <class Mask, int kElements>
@@ -147,9 +157,7 @@ __device__ inline void replace_special(const ForwardParams& params, const Denomi
                                        float (&p)[kElements]) {
   if (denominator.is_regular()) return;
   const float special = denominator.is_empty() && params.can_exclude ? 0.f : NAN;
-#pragma unroll
-  for (int j = 0; j < kElements; ++j)
-    p[j] = bounds.contains(column + j) && !mask.excluded(column + j) ? special : 0.f;
+  fill_visible(special, bounds, mask, column, p);
 }
 
 }  // namespace megasoftmax

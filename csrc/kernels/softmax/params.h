@@ -53,6 +53,7 @@ struct ForwardParams {
   SinkLogit sink;
   Window window;
   VisibleRanges visible;
+  Dropout dropout;
   float scale = 1;
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
@@ -71,12 +72,16 @@ struct ForwardParams {
 
 struct BackwardParams {
   Shape shape;
-  Strided gradient, probabilities;              // of one type
+  // Of one type. With dropout, the scores stand in place of the probabilities, which are made of
+  // them again with mask, bias and log-sum-exp; these are not read otherwise.
+  Strided gradient, probabilities;
+  Strided mask, bias;
   const float* log_sum_exp_gradient = nullptr;  // [rows], or null
-  const float* log_sum_exp = nullptr;           // [rows], read for the sink's gradient only
+  const float* log_sum_exp = nullptr;  // [rows], read for the sink's gradient and with dropout
   SinkLogit sink;
   Window window;
   VisibleRanges visible;
+  Dropout dropout;
   float scale = 1;
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
@@ -93,9 +98,9 @@ struct BackwardParams {
 
   void* workspace = nullptr;  // see softmax_backward_workspace
 
-  // Set by the launcher: whether window or ranges limit rows, whether both inputs are dense, and
-  // which rows an owner takes in turn.
-  bool is_limited = false, is_dense = false;
+  // Set by the launcher: whether window or ranges limit rows, whether a row without visible entries
+  // is 0, whether both inputs are dense, and which rows an owner takes in turn.
+  bool is_limited = false, can_exclude = false, is_dense = false;
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;
 };

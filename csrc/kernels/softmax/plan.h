@@ -25,7 +25,7 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
   return std::min(shape.columns, window.left + from_diagonal);
 }
 
-// What a launch asks of its rows, but for the bias gradient.
+// What a launch without dropout asks of its rows, but for the bias gradient.
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
                     bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
@@ -52,7 +52,7 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, R
   plan.chunk_bytes = chunk_bytes;
   plan.multiprocessors = device.multiprocessors;
   plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
-  if (kind != kBiasGradient && forced >= 0 && forced < kCount &&
+  if ((kind & (kBiasGradient | kDroppedBiasGradient)) == 0 && forced >= 0 && forced < kCount &&
       chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0)
     plan.regime = forced;
   const RowRegime& regime = table[plan.regime];
@@ -79,9 +79,15 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
   const bool has_bias = params.bias.data != nullptr;
-  const Rows kind = rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr,
-                            has_bias, params.is_dense, pack_elements);
+  const Rows kind = params.dropout.is_given() ? kDropped
+                                              : rows_of(params.shape, params.is_limited, chunks,
+                                                        params.mask.data != nullptr, has_bias,
+                                                        params.is_dense, pack_elements);
   return plan_rows(kForwardRegimes, chunks, params.shape.rows(), kind, device, pack_bytes, forced);
+}
+
+inline Rows kind_of_bias_gradient(const Dropout& dropout) {
+  return dropout.is_given() ? kDroppedBiasGradient : kBiasGradient;
 }
 
 inline Plan plan_backward(const BackwardParams& params, const Device& device, int forced) {
@@ -90,12 +96,14 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
     // Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
     const int64_t chunks = divide_up<int64_t>(params.shape.columns, pack_elements);
     return plan_rows(kBackwardRegimes, chunks, params.bias_shape.rows() * params.splits,
-                     kBiasGradient, device, 2 * pack_bytes, forced);
+                     kind_of_bias_gradient(params.dropout), device, 2 * pack_bytes, forced);
   }
   const int64_t chunks = max_visible_chunks(
       params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
-  const Rows kind = rows_of(params.shape, params.is_limited, chunks, false, false, params.is_dense,
-                            pack_elements);
+  const Rows kind = params.dropout.is_given()
+                        ? kDropped
+                        : rows_of(params.shape, params.is_limited, chunks, false, false,
+                                  params.is_dense, pack_elements);
   return plan_rows(kBackwardRegimes, chunks, params.shape.rows(), kind, device, 2 * pack_bytes,
                    forced);
 }

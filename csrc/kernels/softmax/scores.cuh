@@ -85,7 +85,7 @@ struct alignas(kElements) MaskBytes {
 };
 
 struct NoMask {
-  static constexpr bool kPresent = false, kMayHaveRange = false;
+  static constexpr bool kPresent = false, kMayHaveRange = false, kDrops = false;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   __device__ NoMask(const Strided&, const RowIndex&) {}
   __device__ bool excluded(int) const { return false; }
@@ -101,7 +101,7 @@ struct RangeAlone : NoMask {
 };
 
 struct BoolMask {
-  static constexpr bool kPresent = true, kMayHaveRange = true;
+  static constexpr bool kPresent = true, kMayHaveRange = true, kDrops = false;
   // Its bytes need registers.
   static constexpr int blocks_per_sm(int of_regime) { return RangeAlone::blocks_per_sm(of_regime); }
   const uint8_t* row;
@@ -158,6 +158,37 @@ struct BoolMask {
       for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, last[i]);
     }
   }
+};
+
+// A mask that may be absent.
+struct PossibleMask : BoolMask {
+  using BoolMask::BoolMask;
+
+  __device__ bool excluded(int column) const {
+    return row != nullptr && BoolMask::excluded(column);
+  }
+  template <int kElements, int kStride, bool kInside, int kChunks>
+  __device__ void load(int column, const Bounds& bounds,
+                       MaskBytes<kElements> (&bytes)[kChunks]) const {
+    if (row != nullptr) {
+      BoolMask::load<kElements, kStride, kInside>(column, bounds, bytes);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) bytes[i] = {};
+    }
+  }
+};
+
+// Rows of which dropout makes other entries 0 besides.
+template <class Mask>
+struct Dropped : Mask {
+  static constexpr bool kDrops = true;
+  // Finding them needs registers.
+  static constexpr int blocks_per_sm(int of_regime) {
+    const int of_mask = Mask::blocks_per_sm(of_regime);
+    return of_mask - of_mask / 6;
+  }
+  using Mask::Mask;
 };
 
 struct NoBias {

@@ -14,17 +14,22 @@ namespace {
 constexpr int64_t kEnoughOwners = 2048;
 
 std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
+
+// Whether a row without visible entries is 0.
+template <class Params>
+bool can_exclude(const Params& params) {
+  return params.mask.data != nullptr || params.bias.data != nullptr || params.window.is_limited() ||
+         params.visible.are_given() || params.sink.is_given;
+}
 }  // namespace
 
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
-  params.can_exclude = params.mask.data != nullptr || params.bias.data != nullptr ||
-                       params.window.is_limited() || params.visible.are_given() ||
-                       params.sink.is_given;
+  params.can_exclude = can_exclude(params);
   params.is_dense = is_dense(params.scores, params.shape);
   drop_idle_limits(params.window, params.shape);
   params.is_limited = params.window.is_limited() || params.visible.are_given();
-  merge_dimensions(params.shape, params.window, params.visible, params.sink,
+  merge_dimensions(params.shape, params.window, params.visible, params.sink, params.dropout,
                    {&params.scores, &params.mask, &params.bias});
 }
 
@@ -33,11 +38,12 @@ namespace {
 void prepare(BackwardParams& params) {
   params.is_dense =
       is_dense(params.gradient, params.shape) && is_dense(params.probabilities, params.shape);
+  params.can_exclude = can_exclude(params);
   drop_idle_limits(params.window, params.shape);
   params.is_limited = params.window.is_limited() || params.visible.are_given();
   if (params.bias_gradient == nullptr) {
-    merge_dimensions(params.shape, params.window, params.visible, params.sink,
-                     {&params.gradient, &params.probabilities});
+    merge_dimensions(params.shape, params.window, params.visible, params.sink, params.dropout,
+                     {&params.gradient, &params.probabilities, &params.mask, &params.bias});
     params.bias_shape = params.shape;
     return;
   }
@@ -69,7 +75,9 @@ cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream) {
   Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
   return with_dtype(params.scores.type, [&](auto tag) {
-    return softmax_forward_instance<decltype(tag)>(params, plan, stream);
+    using T = decltype(tag);
+    return params.dropout.is_given() ? softmax_dropout_forward_instance<T>(params, plan, stream)
+                                     : softmax_forward_instance<T>(params, plan, stream);
   });
 }
 
@@ -82,7 +90,9 @@ cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
   Plan plan = plan_at_hand(params, stream);
   plan.schedule.results = params.workspace;
   return with_dtype(params.probabilities.type, [&](auto tag) {
-    return softmax_backward_instance<decltype(tag)>(params, plan, stream);
+    using T = decltype(tag);
+    return params.dropout.is_given() ? softmax_dropout_backward_instance<T>(params, plan, stream)
+                                     : softmax_backward_instance<T>(params, plan, stream);
   });
 }
 
@@ -101,7 +111,7 @@ int64_t softmax_backward_workspace(BackwardParams params, cudaStream_t stream) {
 void force_regimes(int forward, int backward) { forced_regimes = {forward, backward}; }
 
 BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
-                                    DType probabilities_type) {
+                                    DType probabilities_type, const Dropout& dropout) {
   const int64_t owners = std::max<int64_t>(bias_shape.rows(), 1);
   const int64_t rows_per_owner = shape.rows() / owners;
   const int pack_elements = 16 / size_of(probabilities_type);
@@ -112,9 +122,10 @@ BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
   // Equal parts, none of them empty.
   const int64_t rows_per_split = std::max<int64_t>(divide_up(rows_per_owner, splits), 1);
   plan.splits = std::max<int64_t>(divide_up(rows_per_owner, rows_per_split), 1);
-  plan.accumulates = kBackwardRegimes[regime_for(kBackwardRegimes, chunks, owners, kBiasGradient,
-                                                 2 * 16, current_device())]
-                         .storage != Storage::kRegisters;
+  plan.accumulates =
+      kBackwardRegimes[regime_for(kBackwardRegimes, chunks, owners, kind_of_bias_gradient(dropout),
+                                  2 * 16, current_device())]
+          .storage != Storage::kRegisters;
   return plan;
 }
 

@@ -31,6 +31,6 @@ struct BiasGradientPlan {
   bool accumulates;  // the buffer must be float32
 };
 BiasGradientPlan plan_bias_gradient(const Shape& shape, const Shape& bias_shape,
-                                    DType probabilities_type);
+                                    DType probabilities_type, const Dropout& dropout);
 
 }  // namespace megasoftmax

@@ -11,7 +11,17 @@ namespace megasoftmax {
 
 template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream);
+// `is_there` becomes false where the code for 9.0a is missing, and nothing is launched.
 template <class T>
-cudaError_t attention_backward_instance(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
+                                              cudaStream_t stream, bool& is_there);
+// With the kernels of `hopper_tile`, where it is none of -1 and the code for 9.0a is there.
+template <class T>
+cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
+                                        cudaStream_t stream);
+// Gradients of keys and values, and sums of those of queries. `is_there` as above.
+template <class T>
+cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
+                                               cudaStream_t stream, bool& is_there);
 
 }  // namespace megasoftmax

@@ -118,21 +118,14 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   const ScoreTile weight_tile{memory + Memory::kWeights}, score_tile{memory + Memory::kScores};
   auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kRows);
 
-  int first_key, key_head, batch, slice, begin, end, all_visible_begin, all_visible_end;
+  int first_key, key_head, batch, slice;
   {
     int tile;
     params.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
     slice = tile % Memory::kSlices * kSlice;
     first_key = tile / Memory::kSlices * kKeys;
-    const int last_key = min(first_key + kKeys, params.keys) - 1;
-    const KeyRange first_from = visible_from(params, first_key),
-                   last_from = visible_from(params, last_key);
-    begin = first_from.begin / kQueries * kQueries;
-    end = last_from.end;
-    all_visible_begin = last_from.begin;
-    all_visible_end =
-        first_key + kKeys <= params.keys ? min(first_from.end, params.queries) - kQueries : -1;
   }
+  const KeyRange all_visible = visible_from_all<kKeys>(params, first_key);
   {
     const auto copy = [&](const KeyTile& tile, const Strided& tensor, int columns) {
       tile.template start_copy<kThreads>(tensor.row<const T>(batch, key_head, first_key),
@@ -141,23 +134,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(key_tile, params.key, params.head_dim);
     copy(value_tile, params.value, params.value_dim);
   }
-  const int group = static_cast<int>(params.heads_per_key_head.divisor);
-  struct Place {
-    int head, query;
-  };
-  // The first place from `query` on, which may be behind the last of the head.
-  const auto place_from = [&](int head, int query) {
-    for (const int last_head = (key_head + 1) * group; head < last_head; ++head, query = begin) {
-      if (!kIsPlain && params.note.words != nullptr)
-        query = next_query_tile<kKeys>(params, batch, head, first_key, query);
-      if (query < end) break;
-    }
-    return Place{head, query};
-  };
-  const auto is_place = [&](Place place) { return place.head < (key_head + 1) * group; };
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
-  const auto copy_queries = [&](int step, Place place) {
-    const auto [head, query] = place;
+  using Tiles = QueryTiles<kKeys, kQueries, kIsPlain>;
+  const auto copy_queries = [&](int step, const Tiles& tiles) {
+    const int head = tiles.head, query = tiles.query;
     const QueryTile query_tile{memory + Memory::kStagesAt + stage_of(step) * Memory::kStageBytes};
     const auto copy = [&](const QueryTile& tile, const Strided& tensor, int columns) {
       tile.template start_copy<kThreads>(tensor.row<const T>(batch, head, query),
@@ -169,53 +149,51 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     start_copy_of_rows<kQueries>(params, rows + step % 2 * kQueries, batch, head, query);
     end_copies();
   };
-  const auto copy_bias = [&](Place place) {
+  const auto copy_bias = [&](const Tiles& tiles) {
     if constexpr (kBias != BiasKind::kNone)
       typename Memory::Bias{params, shared_memory + Memory::kBiasAt}.template fill<kThreads>(
-          batch, place.head, place.query, first_key);
+          batch, tiles.head, tiles.query, first_key);
   };
 
   float key_sums[2][2] = {};  // of gradients of the bias
   float key_gradient[2][kColumns][4] = {}, value_gradient[2][kColumns][4] = {};
-  Place place = place_from(key_head * group, begin), next;
-  if (is_place(place)) {
-    copy_queries(0, place);
-    copy_bias(place);
+  Tiles tiles(params, batch, key_head, first_key);
+  if (tiles.are_left()) {
+    copy_queries(0, tiles);
+    copy_bias(tiles);
     wait_for_copies();
     __syncthreads();
   }
 
 #pragma unroll 1
-  for (int step = 0; is_place(place); ++step, place = next) {
+  for (int step = 0; tiles.are_left(); ++step) {
     wait_for_copies();
     __syncthreads();  // this step's copies are there, the step before is done
-    const auto [head, query] = place;
-    next = place_from(head, query + kQueries);
-    if (params.stages > 1 && is_place(next)) copy_queries(step + 1, next);
+    const int head = tiles.head, query = tiles.query;
+    tiles.advance(params, batch, first_key);
+    if (params.stages > 1 && tiles.are_left()) copy_queries(step + 1, tiles);
 
     Excluded<2, 4> excluded;
-    const bool is_cut = query < all_visible_begin || query > all_visible_end;
+    const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
     if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
       const BackwardWarp warp;
       excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
                                              first_key + warp.key, is_cut);
     }
-    Excluded<2, 4> dropped;
-    if (!kIsPlain) dropped = find_dropped(params, batch, head, query, first_key);
-    ScoresOfWarp weights = {}, gradients = {};
-    find_score_gradients<T, kBias, Memory>(params, shared_memory, stage_of(step),
-                                           rows + step % 2 * kQueries, excluded, dropped, weights,
-                                           gradients, [] {});
-    share_scores<T, ScoreTile>(shared_memory + Memory::kWeights, weights);
-    share_scores<T, ScoreTile>(shared_memory + Memory::kScores, gradients);
     const FirstScore at{batch, head, query, first_key};
+    ScoresOfWarp weights = {}, gradients = {};
+    find_score_gradients<T, kBias, kIsPlain, Memory>(params, at, shared_memory, stage_of(step),
+                                                     rows + step % 2 * kQueries, excluded, weights,
+                                                     gradients, [] {});
+    share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kWeights, weights);
+    share_scores<T, ScoreTile>(shared_memory + Memory::kScores, gradients);
     const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
-        with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, next.head != at.head, body);
+        with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, tiles.head != at.head, body);
     };
     with_gradient([&](auto policy) { policy.take(params, at, gradients); });
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
-    if (is_place(next)) copy_bias(next);
+    if (tiles.are_left()) copy_bias(tiles);
     with_gradient(
         [&](auto policy) { policy.take_shared(params, at, shared_memory + Memory::kScores); });
     {
@@ -230,9 +208,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     if (params.query_gradient_sum != nullptr)
       add_to_query_gradient<T, Memory>(params, shared_memory, batch, head, query, slice);
-    if (params.stages == 1 && is_place(next)) {
+    if (params.stages == 1 && tiles.are_left()) {
       __syncthreads();  // queries and gradients are used up
-      copy_queries(step + 1, next);
+      copy_queries(step + 1, tiles);
     }
   }
   wait_for_copies();

@@ -64,26 +64,20 @@ struct BackwardWarp {
 
 using ScoresOfWarp = Accumulators<2, 4>;
 
-// The elements of a warp that dropout takes out.
-__device__ __forceinline__ Excluded<2, 4> find_dropped(const AttentionParams& params, int batch,
-                                                       int head, int first_query, int first_key) {
-  Excluded<2, 4> dropped;
-  if (params.dropout.seed != nullptr) {
-    const BackwardWarp warp;
-    for_each_dropped<true, 2, 4>(params, batch, head, first_query + warp.query,
-                                 first_key + warp.key,
-                                 [&](int m, int n, int i) { dropped.add(m, n, i); });
-  }
-  return dropped;
-}
+// Where a tile of scores begins.
+struct FirstScore {
+  int batch, head, query, key;
+};
 
-// Weights are those after dropout, but for its factor. Calls `between` when the queries and the
-// keys are used up.
-template <class T, BiasKind kBias, class Memory, class Between>
-__device__ __forceinline__ void find_score_gradients(
-    const AttentionParams& params, char* shared_memory, int stage, const RowOfBackward* rows,
-    const Excluded<2, 4>& excluded, const Excluded<2, 4>& dropped, ScoresOfWarp& weights,
-    ScoresOfWarp& gradients, Between&& between) {
+// Weights of what dropout drops are negative. Calls `between` when the queries and the keys are
+// used up.
+template <class T, BiasKind kBias, bool kIsPlain, class Memory, class Between>
+__device__ __forceinline__ void find_score_gradients(const AttentionParams& params,
+                                                     const FirstScore& at, char* shared_memory,
+                                                     int stage, const RowOfBackward* rows,
+                                                     const Excluded<2, 4>& excluded,
+                                                     ScoresOfWarp& weights, ScoresOfWarp& gradients,
+                                                     Between&& between) {
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
   const uint32_t memory = shared_address(shared_memory);
@@ -98,24 +92,38 @@ __device__ __forceinline__ void find_score_gradients(
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
                                  FragmentsAcross<QueryTile>(gradient_tile, warp.query));
-  dropped.apply(gradients, 0.f);
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   const RowOfBackward* const columns = rows + warp.query + FirstElement().column;
   bool is_finite = true;
+  // Of two neighbours; drop(gradients, weights) clears and negates them where they are dropped.
+  const auto finish = [&](int m, int n, int half, auto&& drop) {
+    float* const weight = weights[m][n] + 2 * half;
+    float* const gradient = gradients[m][n] + 2 * half;
+    const RowOfBackward of_pair[2] = {columns[column_offset(n, 0)], columns[column_offset(n, 1)]};
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-#pragma unroll
-    for (int right = 0; right < 2; ++right) {
-      const RowOfBackward row = columns[column_offset(n, right)];
+    for (int i = 0; i < 2; ++i) {
+      const RowOfBackward& row = of_pair[i];
       is_finite = is_finite && fabsf(row.delta) < INFINITY;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float &weight = weights[i / 2][n][i % 2 * 2 + right],
-              &gradient = gradients[i / 2][n][i % 2 * 2 + right];
-        weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.max), kLog2E, -row.log2_sum));
-        gradient = fmaf(gradient, params.dropout.factor, -row.delta) * weight;
-      }
+      weight[i] =
+          exp2_approximate(fmaf(fmaf(weight[i], to_logit, -row.max), kLog2E, -row.log2_sum));
     }
+    drop(gradient, weight);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      gradient[i] = fmaf(gradient[i], params.dropout.factor, -of_pair[i].delta) * fabsf(weight[i]);
+  };
+  if (!kIsPlain && params.dropout.seed != nullptr) {
+    const Dropping<true> dropping(params, at.batch, at.head);
+    dropping.template for_each_pair<2, 4>(
+        at.query + warp.query, at.key + warp.key, [&](int m, int n, int half, uint32_t halves) {
+          finish(m, n, half, [&](float* gradient, float* weight) {
+            clear_and_negate_below(gradient[0], gradient[1], weight[0], weight[1], halves,
+                                   dropping.least);
+          });
+        });
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) finish(i / 2 % 2, i / 4, i % 2, [](float*, float*) {});
   }
   // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
   // where delta is.
@@ -127,17 +135,20 @@ __device__ __forceinline__ void find_score_gradients(
   }
   excluded.apply(weights, 0.f);
   excluded.apply(gradients, 0.f);
-  dropped.apply(weights, 0.f);
 }
 
-// To where all warps find them: a tile at an offset of the shared memory.
-template <class T, class ScoreTile>
+// To where all warps find them: a tile at an offset of the shared memory. Negative ones become 0
+// where kArePositive.
+template <class T, class ScoreTile, bool kArePositive = false>
 __device__ inline void share_scores(char* tile, const ScoresOfWarp& scores) {
   const BackwardWarp warp;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
-    store_to_tile<T, ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], {1.f, 1.f},
-                                warp.query / 8);
+    store_to_tile<ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], warp.query / 8,
+                             [](float first, float second, int) {
+                               return kArePositive ? round_positive_pair<T>(first, second)
+                                                   : round_pair<T>(first, second);
+                             });
 }
 
 }  // namespace megasoftmax

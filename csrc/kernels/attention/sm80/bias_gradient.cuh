@@ -9,11 +9,6 @@
 
 namespace megasoftmax {
 
-// The first score of a tile.
-struct FirstScore {
-  int batch, head, query, key;
-};
-
 // A gradient with an entry for each score of a head of the bias: [..., queries, keys].
 template <class Element>
 __device__ inline Element* bias_gradient_at(const AttentionBackwardParams& params,
@@ -349,11 +344,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       excluded.template find<true>(params, batch, head, first_query + warp.query,
                                    first_key + warp.key, is_cut);
     }
-    const Excluded<2, 4> dropped = find_dropped(params, batch, head, first_query, first_key);
     ScoresOfWarp scores = {}, gradients = {};
-    find_score_gradients<T, kBias, Memory>(
-        params, shared_memory, 0, rows + member % 2 * kQueries, excluded, dropped, scores,
-        gradients, [&] {
+    find_score_gradients<T, kBias, false, Memory>(
+        params, {batch, head, first_query, first_key}, shared_memory, 0,
+        rows + member % 2 * kQueries, excluded, scores, gradients, [&] {
           wait_for_copies();
           __syncthreads();  // values and gradients are there, keys and queries are used up
           if (member + 1 < members) copy_keys_and_queries(member + 1);

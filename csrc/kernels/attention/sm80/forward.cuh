@@ -13,6 +13,7 @@
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../online_softmax.cuh"
+#include "../tile_of_queries.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -31,18 +32,6 @@ struct ForwardMemory {
   static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
   static constexpr int kMaxBiasStages = kBias == BiasKind::kTile ? 2 : 1;
   static constexpr int bytes(int bias_stages) { return kBiasOffset + bias_stages * Bias::kBytes; }
-};
-
-// What a block owns. Cheap enough to be found anew where it is needed seldom.
-struct TileOfQueries {
-  int first_query, head, batch;
-
-  __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile) {
-    int tile;
-    params.place(block_index_anew(), tile, head, batch);
-    // Of causal attention the last queries see most keys: they begin first.
-    first_query = (static_cast<int>(params.tiles.divisor) - 1 - tile) * queries_per_tile;
-  }
 };
 
 // Plain: without mask, ranges and dropout.
@@ -77,6 +66,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     end = last_sees.end;
     all_visible_begin = last_sees.begin;
     all_visible_end = first_sees.end - kKeys;
+    query_tile.template start_copy<kThreads>(
+        params.query.row<const T>(block.batch, block.head, block.first_query),
+        params.query.query_stride, params.queries - block.first_query, params.head_dim);
     if constexpr (!kIsPlain)
       begin = tiles.from(params, block.batch, block.head, first_query, begin);
     int key_head, rest;
@@ -85,11 +77,6 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     value_rows = params.value.row<const T>(block.batch, key_head, 0);
     if constexpr (kBias == BiasKind::kTile)
       bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
-    // Where no key is visible the tile holds results at once, which a late copy would overwrite.
-    if (begin < end)
-      query_tile.template start_copy<kThreads>(
-          params.query.row<const T>(block.batch, block.head, block.first_query),
-          params.query.query_stride, params.queries - block.first_query, params.head_dim);
   }
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
   // which has the keys.
@@ -181,10 +168,11 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     if (!kIsPlain && params.dropout.seed != nullptr) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
-      for_each_dropped<false, kM, kN>(params, block.batch, block.head, first_query, key,
-                                      [&](int m, int n, int i) { scores[m][n][i] = 0.f; });
+      multiply_weights<T>(output, scores, value_fragments,
+                          DropOfRounded<kM>(params, block.batch, block.head, first_query, key));
+    } else {
+      multiply_weights<T>(output, scores, value_fragments);
     }
-    multiply_weights<T>(output, scores, value_fragments);
   }
   const TileOfQueries block(params, kQueries);
   const int head = block.head, batch = block.batch;
@@ -194,7 +182,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const float sink = sink_logit(params.sink, head);
   const int64_t first_row = params.row_index(batch, head, warp_query);
   float factors[kM][2];
-  __syncwarp();
+  // Where no key is visible the copy of queries may still be on its way to where results go.
+  wait_for_copies();
+  __syncthreads();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -204,9 +194,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       const int row = mine.row + row_offset(m, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
-      // Where dropout keeps nothing the row is 0, though its factor may be no number.
-      const float kept = kIsPlain ? 1.f : params.dropout.factor;
-      factors[m][half] = kept == 0.f ? 0.f : row_end.factor * kept;
+      factors[m][half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
     }
   }
   // Through what held this warp's queries.

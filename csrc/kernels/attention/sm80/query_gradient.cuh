@@ -93,9 +93,14 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
     bias.template add_to<false>(weights, warp_row, 0);
     multiply_rows<T, kDim>(gradients, FragmentsDown<Rows>(gradient_tile, warp_row),
                            FragmentsAcross<Rows>(value_tile, 0));
-    if (params.dropout.seed != nullptr)
-      for_each_dropped<false, 1, kN>(params, batch, head, first_query + warp_row, key,
-                                     [&](int m, int n, int i) { gradients[m][n][i] = 0.f; });
+    if (params.dropout.seed != nullptr) {
+      const Dropping<false> dropping(params, batch, head);
+      dropping.template for_each_pair<1, kN>(
+          first_query + warp_row, key, [&](int m, int n, int half, uint32_t halves) {
+            float* const pair = gradients[m][n] + 2 * half;
+            clear_below(pair[0], pair[1], halves, dropping.least);
+          });
+    }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll

@@ -106,11 +106,11 @@ struct FragmentsAcross : Fragments<Tile> {
   }
 };
 
-// Writes 16 rows of results, each half of them times a factor, to a tile, from its row `first_row`
-// and chunk `first_chunk` on.
-template <class T, class Tile, int kN>
+// Writes 16 rows of results, two neighbours rounded by round(first, second, half) at a time, to a
+// tile, from its row `first_row` and chunk `first_chunk` on.
+template <class Tile, int kN, class Round>
 __device__ inline void store_to_tile(char* tile, int first_row, const float (&results)[kN][4],
-                                     const float (&factors)[2], int first_chunk) {
+                                     int first_chunk, Round&& round) {
   const FirstElement mine;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -118,8 +118,7 @@ __device__ inline void store_to_tile(char* tile, int first_row, const float (&re
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + mine.row + row_offset(0, 2 * half);
       *reinterpret_cast<uint32_t*>(tile + Tile::offset(row, first_chunk + n) + mine.column * 2) =
-          round_pair<T>(results[n][2 * half] * factors[half],
-                        results[n][2 * half + 1] * factors[half]);
+          round(results[n][2 * half], results[n][2 * half + 1], half);
     }
   }
 }
@@ -131,7 +130,10 @@ template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
                                   int rows, int columns, int first_chunk = 0) {
-  store_to_tile<T, Tile>(tile, warp_row, results, factors, first_chunk);
+  store_to_tile<Tile>(tile, warp_row, results, first_chunk,
+                      [&](float first, float second, int half) {
+                        return round_pair<T>(first * factors[half], second * factors[half]);
+                      });
   __syncwarp();
 #pragma unroll
   for (int i = thread_index_anew() % 32; i < 16 * kN; i += 32) {
@@ -196,11 +198,12 @@ __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, co
   });
 }
 
-// results += weights times the rows of a tile.
-template <class T, int kM, int kN, int kColumns, class Down>
+// results += weights times the rows of a tile. change(a, m, step) may change rounded weights, those
+// of 16 * m rows and 16 * step columns on.
+template <class T, int kM, int kN, int kColumns, class Down, class Change>
 __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
                                                  const Accumulators<kM, kN>& weights,
-                                                 const Down& all_rows) {
+                                                 const Down& all_rows, Change&& change) {
   constexpr int kSteps = kN / 2, kPairs = kColumns / 2;
   const auto rows = all_rows.anew();
   uint32_t a[kM][4], pairs[2][4];
@@ -208,7 +211,10 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) as_matrix_a<T>(a[m], weights[m], step);
+    for (int m = 0; m < kM; ++m) {
+      as_matrix_a<T>(a[m], weights[m], step);
+      change(a[m], m, step);
+    }
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       const int now = (step * kPairs + n) % 2;
@@ -224,6 +230,13 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
       }
     }
   }
+}
+
+template <class T, int kM, int kN, int kColumns, class Down>
+__device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
+                                                 const Accumulators<kM, kN>& weights,
+                                                 const Down& all_rows) {
+  multiply_weights<T>(results, weights, all_rows, [](uint32_t (&)[4], int, int) {});
 }
 
 // results += a^T b, of rows of both; `a` from `first_row` of its columns on, `b` from

@@ -1,0 +1,6 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t attention_hopper_forward_instance<__half>(const AttentionForwardParams&, int,
+                                                               cudaStream_t, bool&);
+}  // namespace megasoftmax

@@ -1,0 +1,351 @@
+#pragma once
+// The same as sm80/backward.cuh on Hopper, by products of warpgroups and tensor copies.
+//
+// Of a block one warp only copies. Two warpgroups have 64 keys each. Scores are transposed, so that
+// weights and gradients of scores multiply gradients of outputs and queries from registers. For dQ
+// the gradients of scores lie in shared memory, too. Each warpgroup makes 64 x 64 elements of dQ
+// from all keys, and a tensor copy adds them to the sums in global memory.
+
+#include "../../common/math.cuh"
+#include "../dropping.cuh"
+#include "../exclusion.cuh"
+#include "../limits.h"
+#include "../sm80/tile.cuh"
+#include "ptx.cuh"
+
+namespace megasoftmax {
+
+// Boxes of 64 columns: of the queries of a tile, and of the keys. Of sums 64 rows and 32 columns.
+struct BackwardTensorMaps {
+  CUtensorMap query, key, value, output_gradient, query_gradient_sum;
+};
+
+template <int kIndex>
+struct HopperBackwardMemory {
+  static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
+  static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
+  static constexpr int kPanels = kDim / 64, kQueryPanels = kQueries / 64, kStages = 2;
+  static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
+  static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
+
+  // Keys; values; queries and gradients of outputs of each stage; gradients of scores of two steps,
+  // keys in rows; sums of each warpgroup; rows of each stage; barriers.
+  static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
+  static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
+  static constexpr int kScoreBytes = kQueryPanels * kKeyPanelBytes;
+  static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
+  static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
+  static constexpr int kValuesAt = kKeyBytes, kStagesAt = 2 * kKeyBytes;
+  static constexpr int kScoresAt = kStagesAt + kStages * 2 * kQueryBytes;
+  static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
+  static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
+  static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kBytes = kBarriersAt + 8 * (1 + 2 * kStages);
+
+  uint32_t address;
+
+  __device__ uint32_t keys() const { return address; }
+  __device__ uint32_t values() const { return address + kValuesAt; }
+  __device__ uint32_t queries(int stage) const {
+    return address + kStagesAt + stage * 2 * kQueryBytes;
+  }
+  __device__ uint32_t gradients(int stage) const { return queries(stage) + kQueryBytes; }
+  __device__ uint32_t scores(int buffer) const {
+    return address + kScoresAt + buffer * kScoreBytes;
+  }
+  __device__ uint32_t sums(int warpgroup) const {
+    return address + kSumsAt + warpgroup * kSumBytes;
+  }
+  __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
+  __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
+  __device__ Barrier keys_are_there() const { return barrier(0); }
+  __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
+  __device__ Barrier stage_is_used(int stage) const { return barrier(1 + kStages + stage); }
+};
+
+// Writes 64 x 64 results of a warpgroup to two panels of 32 columns, swizzled as tensor copies read
+// them.
+__device__ __forceinline__ void store_sums(char* panels, const float (&results)[8][4]) {
+  const FirstElement mine;
+  const int warp = thread_index_anew() / 32 % 4;
+  // Every second row has columns 16 further, or before, at a time: else two rows would meet in one
+  // bank.
+  const bool is_odd = mine.row % 2 != 0;
+  const int chunk = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
+  const int first = (warp * 16 + mine.row) * 128 + chunk * 16 + mine.column % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto result = [&](int i) {
+        return is_odd ? results[n ^ 2][2 * half + i] : results[n][2 * half + i];
+      };
+      *reinterpret_cast<float2*>(panels + n / 4 * 64 * 128 + (first ^ n % 4 * 32) + half * 1024) =
+          make_float2(result(0), result(1));
+    }
+  }
+}
+
+template <class T, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
+    attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
+                                     const __grid_constant__ BackwardTensorMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Memory = HopperBackwardMemory<kIndex>;
+  constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
+  constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = kDim / 8;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const Memory memory{shared_address(shared_memory)};
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
+
+  if (threadIdx.x == 0) {
+    memory.keys_are_there().init(1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      memory.stage_is_there(stage).init(1);
+      memory.stage_is_used(stage).init(4 * kWarpgroups);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  int first_key, key_head, batch;
+  params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
+  first_key *= kKeys;
+  QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+
+  if (warpgroup < 0) {
+    give_registers<Memory::kTile.copier_registers>();
+    if (threadIdx.x >= 32) return;
+    const bool is_first = threadIdx.x == 0;
+    const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
+                          int head, int row) {
+      start_copy_of_panels<Memory::kPanels>(shared, map, barrier, rows, row, head, batch);
+    };
+    if (is_first) {
+      memory.keys_are_there().arrive_and_expect(2 * Memory::kKeyBytes);
+      copy(memory.keys(), maps.key, memory.keys_are_there(), kKeys, key_head, first_key);
+      copy(memory.values(), maps.value, memory.keys_are_there(), kKeys, key_head, first_key);
+    }
+    for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+      const int stage = step % kStages;
+      memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
+      if (!is_first) continue;
+      const Barrier there = memory.stage_is_there(stage);
+      const int rows = min(kQueries, params.queries - tiles.query);
+      const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
+      there.arrive_and_expect(2 * Memory::kQueryBytes + row_bytes);
+      copy(memory.queries(stage), maps.query, there, kQueries, tiles.head, tiles.query);
+      copy(memory.gradients(stage), maps.output_gradient, there, kQueries, tiles.head, tiles.query);
+      start_copy_of_bytes(
+          memory.rows(stage),
+          params.rows_of_backward + params.row_index(batch, tiles.head, tiles.query), row_bytes,
+          there);
+    }
+    return;
+  }
+
+  take_registers<Memory::kTile.registers>();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
+  const bool is_first_of_group = threadIdx.x % 128 == 0;
+  const int group_key = first_key + 64 * warpgroup;
+  const int warp_key = group_key + 16 * warp_in_group;
+  const KeyRange all_visible = visible_from_all<64>(params, group_key);
+  // Its 64 queries and 64 columns of dQ.
+  const int query_panel = warpgroup % Memory::kQueryPanels;
+  const int column_panel = warpgroup / Memory::kQueryPanels;
+  char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
+
+  float key_gradient[kColumns][4] = {}, value_gradient[kColumns][4] = {};
+  float weights[kN][4], gradients[kN][4];
+  // Weights are multiplied as soon as they are there, where registers allow it.
+  constexpr bool kIsEarly = kQueries <= 64;
+  uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
+
+  // Products of this warpgroup's keys, or values, with queries, or gradients of outputs.
+  const auto start_scores = [&](float (&scores)[kN][4], uint32_t keys, uint32_t queries) {
+    const uint64_t a = matrix_at(keys + warpgroup * 64 * 128, 16), b = matrix_at(queries, 16);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      const int panel = step / 4, offset = step % 4 * 32;
+      start_product<T>(scores, moved(a, panel * Memory::kKeyPanelBytes + offset),
+                       moved(b, panel * Memory::kQueryPanelBytes + offset), step > 0);
+    }
+    end_products();
+  };
+  const auto start_sum = [&](float (&sum)[kColumns][4], const uint32_t (&rounded)[kSteps][4],
+                             uint32_t queries) {
+    const uint64_t b = matrix_at(queries, Memory::kQueryPanelBytes);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
+    end_products();
+  };
+  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores) {
+    const uint64_t a = matrix_at(scores + query_panel * Memory::kKeyPanelBytes, 16),
+                   b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      const int offset = step * 16 * 128;
+      start_product<T, true>(sum, moved(a, offset), moved(b, offset), step > 0);
+    }
+    end_products();
+  };
+  const auto exclude = [&](const Excluded<1, 8>(&excluded)[Memory::kQueryPanels],
+                           float (&elements)[kN][4]) {
+#pragma unroll
+    for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+      excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
+  };
+  // From this lane's first column on.
+  const auto rows_of = [&](int stage) {
+    return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
+                                                  stage * Memory::kRowBytes) +
+           FirstElement().column;
+  };
+  // Scores become weights; negative where dropout drops them.
+  const auto weigh = [&](int stage, int head, int query) {
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int i = 0; i < 4 * kN; ++i) {
+      const RowOfBackward& row = rows[column_offset(i / 4, i)];
+      float& weight = weights[i / 4][i % 4];
+      weight = exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
+    }
+    if (!kIsPlain && params.dropout.seed != nullptr) {
+      const Dropping<true> dropping(params, batch, head);
+      dropping.template for_each_pair<1, kN>(
+          query, warp_key, [&](int, int n, int half, uint32_t halves) {
+            float* const pair = weights[n] + 2 * half;
+            negate_below(pair[0], pair[1], halves, dropping.least);
+          });
+    }
+  };
+  const auto multiply_weights_of = [&](int stage) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      as_matrix_a<T, !kIsPlain>(rounded_weights[step], weights, step);
+    start_sum(value_gradient, rounded_weights, memory.gradients(stage));
+  };
+  // Gradients of weights become those of scores.
+  const auto find_score_gradients_of = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+    bool is_finite = true;
+#pragma unroll
+    for (int column = 0; column < 2 * kN; ++column) {
+      const float delta = rows[column_offset(column / 2, column)].delta;
+      is_finite = is_finite && fabsf(delta) < INFINITY;
+#pragma unroll
+      for (int i = column % 2; i < 4; i += 2) {
+        const float weight = weights[column / 2][i];
+        float& gradient = gradients[column / 2][i];
+        if constexpr (kIsPlain) {
+          gradient = (gradient - delta) * weight;
+        } else {
+          gradient =
+              fmaf(weight < 0.f ? 0.f : gradient, params.dropout.factor, -delta) * fabsf(weight);
+        }
+      }
+    }
+    // As in sm80/backward_tile.cuh.
+    if (!is_finite) {
+#pragma unroll
+      for (int i = 0; i < 4 * kN; ++i) {
+        if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
+      }
+    }
+  };
+  // To where products of both warpgroups find them, keys in rows.
+  const auto share_gradients = [&](uint32_t buffer) {
+    using Panel = Tile<T, kKeys, 64>;
+    const FragmentsDown<Panel> first(Panel{buffer}, warp_key - first_key);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      as_matrix_a<T>(rounded_gradients[step], gradients, step);
+      store_matrices((first.address ^ step % 4 * 32) + step / 4 * Memory::kKeyPanelBytes,
+                     rounded_gradients[step]);
+    }
+  };
+
+  memory.keys_are_there().wait(0);
+#pragma unroll 1
+  for (int step = 0; tiles.are_left(); ++step) {
+    const int stage = step % kStages, head = tiles.head, query = tiles.query;
+    memory.stage_is_there(stage).wait(step / kStages & 1);
+    start_scores(weights, memory.keys(), memory.queries(stage));
+    start_scores(gradients, memory.values(), memory.gradients(stage));
+    tiles.advance(params, batch, first_key);
+    Excluded<1, 8> excluded[Memory::kQueryPanels];
+    const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
+    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
+#pragma unroll
+      for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+        excluded[panel].template find<true, kIsPlain>(params, batch, head, query + 64 * panel,
+                                                      warp_key, is_cut);
+    }
+    wait_for_products<1>();
+    touch(weights);
+    weigh(stage, head, query);
+    exclude(excluded, weights);
+    if constexpr (kIsEarly) {
+      multiply_weights_of(stage);
+      wait_for_products<1>();
+    } else {
+      wait_for_products<0>();
+    }
+    touch(gradients);
+    find_score_gradients_of(stage);
+    exclude(excluded, gradients);
+    if constexpr (!kIsEarly) multiply_weights_of(stage);
+    share_gradients(memory.scores(step % 2));
+    publish_writes();
+    if (is_first_of_group) wait_for_reads_of_sums();
+    // Gradients of all scores are there. The step before is done, so that the other buffer is free.
+    sync_warpgroups<kWarpgroups>();
+    float query_gradient[8][4];
+    start_query_gradient(query_gradient, memory.scores(step % 2));
+    start_sum(key_gradient, rounded_gradients, memory.queries(stage));
+    wait_for_products<1>();
+    touch(value_gradient);
+    touch(query_gradient);
+    store_sums(sums, query_gradient);
+    publish_writes();
+    sync_warpgroup(warpgroup);
+    if (is_first_of_group) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        start_sum_of_box(maps.query_gradient_sum,
+                         memory.sums(warpgroup) + i * Memory::kSumPanelBytes,
+                         64 * column_panel + 32 * i, query + 64 * query_panel, head, batch);
+      end_sums();
+    }
+    wait_for_products<0>();
+    touch(key_gradient);
+    __syncwarp();  // all lanes have read its rows
+    if (lane == 0) memory.stage_is_used(stage).arrive();
+  }
+
+  // Through what held sums.
+  if (is_first_of_group) wait_for_reads_of_sums();
+  sync_warpgroup(warpgroup);
+  using Rows = Tile<T, 64, kDim>;
+  static_assert(Rows::kBytes <= Memory::kSumBytes);
+  const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
+                         int width) {
+    store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
+                        tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
+                        params.keys - group_key, width);
+  };
+  store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
+        params.value_dim);
+  __syncwarp();  // its rows were read
+  store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+#endif
+}
+
+}  // namespace megasoftmax

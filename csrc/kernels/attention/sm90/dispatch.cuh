@@ -1,0 +1,110 @@
+#pragma once
+// From a plan to one of Hopper's kernels.
+
+#include "../../common/launch.cuh"
+#include "../plan.h"
+#include "backward.cuh"
+#include "forward.cuh"
+#include "tensor_map.h"
+
+namespace megasoftmax {
+
+// Whether the kernel was compiled for 9.0a. Code of another architecture has no body of it, which
+// needs next to no registers.
+template <class Kernel>
+bool has_code(Kernel* kernel) {
+  constexpr int kRegistersOfNothing = 32;
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess)
+    return attributes.numRegs > kRegistersOfNothing;
+  cudaGetLastError();  // the kernels of all architectures are left
+  return false;
+}
+
+// A block for each of so many tiles of each head and batch, but at most so many blocks.
+template <class Params, class Maps>
+cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
+                             int64_t most_blocks, int threads, int shared_bytes,
+                             cudaStream_t stream, Params params, const Maps& maps) {
+  const int64_t items = tiles * heads * params.batches;
+  if (items > INT32_MAX) return cudaErrorInvalidValue;
+  const int64_t blocks = std::min(items, most_blocks);
+  params.tiles = Divider(tiles);
+  params.tiled_batches = Divider(params.batches);
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                shared_bytes, Together::kNot, 1, stream, params, maps);
+}
+
+// Of queries and gradients of outputs, and of keys and values.
+inline cudaError_t make_map_of_queries(CUtensorMap& map, const AttentionParams& params,
+                                       const Strided& tensor, int columns, int box_rows) {
+  return make_tensor_map(map, tensor, params.batches, params.heads, params.queries, columns,
+                         box_rows);
+}
+inline cudaError_t make_map_of_keys(CUtensorMap& map, const AttentionParams& params,
+                                    const Strided& tensor, int columns, int box_rows) {
+  return make_tensor_map(map, tensor, params.batches, params.key_heads, params.keys, columns,
+                         box_rows);
+}
+
+template <class T>
+cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
+                                              cudaStream_t stream, bool& is_there) {
+  return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
+    using Memory = HopperMemory<kIndex>;
+    static const bool has_kernels = has_code(attention_hopper_forward_kernel<T, false, kIndex>) &&
+                                    has_code(attention_hopper_forward_kernel<T, true, kIndex>);
+    is_there = has_kernels;
+    if (!is_there) return cudaSuccess;
+    int most_blocks = INT32_MAX;
+    if (shares_blocks(params))
+      MEGASOFTMAX_RETURN_IF_ERROR(attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+    const auto kernel = is_plain(params) ? attention_hopper_forward_kernel<T, true, kIndex>
+                                         : attention_hopper_forward_kernel<T, false, kIndex>;
+    // Before the maps: it gives a new thread its context.
+    MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+    TensorMaps maps;
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+    return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
+                            most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
+  });
+}
+
+template <class T>
+cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
+                                               cudaStream_t stream, bool& is_there) {
+  return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
+    using Memory = HopperBackwardMemory<kIndex>;
+    static const bool has_kernels = has_code(attention_hopper_backward_kernel<T, false, kIndex>) &&
+                                    has_code(attention_hopper_backward_kernel<T, true, kIndex>);
+    is_there = has_kernels;
+    if (!is_there) return cudaSuccess;
+    Strided sums;
+    sums.data = params.query_gradient_sum;
+    sums.query_stride = params.head_dim;
+    sums.head_stride = int64_t{params.queries} * sums.query_stride;
+    sums.batch_stride = params.heads * sums.head_stride;
+    BackwardTensorMaps maps;
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
+    MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(
+        maps.output_gradient, params, params.output_gradient, params.value_dim, Memory::kQueries));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+    return launch_with_maps(is_plain(params) ? attention_hopper_backward_kernel<T, true, kIndex>
+                                             : attention_hopper_backward_kernel<T, false, kIndex>,
+                            divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
+                            Memory::kThreads, Memory::kBytes, stream, params, maps);
+  });
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,342 @@
+#pragma once
+// The same as sm80/forward.cuh on Hopper, by products of warpgroups and tensor copies.
+//
+// A block takes one tile of queries, or several one after the other. One of its warps only copies,
+// ahead over the end of a tile. Each other warpgroup has 64 queries. It starts the product with the
+// next keys, then that of the weights before with their values, and makes weights while the latter
+// runs.
+
+#include "../../common/vector.cuh"
+#include "../dropping.cuh"
+#include "../exclusion.cuh"
+#include "../limits.h"
+#include "../online_softmax.cuh"
+#include "../sm80/tile.cuh"
+#include "../tile_of_queries.cuh"
+#include "ptx.cuh"
+
+namespace megasoftmax {
+
+// Boxes of 64 columns: of 64 queries, and of the keys of a tile.
+struct TensorMaps {
+  CUtensorMap query, key, value;
+};
+
+template <int kIndex>
+struct HopperMemory {
+  static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
+  static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
+  static constexpr int kThreads = kTile.threads(), kStages = 2;
+  static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
+
+  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; barriers.
+  static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
+  static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
+  static constexpr int kKeyBytes = kPanels * kPanelBytes;
+  static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
+  static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kResultsAt = kValuesAt + kStages * kKeyBytes;
+  static constexpr int kBarriersAt = kResultsAt + kWarpgroups * kQueryBytes;
+  static constexpr int kBytes = kBarriersAt + 8 * (2 + 4 * kStages);
+
+  uint32_t address;
+
+  __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
+  __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
+  __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kKeyBytes; }
+  __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
+  __device__ Barrier queries_are_there() const { return barrier(0); }
+  __device__ Barrier queries_are_used() const { return barrier(1); }
+  __device__ Barrier keys_are_there(int stage) const { return barrier(2 + stage); }
+  __device__ Barrier values_are_there(int stage) const { return barrier(2 + kStages + stage); }
+  __device__ Barrier keys_are_used(int stage) const { return barrier(2 + 2 * kStages + stage); }
+  __device__ Barrier values_are_used(int stage) const { return barrier(2 + 3 * kStages + stage); }
+};
+
+// The tiles of keys that a block takes, one after the other.
+template <int kQueries, int kKeys, bool kIsPlain>
+class TilesOfBlock {
+ public:
+  int key, end;  // the first key of the tile at hand; none is left from `end` on
+  int step;      // how many the block took before
+
+  __device__ TilesOfBlock(const AttentionParams& params, const TileOfQueries& block, int step)
+      : step(step) {
+    const int last_query = min(block.first_query + kQueries, params.queries) - 1;
+    end = visible_keys(params, last_query).end;
+    int seen = visible_keys(params, block.first_query).begin / kNoteTile * kNoteTile;
+    if constexpr (!kIsPlain)
+      seen = tiles_.from(params, block.batch, block.head, block.first_query, seen);
+    go_to(seen);
+  }
+  __device__ bool are_left() const { return key < end; }
+  __device__ void advance(const AttentionParams& params, const TileOfQueries& block) {
+    if constexpr (kIsPlain) {
+      key += kKeys;
+    } else {
+      go_to(tiles_.after(params, key + kNoteTile, [&] { return block; }));
+    }
+    ++step;
+  }
+  // By mask or range.
+  __device__ bool may_exclude() const {
+    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kNoteTile));
+  }
+
+ private:
+  // Of the key behind the last tile that is noted, the tile may begin before the end.
+  __device__ void go_to(int seen) { key = seen < end ? seen / kKeys * kKeys : end; }
+
+  [[maybe_unused]] KeyTiles<kQueries> tiles_;
+};
+
+// The tiles of queries of a block: all blocks take them in turn, every other turn in reverse, since
+// causal tiles become shorter.
+class WorkOfBlock {
+ public:
+  int turn = 0;
+
+  __device__ explicit WorkOfBlock(const AttentionParams& params)
+      : count_(static_cast<int>(params.tiles.divisor * params.heads * params.batches)) {}
+  __device__ int number() const {
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
+  }
+  __device__ bool is_left() const { return number() < count_; }
+  __device__ bool may_come() const { return turn * static_cast<int>(gridDim.x) < count_; }
+
+ private:
+  int count_;
+};
+
+template <class T, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
+    attention_hopper_forward_kernel(const __grid_constant__ AttentionForwardParams params,
+                                    const __grid_constant__ TensorMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Memory = HopperMemory<kIndex>;
+  constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
+  constexpr int kN = kKeys / 8, kColumns = kDim / 8, kSteps = kKeys / 16;
+  using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const Memory memory{shared_address(shared_memory)};
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
+
+  if (threadIdx.x == 0) {
+    memory.queries_are_there().init(1);
+    memory.queries_are_used().init(4 * kWarpgroups);
+    for (int stage = 0; stage < kStages; ++stage) {
+      memory.keys_are_there(stage).init(1);
+      memory.values_are_there(stage).init(1);
+      memory.keys_are_used(stage).init(4 * kWarpgroups);
+      memory.values_are_used(stage).init(4 * kWarpgroups);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  WorkOfBlock work(params);
+  int first_step = 0;
+
+  if (warpgroup < 0) {
+    give_registers<Memory::kTile.copier_registers>();
+    if (threadIdx.x >= 32) return;
+    const bool is_first = threadIdx.x == 0;
+    for (int done = 0; work.may_come(); ++work.turn) {
+      if (!work.is_left()) continue;
+      const TileOfQueries block(params, kQueries, work.number());
+      int key_head, rest;
+      params.heads_per_key_head.split(block.head, key_head, rest);
+      const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
+                            int head, int row) {
+        start_copy_of_panels<Memory::kPanels>(shared, map, barrier, rows, row, head, block.batch);
+      };
+      memory.queries_are_used().wait((done & 1) ^ 1);
+      if (is_first) {
+        memory.queries_are_there().arrive_and_expect(kWarpgroups * Memory::kQueryBytes);
+        for (int i = 0; i < kWarpgroups; ++i)
+          copy(memory.queries(i), maps.query, memory.queries_are_there(), 64, block.head,
+               block.first_query + 64 * i);
+      }
+      ++done;
+      const auto fill = [&](uint32_t shared, const CUtensorMap& map, Barrier there, Barrier used,
+                            int step, int key) {
+        used.wait((step / kStages & 1) ^ 1);
+        if (!is_first) return;
+        there.arrive_and_expect(Memory::kKeyBytes);
+        copy(shared, map, there, kKeys, key_head, key);
+      };
+      Tiles tiles(params, block, first_step);
+      for (; tiles.are_left(); tiles.advance(params, block)) {
+        const int stage = tiles.step % kStages;
+        fill(memory.keys(stage), maps.key, memory.keys_are_there(stage),
+             memory.keys_are_used(stage), tiles.step, tiles.key);
+        fill(memory.values(stage), maps.value, memory.values_are_there(stage),
+             memory.values_are_used(stage), tiles.step, tiles.key);
+      }
+      first_step = tiles.step;
+    }
+    return;
+  }
+
+  take_registers<Memory::kTile.registers>();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
+  const FirstElement mine;
+  const auto release = [&](Barrier barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+  const auto wait_for = [&](auto&& barrier_of_stage, int step) {
+    barrier_of_stage(step % kStages).wait(step / kStages & 1);
+  };
+  const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
+  const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
+
+  for (int done = 0; work.may_come(); ++work.turn) {
+    if (!work.is_left()) continue;
+    const TileOfQueries block(params, kQueries, work.number());
+    const int group_query = block.first_query + 64 * warpgroup;
+    const int warp_query = group_query + 16 * warp_in_group;
+    // Of these keys all queries of the warpgroup see all, by length and window.
+    int all_visible_begin, all_visible_end;
+    {
+      const int last = min(group_query + 64, params.queries) - 1;
+      all_visible_begin = visible_keys(params, last).begin;
+      all_visible_end = visible_keys(params, min(group_query, last)).end - kKeys;
+    }
+    // What this lane's rows see by range.
+    [[maybe_unused]] KeyRange ranges[2];
+    if constexpr (!kIsPlain) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = warp_query + mine.row + row_offset(0, 2 * half);
+        ranges[half] =
+            visible_keys(params, block.batch, block.head, min(query, params.queries - 1));
+      }
+    }
+
+    float output[1][kColumns][4] = {};
+    float scores[1][kN][4];
+    uint32_t weights[kSteps][4];
+    float factors[2];
+    OnlineSoftmax<1> softmax(params.scale);
+
+    const auto start_scores = [&](int stage) {
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        const int panel = step / 4, offset = step % 4 * 32;
+        start_product<T>(
+            scores[0],
+            matrix_at(memory.queries(warpgroup) + panel * Memory::kQueryPanelBytes + offset, 16),
+            matrix_at(memory.keys(stage) + panel * Memory::kPanelBytes + offset, 16), step > 0);
+      }
+      end_products();
+    };
+    const auto start_output = [&](int stage) {
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        start_product<T>(output[0], weights[step],
+                         matrix_at(memory.values(stage) + step * 16 * 128, Memory::kPanelBytes));
+      end_products();
+    };
+    // Scores become weights; the output before is to be scaled by `factors`.
+    const auto weigh = [&](const Tiles& tiles) {
+      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
+      if (is_cut || tiles.may_exclude()) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Excluded<1, kN / 2> excluded;
+          excluded.template find<false, kIsPlain>(
+              params, block.batch, block.head, warp_query, tiles.key + half * kNoteTile, is_cut,
+              [&](int query, bool has_ranges) {
+                if (!has_ranges) return visible_keys(params, query);
+                return query - warp_query < 8 ? ranges[0] : ranges[1];
+              });
+          excluded.apply(reinterpret_cast<Accumulators<1, kN / 2>&>(scores[0][half * (kN / 2)]),
+                         -INFINITY);
+        }
+      }
+      factors[0] = factors[1] = 1.f;
+      softmax.template weigh<false>(scores,
+                                    [&](int, int half, float factor) { factors[half] = factor; });
+      if (!kIsPlain && params.dropout.seed != nullptr) {
+        const Dropping<false> dropping(params, block.batch, block.head);
+        dropping.template for_each_word<1, kN>(
+            warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
+              clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
+                          halves, dropping.least);
+            });
+      }
+    };
+    const auto round_weights = [&] {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
+    };
+
+    memory.queries_are_there().wait(done & 1);
+    ++done;
+    Tiles tiles(params, block, first_step);
+    if (tiles.are_left()) {
+      wait_for(keys_are_there, tiles.step);
+      start_scores(tiles.step % kStages);
+      wait_for_products<0>();
+      touch(scores[0]);
+      release(memory.keys_are_used(tiles.step % kStages));
+      weigh(tiles);
+      round_weights();
+      for (tiles.advance(params, block); tiles.are_left(); tiles.advance(params, block)) {
+        const int stage = tiles.step % kStages, before = tiles.step - 1;
+        wait_for(keys_are_there, tiles.step);
+        start_scores(stage);
+        wait_for(values_are_there, before);
+        start_output(before % kStages);
+        wait_for_products<1>();
+        touch(scores[0]);
+        release(memory.keys_are_used(stage));
+        weigh(tiles);
+        wait_for_products<0>();
+        touch(output[0]);
+        release(memory.values_are_used(before % kStages));
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
+        }
+        round_weights();
+      }
+      release(memory.queries_are_used());
+      const int last = tiles.step - 1;
+      wait_for(values_are_there, last);
+      start_output(last % kStages);
+      wait_for_products<0>();
+      touch(output[0]);
+      release(memory.values_are_used(last % kStages));
+    } else {
+      release(memory.queries_are_used());
+    }
+    first_step = tiles.step;
+
+    const float sink = sink_logit(params.sink, block.head);
+    const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowEnd row_end(softmax.max[0][half], sum_of_row(softmax.sum[0][half]), sink,
+                           params.can_exclude);
+      const int row = mine.row + row_offset(0, 2 * half);
+      if (mine.column == 0 && warp_query + row < params.queries)
+        row_end.store(params, first_row + row);
+      factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
+    }
+    store_rows<T, Tile<T, 64, kDim>>(
+        shared_memory + Memory::kResultsAt + warpgroup * Memory::kQueryBytes, 16 * warp_in_group,
+        output[0], factors, params.output.row<T>(block.batch, block.head, group_query),
+        params.output.query_stride, params.queries - group_query, params.value_dim);
+    __syncwarp();  // results may take their place again
+  }
+#endif
+}
+
+}  // namespace megasoftmax

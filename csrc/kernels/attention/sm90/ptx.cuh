@@ -1,0 +1,231 @@
+#pragma once
+// Hopper's instructions behind names: barriers in shared memory, tensor copies, and products by a
+// warpgroup, 128 threads, that run while it goes on.
+
+#include <cuda.h>
+
+#include "../../common/ptx.cuh"
+
+namespace megasoftmax {
+
+// A barrier in shared memory, whose phases have parities 0 and 1 in turn.
+struct Barrier {
+  uint32_t address;
+
+  __device__ void init(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals));
+  }
+  __device__ void arrive() const {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+  }
+  // Arrives; the phase also waits for so many bytes of copies.
+  __device__ void arrive_and_expect(int bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+                 : "memory");
+  }
+  // Until the phase of this parity is complete.
+  __device__ void wait(int parity) const {
+    asm volatile(
+        "{.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(address),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Starts to copy a box of a tensor to shared memory, which counts on the barrier; what lies beyond
+// the tensor becomes 0.
+__device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                         int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// The same of kPanels boxes beside each other, each of so many rows.
+template <int kPanels>
+__device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUtensorMap& map,
+                                                     Barrier barrier, int rows, int first_row,
+                                                     int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    start_copy_of_box(shared + panel * rows * 128, map, barrier, panel * 64, first_row, head,
+                      batch);
+}
+
+// Starts to copy bytes, a multiple of 16 from such an address to another, likewise.
+__device__ inline void start_copy_of_bytes(uint32_t shared, const void* global, int bytes,
+                                           Barrier barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier.address)
+      : "memory");
+}
+
+// Makes what this thread wrote to shared memory visible to products and tensor copies. Others may
+// start them after a barrier of the threads.
+__device__ inline void publish_writes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts to add a box in shared memory to a tensor in global memory, but for what lies beyond it.
+__device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared, int column,
+                                        int row, int head, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ inline void end_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the sums that this thread started have read shared memory.
+__device__ inline void wait_for_reads_of_sums() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Registers of each thread of a warpgroup.
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Of the threads of one warpgroup; barrier 0 is that of __syncthreads.
+__device__ inline void sync_warpgroup(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+// Of those of so many warpgroups, 0 and on.
+template <int kWarpgroups>
+__device__ inline void sync_warpgroups() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
+}
+
+// Writes four 8x8 matrices of 16-bit elements, as load_matrices reads them.
+__device__ inline void store_matrices(uint32_t shared, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
+// What comes before products that follow: registers are as they should be.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until all but the last kPending groups are done.
+template <int kPending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Tells the compiler that products may have changed these registers.
+template <int kN>
+__device__ __forceinline__ void touch(float (&results)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+    asm volatile(""
+                 : "+f"(results[n][0]), "+f"(results[n][1]), "+f"(results[n][2]),
+                   "+f"(results[n][3])::"memory");
+}
+
+// How products find a matrix in shared memory: panels of 64 columns, rows of 128 bytes swizzled as
+// tensor copies do it. `panel_bytes` counts where the columns are not what is summed over.
+__device__ inline uint64_t matrix_at(uint32_t address, int panel_bytes) {
+  const uint64_t encoded_address = (address & 0x3ffff) >> 4;
+  return encoded_address | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// The same so many bytes further on, a multiple of 16.
+__device__ inline uint64_t moved(uint64_t matrix, int bytes) {
+  const uint32_t low = static_cast<uint32_t>(matrix) + (bytes >> 4);
+  return matrix >> 32 << 32 | low;
+}
+
+#define MEGASOFTMAX_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define MEGASOFTMAX_16(d, n) \
+  MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1), MEGASOFTMAX_4(d, n + 2), MEGASOFTMAX_4(d, n + 3)
+#define MEGASOFTMAX_OF_32                                                                       \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define MEGASOFTMAX_OF_64                                                                       \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "  \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "  \
+  "%56, %57, %58, %59, %60, %61, %62, %63}"
+
+// Starts results = a b^T, or += where is_sum: a 64 x 16 and b of kN * 8 rows and 16 columns, both
+// in shared memory; or kAreTransposed, a of 16 rows and 64 columns, and b 16 rows and kN * 8
+// columns.
+template <class T, bool kAreTransposed = false, int kN>
+__device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
+                                              int is_sum) {
+  static_assert(kN == 8 || kN == 16);
+#define MEGASOFTMAX_PRODUCT_64(type)                                                           \
+  asm volatile(                                                                                \
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+      "." type " " MEGASOFTMAX_OF_32 ", %32, %33, p, 1, 1, %35, %35;}"                         \
+      : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4)                                 \
+      : "l"(a), "l"(b), "r"(is_sum), "n"(kAreTransposed))
+#define MEGASOFTMAX_PRODUCT_128(type)                                                           \
+  asm volatile(                                                                                 \
+      "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+      "." type " " MEGASOFTMAX_OF_64 ", %64, %65, p, 1, 1, %67, %67;}"                          \
+      : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4), MEGASOFTMAX_16(results, 8),     \
+        MEGASOFTMAX_16(results, 12)                                                             \
+      : "l"(a), "l"(b), "r"(is_sum), "n"(kAreTransposed))
+  if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("f16");
+    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("f16");
+  } else {
+    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("bf16");
+    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("bf16");
+  }
+#undef MEGASOFTMAX_PRODUCT_64
+#undef MEGASOFTMAX_PRODUCT_128
+}
+
+// Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns.
+template <class T, int kN>
+__device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
+                                              uint64_t b) {
+  static_assert(kN == 8 || kN == 16);
+#define MEGASOFTMAX_PRODUCT_64(type)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " MEGASOFTMAX_OF_32 \
+               ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                        \
+               : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4)                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define MEGASOFTMAX_PRODUCT_128(type)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " MEGASOFTMAX_OF_64 \
+               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                         \
+               : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4),                          \
+                 MEGASOFTMAX_16(results, 8), MEGASOFTMAX_16(results, 12)                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+  if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("f16");
+    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("f16");
+  } else {
+    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("bf16");
+    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("bf16");
+  }
+#undef MEGASOFTMAX_PRODUCT_64
+#undef MEGASOFTMAX_PRODUCT_128
+}
+
+#undef MEGASOFTMAX_4
+#undef MEGASOFTMAX_16
+#undef MEGASOFTMAX_OF_32
+#undef MEGASOFTMAX_OF_64
+
+}  // namespace megasoftmax

@@ -1,0 +1,90 @@
+#pragma once
+// What the backward pass of a row begins with: incoming gradients and probabilities. Without
+// dropout they are read. With dropout the scores are read, which are kept in place of the
+// probabilities, and what is dropped is cleared of the gradients.
+
+#include "dropping.cuh"
+#include "logits.cuh"
+
+namespace megasoftmax {
+
+template <class T>
+struct ProbabilitiesRead {
+  using Element = T;
+  static constexpr bool kDrops = false;
+  static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
+  // Of the gradients.
+  __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
+
+  __device__ ProbabilitiesRead(const BackwardParams&, const RowIndex&, const Bounds&,
+                               ChunkGrid<kPackElements<T>>) {}
+};
+
+// p = exp(scale * scores + bias - lse), rounded to T, as probabilities that are read.
+template <class T, class Mask, class Bias>
+struct ProbabilitiesMadeAgain {
+  using Element = T;
+  static constexpr bool kDrops = true;
+  static constexpr int kElements = kPackElements<T>;
+  static constexpr int blocks_per_sm(int of_regime) {
+    return Bias::blocks_per_sm(Mask::blocks_per_sm(of_regime));
+  }
+  __device__ static float factor(const BackwardParams& params) {
+    return KeptEntries::factor(params);
+  }
+
+  const BackwardParams& params;
+  Logits<T, Mask, Bias> logits;
+  KeptEntries entries;
+  float log_sum_exp;
+
+  __device__ ProbabilitiesMadeAgain(const BackwardParams& params, const RowIndex& index,
+                                    const Bounds& bounds, ChunkGrid<kElements> grid)
+      : params(params),
+        logits(params, index, bounds, grid),
+        entries(params, index),
+        log_sum_exp(params.log_sum_exp[index.row(params.shape)]) {}
+
+  // Makes probabilities of scores, 0 outside the bounds, and clears gradients that are dropped.
+  // Chunks as in Logits::of, of kLanes lanes in turn.
+  template <int kLanes, int kChunks>
+  __device__ void make(int first, Pack<T> (&gradients)[kChunks], Pack<T> (&scores)[kChunks]) const {
+    constexpr int kStride = kLanes * kElements;
+    const int end = logits.bounds.end;
+    const int column = first + static_cast<int>(threadIdx.x) % kLanes * kElements;
+    const uint32_t kept = entries.template of_batch<kLanes, kElements, kChunks>(first, end);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int begin = first + i * kStride, at = column + i * kStride;
+      float p[1][kElements] = {};
+      if (begin < end) {
+        Pack<T> raw[1] = {scores[i]};
+        logits.template of<kStride, false>(params, begin, at, raw, p);
+        to_probabilities(at, p[0]);
+      }
+      scores[i] = Pack<T>::round(p[0]);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        if ((kept >> (i * kElements + j) & 1) == 0) gradients[i].clear(j);
+      }
+    }
+  }
+
+ private:
+  __device__ void to_probabilities(int column, float (&z)[kElements]) const {
+    if (log_sum_exp > -INFINITY) {
+      const float scale = fabsf(params.scale);  // the logits have its sign
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        const float difference =
+            Bias::kPresent ? z[j] - log_sum_exp : fmaf(z[j], scale, -log_sum_exp);
+        z[j] = exp2_approximate(difference * kLog2E);
+      }
+    } else {  // as replace_special
+      const bool is_empty = log_sum_exp == -INFINITY && params.can_exclude;
+      fill_visible(is_empty ? 0.f : NAN, logits.bounds, logits.mask, column, z);
+    }
+  }
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,152 @@
+"""Attention by the CPU kernels of torch's scaled_dot_product_attention ("SDPA").
+
+They leave the log-sum-exp of each row, and their backward pass is an op. Both show where our rules
+may differ, so that the reference computes instead:
+* A log-sum-exp of NaN, where something is excluded: it may come from an excluded score, for -inf is
+  added to it, and NaN remains NaN.
+* A log-sum-exp of exactly 0, where nothing is excluded: the row may be all -inf, for which these
+  kernels return 0, and not NaN.
+* A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
+  NaN in these kernels if dp or D is not finite. It should be 0.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax.autograd.function import is_differentiated
+from megasoftmax.reference.attention import attention_backward
+from megasoftmax.reference.softmax import (
+    accumulation_dtype,
+    excluded_by_ranges,
+    excluded_by_window,
+    union,
+)
+
+_FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # 2 us less than the op of that name
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def added_to_scores(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: tuple[int, int],
+    first: Tensor | None,
+    end: Tensor | None,
+) -> Tensor | None:
+    """The bias, and -inf for what is excluded, [b or 1, h or 1, m, n]; None where neither is given.
+
+    Args:
+        query, key: [b, h, m, d], [b, hk, n, d].
+        bias: [b or 1, h or 1, m or 1, n or 1], not differentiated.
+        mask, causal, first, end: as in `attention_forward`.
+        window: (left, right).
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    excluded = union(
+        mask,
+        excluded_by_window(queries, keys, causal, *window, query.device),
+        excluded_by_ranges(first, end, keys),
+    )
+    dtype = accumulation_dtype(query.dtype)
+    if bias is not None:
+        added = bias.detach().to(dtype)
+        if excluded is not None:
+            added = torch.where(excluded, -torch.inf, added)
+    elif excluded is not None:
+        added = torch.zeros(excluded.shape, dtype=dtype).masked_fill_(excluded, -torch.inf)
+    else:
+        return None
+    return added[(None,) * (4 - added.dim())].expand(-1, -1, queries, keys)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor | None,
+    causal: bool,
+    scale: float,
+    needs_gradient: bool,
+    nothing_excluded: bool,
+) -> Tensor | None:
+    """The output of `attention_forward`, differentiable; None where the reference must compute.
+
+    Args:
+        query, key, value: as in `attention_forward`, without sizes of 0; dv = d.
+        added: from `added_to_scores`.
+        causal: with as many queries as keys.
+        scale: factor of the products.
+        needs_gradient: whether autograd records and query, key or value requires a gradient.
+        nothing_excluded: whether neither causality nor `added` was given for anything.
+    """
+    query, key, value = _with_dense_rows(query), _with_dense_rows(key), _with_dense_rows(value)
+    call = _apply if needs_gradient else _forward
+    output, lse = call(query, key, value, added, causal, scale)
+    is_right = lse.all().item() if nothing_excluded else math.isfinite(lse.sum().item())
+    return output if is_right else None
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, in memory [b, m, h, d], and the log-sum-exp [b, h, m]."""
+    output, lse = _FORWARD(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    _, heads, queries, dim = shape = output.shape
+    strides = (queries * heads * dim, dim, heads * dim, 1)
+    if output.stride() != strides:  # it lies as the query does
+        # Not a view: autograd lets no output that is a view be changed in place.
+        output = output.new_empty_strided(shape, strides).copy_(output)
+    return output, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        added: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse = _forward(query, key, value, added, causal, scale)
+        ctx.save_for_backward(query, key, value, added, output, lse)
+        ctx.parameters = causal, scale
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor | None, d_lse: None) -> Any:
+        if d_output is None:
+            return (None,) * 6
+        query, key, value, added, output, lse = ctx.saved_tensors
+        causal, scale = ctx.parameters
+        if not is_differentiated() and not torch._C._are_functorch_transforms_active():
+            found = _BACKWARD(
+                *(d_output, query, key, value, output, lse, 0.0, causal),
+                attn_mask=added,
+                scale=scale,
+            )
+            if math.isfinite(found[0].sum(dtype=lse.dtype).item()):
+                return *found, None, None, None
+        d_query, d_key, d_value, _, _ = attention_backward(
+            *(d_output, None, query, key, value, output, lse, added, None, scale, causal, -1, -1),
+            *(None, None, False, None, None, None, 1, 0.0, None, False, False, False),
+        )
+        return d_query, d_key, d_value, None, None, None
+
+
+# Function.apply without what it does for transforms of functions, which take the reference.
+_apply = super(torch.autograd.Function, _Attention).apply

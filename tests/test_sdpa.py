@@ -1,0 +1,356 @@
+"""attention on a CPU by torch's own scaled_dot_product_attention: which calls, what they give."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from inputs import bits_equal, coin, normal, tensors
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import RelativeBias, TileMask, autograd
+
+INF, NAN = torch.inf, torch.nan
+OPTIONS: dict[str, list[Any]] = {
+    "dtype": [torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    "heads": [(4, 4), (4, 2), (4, 1)],
+    "lengths": [(1, 1), (1, 9), (7, 7), (5, 13), (13, 5), (70, 70)],
+    "causal": [False, True],
+    "window": [None, (2, 0), (-1, 1), (3, -1)],
+    "mask": [None, "pairs", "keys", "per head", "tiles"],
+    "bias": [None, "pairs", "keys", "one", "relative", "float32"],
+    "visible": [None, "first", "both"],
+    "layout": ["plain", "tokens first", "dimension apart"],
+    "scale": [None, 0.3, 4.0],
+}
+
+
+def _combinations(count: int) -> list[dict[str, Any]]:
+    """Random ones, and every option alone beside the first of all others."""
+    generator = random.Random(0)
+    first = {name: values[0] for name, values in OPTIONS.items()} | {"lengths": (7, 7)}
+    alone = [first | {name: value} for name, values in OPTIONS.items() for value in values]
+    return alone + [
+        {name: generator.choice(values) for name, values in OPTIONS.items()} for _ in range(count)
+    ]
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    if layout == "tokens first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor.mT.contiguous().mT if layout == "dimension apart" else tensor
+
+
+def _arguments(choice: dict[str, Any]) -> dict[str, Any]:
+    (m, n), heads, dtype = choice["lengths"], choice["heads"][0], choice["dtype"]
+    shapes = {"pairs": (m, n), "keys": (2, 1, 1, n), "per head": (2, heads, m, n), "one": ()}
+    arguments = {name: choice[name] for name in ("causal", "window", "scale")}
+    if choice["mask"] == "tiles":
+        blocks = coin(1, 1, -(-m // 64), -(-n // 64), device="cpu")
+        arguments["mask"] = TileMask.from_blocks(blocks, 64)
+    elif choice["mask"] is not None:
+        arguments["mask"] = coin(*shapes[choice["mask"]], device="cpu")
+    if choice["bias"] == "relative":
+        table = normal(heads, m + n - 1, device="cpu", dtype=dtype, seed=4)
+        arguments["bias"] = RelativeBias(table)
+    elif choice["bias"] == "float32":
+        arguments["bias"] = normal(1, heads, m, n, device="cpu", seed=4)
+    elif choice["bias"] is not None:
+        shape = shapes[choice["bias"]]
+        arguments["bias"] = normal(*shape, device="cpu", dtype=dtype, seed=4)
+    first = torch.arange(2)[:, None, None].expand(2, 1, m) - 1
+    end = torch.full((m,), max(n - 2, 0), dtype=torch.int32)
+    arguments["visible"] = {None: None, "first": (first, None), "both": (first, end)}[
+        choice["visible"]
+    ]
+    return arguments
+
+
+@pytest.fixture
+def by_sdpa(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that torch's attention was given: whether its result was taken."""
+    taken: list[bool] = []
+    attend = autograd.sdpa.attention
+
+    def noted(*args: Any, **options: Any) -> Tensor | None:
+        output = attend(*args, **options)
+        taken.append(output is not None)
+        return output
+
+    monkeypatch.setattr(autograd.sdpa, "attention", noted)
+    return taken
+
+
+def _both_passes(
+    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], gradient: Tensor
+) -> list[Tensor]:
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    output = call(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("choice", _combinations(150), ids=lambda c: " ".join(map(str, c.values())))
+def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) -> None:
+    plain = tensors(
+        "cpu", choice["dtype"], heads=choice["heads"], lengths=choice["lengths"], dims=(16, 16)
+    )
+    q, k, v = inputs = tuple(_laid_out(each, choice["layout"]) for each in plain)
+    arguments = _arguments(choice)
+    found_reasons = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, **arguments)
+    assert (found_reasons.runs, found_reasons.against_sdpa) == ("SDPA", ())
+    gradient = normal(*q.shape, device="cpu", dtype=choice["dtype"], seed=5)
+
+    def call(fused: bool | None) -> Callable[..., Tensor]:
+        return lambda *given: megasoftmax.attention(*given, **arguments, fused=fused)
+
+    found = _both_passes(call(None), inputs, gradient)
+    assert by_sdpa == [True]
+    bias = arguments["bias"] = arguments.get("bias")
+    if isinstance(bias, RelativeBias):
+        arguments["bias"] = RelativeBias(bias.table.double())
+    of_reference = _both_passes(call(False), inputs, gradient)
+    doubles = tuple(each.double() for each in inputs)
+    exact = _both_passes(call(False), doubles, gradient.double())
+    # float64 has nothing more exact beside it, and differences of gradients lose digits.
+    eps = 1e-13 if choice["dtype"] == torch.float64 else torch.finfo(choice["dtype"]).eps
+    for ours, plainly, expected in zip(found, of_reference, exact, strict=True):
+        assert ours.dtype == plainly.dtype
+        size = float(expected.norm())
+        if size < 1e-9:  # a gradient that is 0 but for rounding
+            assert float(ours.double().norm()) <= 100 * eps
+            continue
+        error, of_plain = (_relative_error(each, expected) for each in (ours, plainly))
+        assert error <= max(2 * of_plain, 16 * eps)
+    rows = exact[0].abs().sum(-1) == 0
+    assert torch.equal(found[0].abs().sum(-1) == 0, rows)
+    assert found[0].transpose(1, 2).is_contiguous()
+
+
+# Which way runs, and why
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scale": 0.0}, "scale: expected above 0, got 0.0"),
+        ({"scale": -0.5}, "scale: expected above 0, got -0.5"),
+        ({"sink": 0.0}, "sink: expected None, got one"),
+        ({"dropout": 0.5}, "dropout: expected 0, got 0.5"),
+        ({"return_lse": True}, "return_lse: expected False, got True"),
+        (
+            {"bias": torch.zeros(5, 13, requires_grad=True)},
+            "gradient of bias: expected none, got one that is required",
+        ),
+        (
+            {"bias": torch.zeros(2, 2, 5, 13)},
+            "batches and heads of bias: expected 1, or (2, 4), got 2, 2",
+        ),
+        (
+            {"bias": RelativeBias(torch.zeros(2, 2, 17))},
+            "batches and heads of bias: expected 1, or (2, 4), got 2, 2",
+        ),
+    ],
+)
+def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu")
+    found = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, **options)
+    assert [*map(str, found.against_sdpa)] == [reason]
+    assert found.runs == "reference"
+    assert found[0] == megasoftmax.Reason("device", "cpu", "a CUDA device")
+    megasoftmax.attention(q, k, v, **options)
+    assert by_sdpa == []
+
+
+def test_takes_the_reference_for_sizes() -> None:
+    def against(*given: Tensor, **options: Any) -> list[str]:
+        reasons = megasoftmax.why_not_fused(megasoftmax.attention, *given, **options)
+        return [*map(str, reasons.against_sdpa)]
+
+    assert against(*tensors("cpu", dims=(8, 16))) == ["head dimension of value: expected 8, got 16"]
+    assert against(*tensors("cpu", lengths=(5, 0))) == [
+        "sizes of query and keys: expected at least 1, got (2, 4, 5, 8, 0)"
+    ]
+    q = torch.zeros(1).expand(1, 2, 2**13, 8)
+    mask = torch.zeros(1, dtype=torch.bool)
+    assert against(q, q, q, causal=True) == []
+    assert against(q, q, q, mask=mask.expand(1, 1, 2**13, 2**13)) == []
+    assert against(q, q, q, mask=mask.expand(1, 2, 2**13, 2**13)) == [
+        "entries that join the scores: expected at most 67108864, got 134217728"
+    ]
+
+
+def test_documents_one_after_the_other(by_sdpa: list[bool]) -> None:
+    q, k, v = (normal(10, 4, 8, device="cpu", seed=seed) for seed in range(3))
+    offsets = torch.tensor([0, 3, 10])
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention_varlen, q, k, v, offsets, causal=True)
+    assert reasons.runs == "SDPA"
+    found, expected = (
+        megasoftmax.attention_varlen(q, k, v, offsets, causal=True, fused=fused)
+        for fused in (None, False)
+    )
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous()
+    assert by_sdpa == [True]
+
+
+def test_bias_without_its_gradient(by_sdpa: list[bool]) -> None:
+    bias = torch.zeros(5, 13, requires_grad=True)
+    with torch.no_grad():
+        megasoftmax.attention(*tensors("cpu"), bias=bias)
+    assert by_sdpa == [True]
+
+
+@pytest.mark.parametrize("function", ["softmax", "softmax_topk"])
+def test_other_functions_have_no_sdpa(function: str) -> None:
+    options = {"k": 2} if function == "softmax_topk" else {}
+    found = megasoftmax.why_not_fused(getattr(megasoftmax, function), torch.zeros(3, 4), **options)
+    assert found.runs == "reference"
+    assert [*map(str, found.against_sdpa)] == [f"function: expected attention, got {function}"]
+
+
+def test_fused_decides(by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu")
+    megasoftmax.attention(q, k, v, fused=False)
+    with pytest.raises(ValueError, match=r"fused: cannot be True here\. device: expected a CUDA"):
+        megasoftmax.attention(q, k, v, fused=True)
+    assert by_sdpa == []
+    megasoftmax.attention(q, k, v)
+    assert by_sdpa == [True]
+
+
+# Where the rules differ the reference computes
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("by", ["mask", "causal", "window", "bias"])
+def test_excluded_scores_that_are_not_finite(by: str, value: float, by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu", heads=(2, 2), lengths=(6, 6))
+    k[0, 0, 5, 0] = value
+    excluded = torch.zeros(6, 6, dtype=torch.bool)
+    excluded[:, 5] = True
+    options: dict[str, Any] = {
+        "mask": {"mask": excluded},
+        "causal": {"causal": True},
+        "window": {"window": (1, 0)},
+        "bias": {"mask": excluded, "bias": torch.where(excluded, -INF, 0.5)},
+    }[by]
+    gradient = normal(*q.shape, device="cpu", seed=5)
+    found, expected = (
+        _both_passes(
+            lambda *given, fused=fused: megasoftmax.attention(*given, **options, fused=fused),
+            (q, k, v),
+            gradient,
+        )
+        for fused in (None, False)
+    )
+    for ours, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert found[0][0, 0, :5].isfinite().all()
+    assert len(by_sdpa) == 1
+
+
+def test_plain_row_of_minus_infinity(by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu", heads=(2, 2))
+    q[0, 0, 1], k[0, 0] = INF, -k[0, 0].abs()
+    output = megasoftmax.attention(q, k, v)
+    assert by_sdpa == [False]
+    assert output[0, 0, 1].isnan().all()
+    assert output.isnan().sum() == 8
+    assert (
+        megasoftmax.attention(q, k, v, mask=torch.zeros(1, dtype=torch.bool))[0, 0, 1].eq(0).all()
+    )
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_incoming_gradient_that_is_not_finite(value: float, by_sdpa: list[bool]) -> None:
+    """What a query does not see gets none of it through the scores."""
+    q, k, v = tensors("cpu", heads=(2, 2), lengths=(6, 6))
+    gradient = normal(*q.shape, device="cpu", seed=5)
+    gradient[0, 0, 2, 0] = value
+    found, expected = (
+        _both_passes(
+            lambda *given, fused=fused: megasoftmax.attention(*given, causal=True, fused=fused),
+            (q, k, v),
+            gradient,
+        )
+        for fused in (None, False)
+    )
+    for ours, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert found[2][0, 0, 3:].isfinite().all()
+    assert by_sdpa == [True]
+
+
+# Derivatives, transforms, bits
+
+
+def test_second_derivative() -> None:
+    q, k, v = (each.requires_grad_() for each in tensors("cpu", torch.float64, lengths=(3, 4)))
+    mask = coin(2, 1, 3, 4, device="cpu")
+
+    def call(*given: Tensor) -> Tensor:
+        return megasoftmax.attention(*given, mask=mask)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "compile"])
+def test_transforms(transform: str, by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu")
+
+    def ours(query: Tensor) -> Tensor:
+        return megasoftmax.attention(query, k, v, causal=True)
+
+    def plain(query: Tensor) -> Tensor:
+        return megasoftmax.attention(query, k, v, causal=True, fused=False)
+
+    def apply(function: Callable[[Tensor], Tensor]) -> Any:
+        if transform == "grad":
+            return torch.func.grad(lambda query: function(query).square().sum())(q)
+        if transform == "vmap":
+            return torch.vmap(function)(torch.stack([q, 2 * q]))
+        if transform == "jvp":
+            return torch.func.jvp(function, (q,), (torch.ones_like(q),))
+        return torch.compile(function, fullgraph=True, backend="eager")(q)
+
+    torch.testing.assert_close(apply(ours), apply(plain))
+    assert by_sdpa == []
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+def test_same_bits_from_run_to_run(heads: tuple[int, int]) -> None:
+    q, k, v = tensors("cpu", heads=heads, lengths=(150, 150), dims=(16, 16))
+    gradient = normal(*q.shape, device="cpu", seed=5)
+
+    def run() -> list[Tensor]:
+        return _both_passes(lambda *t: megasoftmax.attention(*t, causal=True), (q, k, v), gradient)
+
+    first = run()
+    for _ in range(4):
+        assert all(itertools.starmap(bits_equal, zip(run(), first, strict=True)))
+
+
+def test_output_may_be_changed_in_place() -> None:
+    q, k, v = (each.requires_grad_() for each in tensors("cpu", lengths=(5, 5)))
+    for query in (q, _laid_out(q, "tokens first")):
+        output = megasoftmax.attention(query, k, v)
+        output.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_autocast() -> None:
+    q, k, v = tensors("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        output = megasoftmax.attention(q, k, v)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, expected)
