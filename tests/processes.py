@@ -30,8 +30,7 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
 
 def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:
     """Makes fused=True run through the ops where there are no kernels, in any type."""
-    constraints = ("_device", "_compiled_part", "_dtype", "_attention_dtype", "_softmax_dropout")
-    for constraint in constraints:
+    for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
         setattr(dispatch, constraint, lambda *_: None)
 
 

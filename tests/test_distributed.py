@@ -420,6 +420,7 @@ LENGTHS = {
     3: [(4, 4, 3), (3, 0, 8), (0, 0, 5), (5, 0, 0), (0, 7, 0)],
 }
 ALIKE = {1: (11,), 2: (5, 5), 3: (4, 4, 4)}  # as `lengths` need not say
+ZIGZAG = {1: (12,), 2: (8, 8), 3: (6, 6, 6)}
 
 Ring = dict[str, Any]
 
@@ -503,14 +504,30 @@ def nothing_left(tokens: int) -> Tensor:
 OF_TOKENS = ("query", "key", "value")
 
 
-def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, device: str) -> Ring:
+Case = tuple[str, str, tuple[int, ...]]  # of RINGS, the order, the tokens of each rank
+
+
+def cases_of_rings(world: int) -> list[Case]:
+    contiguous = [
+        (name, "contiguous", lengths)
+        for name in RINGS
+        for lengths in (*LENGTHS[world], ALIKE[world])
+    ]
+    names = (name for name in RINGS if name != "two queries for a key")
+    return contiguous + [(name, "zigzag", ZIGZAG[world]) for name in names]
+
+
+def run_ring(given: Ring, group: Any, case: Case, rank: int, device: str) -> Ring:
     """Results and gradients of one rank; without a group, of the whole sequence."""
+    _, order, lengths = case
     tokens, start, length = sum(lengths), sum(lengths[:rank]), lengths[rank]
     given = cast(given, dtype_on(device, True))
     queries = given["query"].shape[2]
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         """Of what each token has one or several of."""
+        if group is not None and order == "zigzag":
+            return megasoftmax.zigzag_chunk(tensor, len(lengths), dim)[rank].to(device)
         each = tensor.shape[dim] // tokens
         return tensor.narrow(dim, each * start, each * length).to(device, copy=True)
 
@@ -540,7 +557,7 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
     else:
         alike = len(set(lengths)) == 1
         output, lse = megasoftmax.ring_attention(
-            *tensors, **given, group=group, lengths=None if alike else lengths
+            *tensors, **given, group=group, order=order, lengths=None if alike else lengths
         )
     assert output.transpose(1, 2).is_contiguous()
     grads = [
@@ -552,13 +569,49 @@ def run_ring(given: Ring, group: Any, lengths: tuple[int, ...], rank: int, devic
     return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
 
-def joined(name: str, parts: list[Tensor], wanted: Tensor) -> Tensor:
+def joined(name: str, order: str, parts: list[Tensor], wanted: Tensor) -> Tensor:
     """What the ranks found, as one process has it."""
+    join = megasoftmax.zigzag_cat if order == "zigzag" else torch.cat
     if name == "lse":
-        return torch.cat(parts, 2)
+        return join(parts, 2)
     if name in ("output", *OF_TOKENS) or (name == "bias" and wanted.shape[-2] != 1):
-        return torch.cat(parts, -2)
+        return join(parts, -2)
     return sum(parts[1:], parts[0])
+
+
+class _Work(TorchDispatchMode):
+    """How many pairs of a query and a key the ops of attention are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if function.namespace == "megasoftmax":
+            names = (argument.name for argument in function._schema.arguments)
+            given = dict(zip(names, args, strict=False))
+            queries, keys = (given[name].shape[2] for name in ("query", "key"))
+            right = given["window_right"] if given["window_right"] >= 0 else queries
+            ends = (i + keys - queries + right + 1 for i in range(queries))
+            self.pairs += sum(min(end, keys) for end in ends)
+        return function(*args, **(kwargs or {}))
+
+
+TOKENS_AT_WORK = 8  # of each rank
+
+
+def work(order: str, device: str, group: Any) -> int:
+    """Of one rank, forward and backward, of a causal ring."""
+    tensors = [
+        double(1, 1, TOKENS_AT_WORK, 8, seed=i).to(device, torch.bfloat16).requires_grad_()
+        for i in range(3)
+    ]
+    with _Work() as counted:
+        output, _ = megasoftmax.ring_attention(
+            *tensors, group=group, order=order, causal=True, fused=True
+        )
+        output.sum().backward()
+    return counted.pairs
 
 
 def kept_for_backward(device: str, group: Any) -> int:
@@ -583,6 +636,7 @@ def messages(device: str, group: Any) -> list[str]:
     tensor = query.clone().requires_grad_()
     output, _ = megasoftmax.ring_attention(tensor, query, query, group=group)
     table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
+    in_zigzag = partial(megasoftmax.ring_attention, group=group, order="zigzag")
     sharded = distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),)))
     refused: list[Callable[[], Any]] = [
         lambda: megasoftmax.ring_attention(fewer, query, query, group=group, causal=True),
@@ -594,6 +648,10 @@ def messages(device: str, group: Any) -> list[str]:
         lambda: megasoftmax.ring_attention(sharded, sharded, sharded, group=group),
         lambda: torch.autograd.grad(output.sum(), tensor, create_graph=True),
         lambda: megasoftmax.softmax_topk(sharded, 2, group=group),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, order="striped"),
+        lambda: in_zigzag(fewer, fewer, fewer),
+        lambda: in_zigzag(query, query, query, lengths=[4, 2] if group.rank() == 0 else [2, 4]),
+        lambda: in_zigzag(fewer, query, query),
     ]
     said = []
     for call in refused:
@@ -665,7 +723,7 @@ def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded parameters": losses(model, tokens[rank::world])}
 
     # Through attention itself, which on CPUs transformers is otherwise not given
-    integration.runs_fused = lambda query, *_: shapes.append(tuple(query.shape)) or True
+    integration.takes_attention = lambda query, *_: shapes.append(tuple(query.shape)) or True
     if rank == 0:
         whole.save_pretrained(folder / "llama")
     torch.distributed.barrier()
@@ -692,10 +750,10 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "splits": {name: run_split(split, mesh) for name, split in SPLITS.items()},
         "rings": {
-            (name, lengths): run_ring(make(sum(lengths)), group, lengths, rank, device)
-            for name, make in RINGS.items()
-            for lengths in (*LENGTHS[world], ALIKE[world])
+            case: run_ring(RINGS[case[0]](sum(case[2])), group, case, rank, device)
+            for case in cases_of_rings(world)
         },
+        "work": {order: work(order, device, group) for order in ("contiguous", "zigzag")},
         "kept": kept_for_backward(device, group),
         "messages": messages(device, group),
     }
@@ -760,9 +818,8 @@ def test_compiled_dtensors(ranks, name):
         check_split(name, found["compiled"][name], "cpu")
 
 
-def check_ring(
-    name: str, lengths: tuple[int, ...], ranks: list[dict[str, Any]], device: str
-) -> None:
+def check_ring(case: Case, ranks: list[dict[str, Any]], device: str) -> None:
+    name, order, lengths = case
     tokens = sum(lengths)
     made = RINGS[name](tokens)
     dtype = cast(made, dtype_on(device, True))["query"].dtype
@@ -771,21 +828,36 @@ def check_ring(
         key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in whole.items()
     }
-    wanted = run_ring(doubled, None, (tokens,), 0, "cpu")
-    found = [rank["rings"][name, lengths] for rank in ranks]
+    wanted = run_ring(doubled, None, (name, order, (tokens,)), 0, "cpu")
+    found = [rank["rings"][case] for rank in ranks]
     assert found[0].keys() == wanted.keys()
     for what, value in wanted.items():
-        actual = joined(what, [each[what] for each in found], value)
+        actual = joined(what, order, [each[what] for each in found], value)
         check(f"{name}: {what}", actual, value, dtype)
 
 
 @pytest.mark.parametrize(
-    ("world", "lengths"),
-    [(world, each) for world in WORLDS for each in (*LENGTHS[world], ALIKE[world])],
+    "case",
+    [case for world in WORLDS for case in cases_of_rings(world)],
+    ids=lambda case: "-".join(map(str, case)),
 )
-@pytest.mark.parametrize("name", RINGS)
-def test_ring(ranks, world, lengths, name):
-    check_ring(name, lengths, ranks(world), "cpu")
+def test_ring(ranks, case):
+    check_ring(case, ranks(len(case[2])), "cpu")
+
+
+def check_work(ranks: list[dict[str, Any]]) -> None:
+    """What causality leaves is computed once, forward and backward, and nothing else."""
+    tokens = TOKENS_AT_WORK * len(ranks)
+    in_zigzag = [rank["work"]["zigzag"] for rank in ranks]
+    contiguous = [rank["work"]["contiguous"] for rank in ranks]
+    assert sum(in_zigzag) == sum(contiguous) == 2 * (tokens * (tokens + 1) // 2)
+    assert max(in_zigzag) == min(in_zigzag)
+    assert max(contiguous) > len(ranks) * min(contiguous)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_zigzag_gives_all_ranks_the_same_work(ranks, world):
+    check_work(ranks(world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -799,8 +871,13 @@ def test_what_a_ring_keeps(ranks, world):
 def test_messages(ranks):
     for number, rank in enumerate(ranks(2)):
         lengths = f"lengths: expected 2 integers from 0 on, 4 at {number}"
+        queries = (
+            "query: expected as many queries as keys, 4, with causal, window, a RelativeBias or "
+            "order='zigzag'"
+        )
+        order = "order: expected as many keys on each rank, an even number, with 'zigzag'"
         assert [message.split(", got")[0] for message in rank["messages"]] == [
-            "query: expected as many queries as keys, 4, with causal, window or a RelativeBias",
+            queries,
             lengths,
             lengths,
             "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
@@ -810,6 +887,10 @@ def test_messages(ranks):
             "query: expected the part of this rank, to_local()",
             "ring_attention: expected to be differentiated once",
             "group: expected None for a DTensor",
+            "order: expected 'contiguous' or 'zigzag'",
+            order,
+            order,
+            queries,
         ]
 
 
@@ -1037,7 +1118,9 @@ def test_both_ends_of_a_ring_agree(world, monkeypatch):
         ranks = []
         for rank in range(world):
             operations.clear()
-            ring = context_parallel.Ring(SimpleNamespace(rank=lambda rank=rank: rank), lengths)
+            ring = context_parallel.Ring(
+                SimpleNamespace(rank=lambda rank=rank: rank), lengths, zigzag=False
+            )
             keys = torch.zeros(2, 3, lengths[rank], 4)
             owners = [owner for owner, _ in context_parallel._round(ring, keys, keys[..., :1])]
             assert owners == [(rank - step) % world for step in range(world)]
@@ -1062,11 +1145,77 @@ def ring_of_one() -> Iterator[Any]:
 
 
 def test_ring_of_one(ring_of_one):
-    for name, make in RINGS.items():
+    for case in cases_of_rings(1):
+        name, _, (tokens,) = case
         if "through the ops" not in name:
-            lengths = (TOKENS,)
-            found = run_ring(make(TOKENS), ring_of_one, lengths, 0, "cpu")
-            check_ring(name, lengths, [{"rings": {(name, lengths): found}}], "cpu")
+            found = run_ring(RINGS[name](tokens), ring_of_one, case, 0, "cpu")
+            check_ring(case, [{"rings": {case: found}}], "cpu")
+
+
+def test_zigzag_order():
+    """Ranks 0, 1 and 2 hold parts 0 and 5, 1 and 4, 2 and 3; a token has any number of entries."""
+    ids = torch.arange(12)
+    parts = megasoftmax.zigzag_chunk(ids, 3, 0)
+    assert [part.tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert torch.equal(megasoftmax.zigzag_cat(parts, -1), ids)
+    hidden = double(2, 12, 5, seed=0).requires_grad_()
+    joined = megasoftmax.zigzag_cat(megasoftmax.zigzag_chunk(hidden, 2, 1), 1)
+    assert torch.equal(joined, hidden)
+    (gradient,) = torch.autograd.grad(joined.sin().sum(), hidden)
+    assert torch.equal(gradient, hidden.cos())
+    nothing = megasoftmax.zigzag_chunk(ids[:0], 2, 0)
+    assert [part.shape for part in (*nothing, megasoftmax.zigzag_cat(nothing, 0))] == [(0,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x: megasoftmax.zigzag_chunk(x, 4, 1),
+            ValueError,
+            "tensor: expected a multiple of 2 * ranks, 8, in dimension 1, got shape (2, 12); "
+            "pad the sequence",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_chunk(x, 0, 1),
+            ValueError,
+            "ranks: expected an integer from 1 on, got 0",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_chunk(x, 2.0, 1),
+            TypeError,
+            "ranks: expected an integer from 1 on, got float",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_chunk(x, 2, 2),
+            ValueError,
+            "dim: expected a dimension of tensor, (2, 12), got 2",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_cat([x], -3),
+            ValueError,
+            "dim: expected a dimension of tensors[0], (2, 12), got -3",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_cat([], 0),
+            ValueError,
+            "tensors: expected at least one, got none",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_cat([x[:, 1:]], 1),
+            ValueError,
+            "tensors[0]: expected an even size of dimension 1, got shape (2, 11)",
+        ),
+        (
+            lambda x: megasoftmax.zigzag_cat([x, x[:, 2:]], 1),
+            ValueError,
+            "tensors[1]: expected shape (2, 12), as tensors[0], got (2, 10)",
+        ),
+    ],
+)
+def test_messages_of_zigzag_order(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call(torch.zeros(2, 12))
 
 
 def test_ring_under_autocast(ring_of_one):
@@ -1182,9 +1331,9 @@ def test_on_several_gpus(world, tmp_path):
     for rank in ranks:
         for name in SPLITS:
             check_split(name, rank["splits"][name], "cuda")
-    for name in RINGS:
-        for lengths in (*LENGTHS[world], ALIKE[world]):
-            check_ring(name, lengths, ranks, "cuda")
+    for case in cases_of_rings(world):
+        check_ring(case, ranks, "cuda")
+    check_work(ranks)
     if ranks[0].get("models") is not None:
         wanted = losses(llama().cuda(), batch().cuda())
         found = [rank["models"] for rank in ranks]

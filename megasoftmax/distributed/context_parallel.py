@@ -1,7 +1,7 @@
-"""Attention over a sequence of which each rank of a process group has a part.
+"""Attention over a sequence of which each rank of a process group has one part, or two.
 
-Queries stay where they are; keys and values go round in a ring, from each rank to the next. What a
-rank's queries make of the keys of one rank, a block, is an output and a log-sum-exp; the ranks'
+Queries stay where they are; keys and values go round in a ring, from each rank to the next. What
+the queries of one part make of the keys of another, a block, is an output and a log-sum-exp; these
 are merged one after the other. The backward pass sends keys and values round once more, and their
 gradients with them, to which every rank adds its share. Beside its own, a rank has the keys of two
 ranks at a time.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megasoftmax import reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
+from megasoftmax.distributed.zigzag import parts_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -95,19 +96,40 @@ def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             )
 
 
+class _Part(NamedTuple):
+    """Tokens of a rank, queries or keys, that follow each other in the sequence."""
+
+    number: int  # among the parts of all ranks
+    start: int  # the position of its first token in the sequence
+    begin: int  # of its first token among those of the rank
+    length: int
+
+
 class Ring(NamedTuple):
-    """The ranks in the order in which they hold the sequence."""
+    """Which tokens of the sequence each rank holds."""
 
     group: "ProcessGroup"
     lengths: tuple[int, ...]  # of the keys of each rank
+    zigzag: bool  # a rank holds two parts, as `parts_of_rank` says; else one, in the order of ranks
 
     @property
     def rank(self) -> int:
         return self.group.rank()
 
-    def start(self, rank: int) -> int:
-        """The position of a rank's first key in the sequence."""
-        return sum(self.lengths[:rank])
+    def parts(self, rank: int, tokens: int) -> list[_Part]:
+        """Those of a rank, which has so many queries or keys."""
+        if not self.zigzag:
+            return [_Part(rank, sum(self.lengths[:rank]), 0, tokens)]
+        length = tokens // 2
+        return [
+            _Part(number, number * length, i * length, length)
+            for i, number in enumerate(parts_of_rank(rank, len(self.lengths)))
+        ]
+
+    def number(self, of_queries: _Part, of_keys: _Part) -> int:
+        """That of a block among all pairs of parts."""
+        parts = len(self.lengths) * (2 if self.zigzag else 1)
+        return of_queries.number * parts + of_keys.number
 
 
 class Options(NamedTuple):
@@ -145,7 +167,7 @@ def attention(
         bias, mask, first, end, sink: the same; of this rank's queries and the keys of all ranks. A
             table is one of all queries and all keys.
         seed: of this rank, or None where options.dropout is 0. A block's own is as many more as its
-            number among the pairs of ranks, that of the queries first.
+            number among the pairs of parts, that of the queries first.
     """
     if is_in_forward_mode():
         raise NotImplementedError(
@@ -161,18 +183,28 @@ def attention(
 
 
 class _Block(NamedTuple):
-    """This rank's first queries with the first keys of another rank: all that see each other.
+    """The first queries of a part with the first keys of another: all that see each other.
 
     Where windows limit nothing, they are -1.
     """
 
+    first_query: int  # among those of this rank
     queries: int
+    first_key: int  # among those of the other rank
     keys: int
     window_left: int
     window_right: int
-    first_key: int  # where they begin in the sequence
-    first_entry: int  # where theirs begin in a table
-    number: int  # among all pairs of ranks
+    key_position: int  # of the first key in the sequence
+    first_entry: int  # in a table
+    number: int  # among all pairs of parts
+
+    @property
+    def of_tokens(self) -> tuple[slice, slice]:
+        """Its queries among those of this rank, its keys among those of the other."""
+        return (
+            slice(self.first_query, self.first_query + self.queries),
+            slice(self.first_key, self.first_key + self.keys),
+        )
 
     def of_pairs(self, tensor: Tensor | None, relative: bool) -> Any:
         """A view of the part of a mask, bias or table that belongs to the block."""
@@ -180,7 +212,7 @@ class _Block(NamedTuple):
             return None
         if relative:
             return tensor.narrow(-1, self.first_entry, self.queries + self.keys - 1)
-        parts = ((-2, 0, self.queries), (-1, self.first_key, self.keys))
+        parts = ((-2, self.first_query, self.queries), (-1, self.key_position, self.keys))
         for dim, start, length in parts:
             tensor = tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, length)
         return tensor
@@ -189,8 +221,9 @@ class _Block(NamedTuple):
         """The part of `first` or `end` that belongs to the block, counted in its keys."""
         if bound is None:
             return None
-        part = bound if bound.shape[-1] == 1 else bound.narrow(-1, 0, self.queries)
-        return part - self.first_key
+        is_shared = bound.shape[-1] == 1
+        part = bound if is_shared else bound.narrow(-1, self.first_query, self.queries)
+        return part - self.key_position
 
     def arguments(
         self,
@@ -225,11 +258,19 @@ class _Block(NamedTuple):
         )
 
 
-def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | None:
-    """Of the queries of this rank and the keys of another; None if none see each other."""
-    keys = ring.lengths[owner]
-    first_key, first_query = ring.start(owner), ring.start(ring.rank)
-    diagonal = first_query - first_key  # query i stands at key i + diagonal
+def _blocks(ring: Ring, owner: int, queries: int, options: Options) -> list[_Block]:
+    """Of the queries of this rank and the keys of another, all in which some see each other."""
+    blocks = [
+        _block(ring, of_queries, of_keys, options)
+        for of_queries in ring.parts(ring.rank, queries)
+        for of_keys in ring.parts(owner, ring.lengths[owner])
+    ]
+    return [block for block in blocks if block is not None]
+
+
+def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _Block | None:
+    queries, keys = of_queries.length, of_keys.length
+    diagonal = of_queries.start - of_keys.start  # query i stands at key i + diagonal
     left, right = options.window_left, options.window_right
     if right >= 0:
         keys = min(keys, queries + diagonal + right)
@@ -241,9 +282,17 @@ def _block(ring: Ring, owner: int, queries: int, options: Options) -> _Block | N
     surplus = diagonal - (keys - queries)
     left = -1 if left < 0 or left - surplus >= keys - 1 else left - surplus
     right = -1 if right < 0 or right + surplus >= queries - 1 else right + surplus
-    first_entry = sum(ring.lengths) - diagonal - queries
-    number = ring.rank * len(ring.lengths) + owner
-    return _Block(queries, keys, left, right, first_key, first_entry, number)
+    return _Block(
+        first_query=of_queries.begin,
+        queries=queries,
+        first_key=of_keys.begin,
+        keys=keys,
+        window_left=left,
+        window_right=right,
+        key_position=of_keys.start,
+        first_entry=sum(ring.lengths) - diagonal - queries,
+        number=ring.number(of_queries, of_keys),
+    )
 
 
 class _RingFunction(torch.autograd.Function):
@@ -270,19 +319,17 @@ class _RingFunction(torch.autograd.Function):
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
         statistics = []  # of the blocks
         for owner, held in _round(ring, key, value):
-            block = _block(ring, owner, queries, options)
-            if block is None:
-                continue
-            of_block, found = implementation.forward(
-                query[:, :, : block.queries],
-                *(each[:, :, : block.keys] for each in held),
-                *block.arguments(bias, mask, first, end, seed, options),
-            )
-            statistics.append(found)
-            rows = slice(block.queries)
-            output[:, :, rows], lse[:, :, rows] = merge_attention(
-                (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
-            )
+            for block in _blocks(ring, owner, queries, options):
+                rows, columns = block.of_tokens
+                of_block, found = implementation.forward(
+                    query[:, :, rows],
+                    *(each[:, :, columns] for each in held),
+                    *block.arguments(bias, mask, first, end, seed, options),
+                )
+                statistics.append(found)
+                output[:, :, rows], lse[:, :, rows] = merge_attention(
+                    (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
+                )
         logit = reference.softmax.sink_logit(sink, options.sink_value, compute, query.device)
         if logit is not None:
             nothing = output.new_zeros(()).expand(output.shape)
@@ -317,17 +364,17 @@ class _RingFunction(torch.autograd.Function):
         found = iter(statistics)
         coming = None
         for owner, held in _round(ring, key, value):
-            block = _block(ring, owner, query.shape[2], options)
-            if block is not None:
+            shares_of_keys = []  # added when the sums have arrived
+            for block in _blocks(ring, owner, query.shape[2], options):
                 of_block = next(found)
-                rows = slice(block.queries)
+                rows, columns = block.of_tokens
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
                 shares = implementation.backward(
                     (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
                     None if d_lse is None else weights * d_lse[:, :, rows],
                     query[:, :, rows],
-                    *(each[:, :, : block.keys] for each in held),
+                    *(each[:, :, columns] for each in held),
                     output[:, :, rows],
                     of_block,
                     *block.arguments(bias, mask, first, end, seed, options),
@@ -338,11 +385,12 @@ class _RingFunction(torch.autograd.Function):
                 d_query[:, :, rows] += shares[0]
                 if d_bias is not None:
                     block.of_pairs(d_bias, options.relative).add_(shares[3])
+                shares_of_keys.append((columns, shares[1:3]))
             if coming is not None:
                 sums = coming.wait()
-            if block is not None:
-                sums[0][:, :, : block.keys] += shares[1]
-                sums[1][:, :, : block.keys] += shares[2]
+            for columns, of_keys in shares_of_keys:
+                for each, share in zip(sums, of_keys, strict=True):
+                    each[:, :, columns] += share
             coming = _Exchange(ring, sums, owner)
         assert coming is not None
         d_key, d_value = coming.wait()
