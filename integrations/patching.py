@@ -11,10 +11,12 @@ One call does what there is to do: attention of all the models that the model co
 those that `set_attn_implementation` passes by (T5's encoder and decoder before transformers 5.20);
 layers of the families that have no attention interface (`families`); routers (`routers`).
 
-`report` says of every attention layer and router what it runs. "attention" writes no scores,
-"softmax" is matmul and the fused softmax, with the reason; "router" is softmax_topk; "unchanged" is
-what the model ran before, with the reason. A class is taken for attention where its forward uses
-transformers' attention interface or, as transformers itself guesses, by its name.
+`report` says of every attention layer and router what it runs. "attention" is fused and writes no
+scores; "SDPA" is `megasoftmax.attention` too, which takes torch's scaled_dot_product_attention on a
+CPU; "softmax" is matmul and the fused softmax; "router" is softmax_topk; "unchanged" is what the
+model ran before. "SDPA", "softmax" and "unchanged" come with the reason. A class is taken for
+attention where its forward uses transformers' attention interface or, as transformers itself
+guesses, by its name.
 
 What may be switched can be said in the configuration, where `save_pretrained` keeps it:
 
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import megasoftmax
 from megasoftmax.integrations.names import (
     NAME,
     NAMES,
@@ -67,8 +70,9 @@ class PatchedModel(Patched):
     def report(self) -> dict[str, Served]:
         """What every attention layer and router of the model runs at present, by its name.
 
-        As far as can be told without a call: for calls in the type of the weights, without
-        autocast, that do not ask for probabilities.
+        As far as can be told without a call: for calls in the type of the weights, or under the
+        autocast that is on now, without dropout or a bias that learns, that do not ask for
+        probabilities.
         """
         found = {
             layer.name: self._served(layer)
@@ -89,7 +93,7 @@ class PatchedModel(Patched):
         super().unpatch()
         self._why_not = {}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The report, a line for neighbours that are served alike."""
         return in_lines(self.report)
 
@@ -104,8 +108,11 @@ class PatchedModel(Patched):
             return self._unchanged(layer.name)
         if name == SOFTMAX_NAME:
             return Served("softmax", f"{SOFTMAX_NAME} was asked for")
-        reasons = "; ".join(str(reason) for reason in _why_not_attention(layer.module))
-        return Served("softmax", reasons) if reasons else Served("attention")
+        reasons = _why_not_attention(layer.module)
+        if len(reasons) == 0:
+            return Served("attention")
+        runs = "SDPA" if reasons.runs == "SDPA" else "softmax"
+        return Served(runs, "; ".join(str(reason) for reason in reasons))
 
     def _unchanged(self, name: str, otherwise: str = "not patched") -> Served:
         disabled = "MEGASOFTMAX_DISABLE=1" if is_disabled() else otherwise
@@ -153,8 +160,8 @@ def patch_model(
     if strict and (refused := refused_of(layers, why_not)):
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
         raise ValueError(
-            f"model: expected attention that megasoftmax can serve, got {type(model).__name__} "
-            f"with {len(refused)} layers that it cannot; strict=False leaves them as they are:\n"
+            f"model: expected attention that megasoftmax can serve, got {type(model).__name__}; "
+            f"strict=False leaves the layers that it cannot serve as they are ({len(refused)}):\n"
             f"{reasons}"
         )
     name = implementation if flags["attention"] else SOFTMAX_NAME
@@ -205,7 +212,8 @@ def _flags_of(model: torch.nn.Module) -> dict[str, bool]:
         if isinstance(module, PreTrainedModel):
             return _checked(getattr(module.config, "megasoftmax", {}))
     raise ValueError(
-        f"model: expected a PreTrainedModel or a module with some, got {type(model).__name__}"
+        "model: expected a PreTrainedModel or a module that contains one, got "
+        f"{type(model).__name__}; a layer of your own can call megasoftmax.attention"
     )
 
 
@@ -234,16 +242,18 @@ def _changes_of_routers(
         return [], dict.fromkeys(routers, str(error))
 
 
-def _why_not_attention(layer: torch.nn.Module) -> tuple[Any, ...]:
+def _why_not_attention(layer: torch.nn.Module) -> megasoftmax.Reasons:
     """Reasons against fused attention, found with tensors like those that the layer would make."""
     weight = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
     head_dim = next((getattr(layer, name) for name in _HEAD_DIMS if hasattr(layer, name)), 64)
     # Not weight.new_empty: quantised weights do not have every operator.
     like_query = torch.empty(1, 1, 1, head_dim, dtype=weight.dtype, device=weight.device)
+    has_sinks = getattr(layer, "sinks", None) is not None
     return why_not_attention(
         layer,
         like_query,
         like_query,
         like_query,
         softcap=getattr(layer, "attn_logit_softcapping", None),
+        s_aux=like_query.new_empty(1) if has_sinks else None,
     )

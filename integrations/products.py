@@ -7,14 +7,36 @@ import torch
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.functional import reasons_against_sdpa
 
 
 def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether `megasoftmax.attention` would; its reference is slower than `between_products`."""
-    if not query.is_cuda or not query.dtype == key.dtype == value.dtype:
+    """Whether `megasoftmax.attention` runs in kernels."""
+    if not query.dtype == key.dtype == value.dtype:
         return False
     reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
     return len(reasons) == 0  # torch.compile cannot trace `not reasons`
+
+
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether `megasoftmax.attention` is quicker than `between_products`: its reference is not.
+
+    It is where it runs fused, or on a CPU by torch's own attention.
+    """
+    if query.is_cuda:
+        return runs_fused(query, key, value, options)
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    return len(reasons_against_sdpa(query, key, value, **options)) == 0
+
+
+def capped(scores: Tensor, scale: float, softcap: float) -> tuple[Tensor, float]:
+    """Scores and a scale whose product is softcap * tanh(scale * scores / softcap).
+
+    The scores are float32 (float64 for float64).
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return torch.tanh(scores * (scale / softcap)), softcap
 
 
 def between_products(

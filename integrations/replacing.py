@@ -11,7 +11,7 @@ class Served(NamedTuple):
     """What a part of a model or a library runs."""
 
     runs: str
-    """"attention", "softmax", "router" or "unchanged"."""
+    """"attention", "SDPA", "softmax", "router" or "unchanged"."""
     why: str = ""
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ losses; when it ends, with an exception too, the model is what it was.
 import functools
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback
 
@@ -38,7 +39,10 @@ class MegasoftmaxCallback(TrainerCallback):
         self.unpatch()
         self._patched = patch_model(model, **self._options)
         if not self._has_printed and state.is_world_process_zero:
-            tqdm.write(f"megasoftmax:\n{self._patched}")  # as losses are, beside a bar
+            dtype = torch.bfloat16 if args.bf16 else torch.float16
+            with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
+                report = str(self._patched)  # of calls in the types that training has
+            tqdm.write(f"megasoftmax:\n{report}")  # as losses are, beside a bar
             self._has_printed = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -13,7 +13,8 @@ implementation, as Bloom's; `trainer` a callback for Trainer.
 
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
-* attention would not run fused, as on a CPU or with float32,
+* attention would not run fused, as with float32 on a GPU, nor on a CPU by torch's
+  scaled_dot_product_attention, as with dropout,
 * probabilities are asked for (`output_attentions=True`),
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
@@ -56,7 +57,6 @@ sinks, and would give other results than megasoftmax.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -82,7 +82,8 @@ from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, Visible, Window, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
-from megasoftmax.integrations.products import between_products, runs_fused
+from megasoftmax.integrations.products import between_products, capped, takes_attention
+from megasoftmax.integrations.sharing import made_once, with_tiles
 
 # Arguments of other implementations that change the result and are not computed here. Models with
 # sparse attention give the keys as indices to all implementations but "eager" and "sdpa", which get
@@ -212,7 +213,7 @@ def make_mask(
         if attention_mask is not None:
             keep = attention_mask[:, kv_offset:]
             keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[1]))  # longer: cropped
-            excluded = ~keep[:, None, None, :]
+            excluded = None if _is_all_true(keep) else ~keep[:, None, None, :]
         visible = rule.visible(q_length, kv_length, q_offset, kv_offset, aligned, device)
         if not aligned:
             return PaddingMask(excluded, False, None, visible)
@@ -233,6 +234,11 @@ def make_mask(
     )
 
 
+def _is_all_true(keep: torch.Tensor) -> bool:
+    """Whether there is no padding. Only a CPU tells without waiting."""
+    return keep.is_cpu and not torch.compiler.is_compiling() and bool(keep.all())
+
+
 def _rule_of(mask_function: Any, aligned: bool) -> Rule | None:
     """What can be said of the mask without a tensor. torch.compile reads no closures."""
     if not torch.compiler.is_compiling():
@@ -250,6 +256,7 @@ def attention_forward(
     attention_mask: PaddingMask | torch.Tensor | None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    fused: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as transformers calls it, without writing probabilities where none are needed.
@@ -263,6 +270,8 @@ def attention_forward(
             to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
         dropout: the probability to drop a probability, from 0 to 1.
         softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
+        fused: False: `megasoftmax.attention` in plain torch where it could compute this layer.
+            None: its kernels where they run.
         kwargs: those of `_read`, `output_attentions`, `upcast_scores`, and whatever else models
             pass; see Raises.
 
@@ -280,8 +289,9 @@ def attention_forward(
     dropout = dropout if module.training else 0.0
     if not _against_attention(module, softcap, kwargs):
         tensors = as_autocast(query, key, value)
-        if runs_fused(*tensors, options):
-            output = megasoftmax.attention(*tensors, **options, dropout=dropout)
+        dropping = options | {"dropout": dropout}
+        if fused is False or takes_attention(*tensors, dropping):
+            output = megasoftmax.attention(*tensors, **dropping, fused=fused)
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, dropout, softcap, upcast)
@@ -300,13 +310,16 @@ def why_not_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None = None,
+    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[megasoftmax.Reason, ...]:
-    """Why `attention_forward` of the same arguments takes matmul and softmax.
+) -> megasoftmax.Reasons:
+    """Why `attention_forward` of the same arguments does not run fused attention.
 
     Returns:
-        Every reason; empty where it takes `megasoftmax.attention`.
+        Every reason; empty where it does. An attribute `runs` says what computes: "fused"; "SDPA",
+        where `megasoftmax.attention` takes torch's scaled_dot_product_attention; or "reference",
+        for matmul and softmax. `against_sdpa` has the reasons against "SDPA".
 
     Raises:
         ValueError: as `attention_forward` would.
@@ -320,8 +333,11 @@ def why_not_attention(
     dtypes = [str(tensor.dtype) for tensor in tensors]
     if len(set(dtypes)) > 1:
         actual = ", ".join(dtypes)
-        return (*reasons, megasoftmax.Reason("dtype", actual, "one for query, key and value"))
-    return reasons + megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **options)
+        reasons += (megasoftmax.Reason("dtype", actual, "one for query, key and value"),)
+        return megasoftmax.Reasons(reasons, reasons)
+    options["dropout"] = dropout if module.training else 0.0
+    found = megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **options)
+    return megasoftmax.Reasons((*reasons, *found), (*reasons, *found.against_sdpa))
 
 
 def _eager_forward(
@@ -396,7 +412,7 @@ def _read(
             f"attention_mask: expected 4 dimensions, got shape {tuple(attention_mask.shape)}"
         )
     elif attention_mask.dtype == torch.bool:
-        excluded = _excluded(attention_mask)
+        excluded = with_tiles(attention_mask, torch.logical_not)
     else:
         bias = attention_mask if bias is None else bias + attention_mask
 
@@ -433,13 +449,6 @@ def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     return getattr(module, "reorder_and_upcast_attn", False)
 
 
-def _excluded(keep: Any) -> Any:
-    """The mask as attention takes it, with one note of its tiles for all layers that share it."""
-    if torch.compiler.is_compiling() or keep.is_inference():
-        return ~keep
-    return _made_once(keep, "tiles", keep._version, lambda: megasoftmax.TileMask(~keep))
-
-
 def _with_dense_rows(bias: Any) -> Any:
     """The bias with its keys side by side, copied once for all layers that share it.
 
@@ -450,17 +459,7 @@ def _with_dense_rows(bias: Any) -> Any:
     if bias.stride(-1) == 1 or 0 in bias.stride():
         return bias
     key = bias._version, bias.requires_grad and torch.is_grad_enabled()
-    return _made_once(bias, "dense", key, bias.contiguous)
-
-
-def _made_once(tensor: torch.Tensor, name: str, key: Any, make: Callable[[], Any]) -> Any:
-    """What layers make of a tensor that they share, kept on it while the key is the same."""
-    attribute = f"_megasoftmax_{name}"
-    found = getattr(tensor, attribute, None)
-    if found is None or found[0] != key:
-        found = key, make()
-        setattr(tensor, attribute, found)
-    return found[1]
+    return made_once(bias, "dense", key, bias.contiguous)
 
 
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
@@ -484,14 +483,14 @@ def _through_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Matmul, cap, softmax, torch's dropout, matmul.
 
-    `megasoftmax.softmax` has no kernels that drop, and its plain torch is slow on a GPU.
+    Torch's dropout drops what "eager" drops at the same seed of the generator, which that of
+    `megasoftmax.softmax` would not.
     """
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
         scale = options["scale"]
         if softcap is not None:
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            scores, scale = torch.tanh(scores * (scale / softcap)), softcap
+            scores, scale = capped(scores, scale, softcap)
         mask = options["mask"]
         mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
         changed = {"scale": scale, "mask": mask}

@@ -240,7 +240,7 @@ def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
         return original(*tensors, **options)
 
     monkeypatch.setattr(megasoftmax, "attention", recording)
-    monkeypatch.setattr(integration, "runs_fused", lambda *given: True)
+    monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
     query = torch.randn(2, 3, 5, 4)
     keep = torch.rand(2, 1, 5, 5) > 0.3
     for _ in range(2):

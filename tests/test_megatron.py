@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 import warnings
+import weakref
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ from megasoftmax.reference import dropout
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, BATCH, LENGTH, HEADS, HEAD_DIM = 62, 2, 12, 4, 8
-RUNS_FUSED = core_attention.runs_fused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,15 +63,20 @@ def parallel():
 
 @pytest.fixture(params=["attention", "softmax"])
 def path(request, monkeypatch):
-    """The way through `megasoftmax.attention`, on a CPU too, or that through the softmax."""
-    calls = record_calls(monkeypatch, request.param)
+    """The way through attention, on a CPU too, or that through the softmax."""
+    functions = (
+        (request.param, "attention_varlen") if request.param == "attention" else ("softmax",)
+    )
+    calls = [record_calls(monkeypatch, function) for function in functions]
 
-    def runs_fused(query, *rest):
-        return request.param == "attention" and (not query.is_cuda or RUNS_FUSED(query, *rest))
+    def decide(asked, query, *rest):
+        return request.param == "attention" and (not query.is_cuda or asked(query, *rest))
 
-    monkeypatch.setattr(core_attention, "runs_fused", runs_fused)
+    for name in ("takes_attention", "runs_fused"):
+        asked = getattr(core_attention, name)
+        monkeypatch.setattr(core_attention, name, functools.partial(decide, asked))
     yield request.param
-    assert calls
+    assert any(calls)
 
 
 def record_calls(monkeypatch, function):
@@ -307,7 +312,7 @@ def test_planted_fault_is_caught(fault, monkeypatch):
         "window": "window",
         "sink": "off by one",
     }
-    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: False)
+    monkeypatch.setattr(core_attention, "takes_attention", lambda *tensors: False)
     with pytest.raises(AssertionError, match="not close"):
         test_core_attention(cases[fault], "softmax", "cpu")
 
@@ -325,7 +330,7 @@ def test_layer_scaling_keeps_float16_scores_finite():
 
 
 def test_dropout(monkeypatch):
-    monkeypatch.setattr(core_attention, "runs_fused", lambda *tensors: True)
+    monkeypatch.setattr(core_attention, "takes_attention", lambda *tensors: True)
     case = Case({"attention_dropout": 0.3}, mask=MASK, key_heads=2)
     core = build(case)
     tensors, mask, _ = make_inputs(case, "cpu", torch.float64)
@@ -414,6 +419,26 @@ PACKED = {
         {"lengths": [5, 7, 4], "key_lengths": [6, 4, 7]},
     ),
     "padded": ({}, "causal", {"lengths": [5, 1, 8], "starts": [0, 8, 12, 24]}),
+    "padded, an empty one": (
+        {"window_size": (2, 0)},
+        "padding_causal",
+        {"lengths": [5, 0, 8], "starts": [0, 8, 12, 24]},
+    ),
+    "padded keys": (
+        {"softmax_type": "off-by-one"},
+        "padding",
+        {"lengths": [5, 7, 4], "key_lengths": [6, 4, 0], "key_starts": [0, 9, 14, 20]},
+    ),
+    "padded differently": (
+        {},
+        "causal",
+        {
+            "lengths": [5, 7, 4],
+            "key_lengths": [6, 4, 7],
+            "starts": [0, 5, 16, 20],
+            "key_starts": [0, 10, 14, 30],
+        },
+    ),
 }
 
 
@@ -441,6 +466,8 @@ def test_packed_sequences(name, path, device, request):
         key_length = layout.get("key_lengths", layout["lengths"])[i]
         if "starts" in layout:
             begin = key_begin = layout["starts"][i]
+        if "key_starts" in layout:
+            key_begin = layout["key_starts"][i]
         alone = expected_attention(
             query[begin : begin + length, None],
             key[key_begin : key_begin + key_length, None],
@@ -460,6 +487,31 @@ def test_packed_sequences(name, path, device, request):
     torch.testing.assert_close(gradients, wanted, **tolerance)
 
 
+def test_packed_sequences_on_a_cpu(monkeypatch):
+    """One after the other, each by torch's own attention."""
+    calls = record_calls(monkeypatch, "attention")
+    core = build(Case(key_heads=2), dtype=torch.float64)
+    query = torch.randn(12, HEADS, HEAD_DIM, dtype=torch.float64)
+    key, value = torch.randn(2, 12, 2, HEAD_DIM, dtype=torch.float64)
+    given = packed([5, 0, 4])
+    output = core(query, key, value, None, packed_seq_params=given)
+    assert len(calls) == 2
+    expected = megasoftmax.attention_varlen(
+        query, key, value, given.cu_seqlens_q, causal=True, fused=False
+    )
+    torch.testing.assert_close(output, expected.flatten(1))
+
+
+def test_packed_sequences_that_drop_nearly_all_are_not_fused(monkeypatch):
+    asked = []
+    monkeypatch.setattr(core_attention, "runs_fused", lambda *given: asked.append(given[-1]))
+    core = build(Case({"attention_dropout": 0.99}))
+    tensor = torch.randn(6, HEADS, HEAD_DIM)
+    for is_training in (True, False):
+        core.train(is_training)(tensor, tensor, tensor, None, packed_seq_params=packed([6]))
+    assert [options["dropout"] for options in asked] == [0.99, 0.0]
+
+
 def test_packed_sequences_have_the_type_of_autocast(device):
     core = build(Case(), device)
     tensor = torch.randn(8, HEADS, HEAD_DIM, device=device)
@@ -468,10 +520,12 @@ def test_packed_sequences_have_the_type_of_autocast(device):
     assert output.dtype == torch.bfloat16
 
 
-def test_packed_sequences_in_a_model(path):
+@pytest.mark.parametrize("name", ["causal", "windows in some layers"])
+def test_packed_sequences_in_a_model(name, path):
     """As if each were alone, position by position, and gradients add up."""
-    model = gpt(MegasoftmaxCoreAttention, softmax_type="learnable", num_query_groups=2).double()
-    lengths = [5, 1, 4]
+    options = {"softmax_type": "learnable", "num_query_groups": 2} | MODELS[name]
+    model = gpt(MegasoftmaxCoreAttention, **options).double()
+    lengths = [6, 0, 1, 5]
     ids, labels = make_batch()
     ids, labels = ids[:1, : sum(lengths)], labels[:1, : sum(lengths)]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -479,11 +533,167 @@ def test_packed_sequences_in_a_model(path):
     actual = gradients_of(model, logits, labels)
 
     pieces = []
-    for one in ids.split(lengths, 1):
+    for one in ids.split([length for length in lengths if length > 0], 1):
         pieces.append(model(one, torch.arange(one.shape[1])[None], None))
     alone = torch.cat(pieces, 1)
     torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(actual, gradients_of(model, alone, labels), rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_of_packed_sequences(path):
+    """Fused it is that of attention_varlen; else each sequence has a seed of its own."""
+    core = build(Case({"attention_dropout": 0.5}))
+    one = torch.randn(6, HEADS, HEAD_DIM, dtype=torch.float64)
+    tensor = torch.cat([one, one])
+    torch.manual_seed(5)
+    output = core(tensor, tensor, tensor, None, packed_seq_params=packed([6, 6]))
+    torch.manual_seed(5)
+    again = core(tensor, tensor, tensor, None, packed_seq_params=packed([6, 6]))
+    assert torch.equal(output, again)
+    first, second = output.chunk(2)
+    assert not torch.equal(first, second)
+    if path == "attention":
+        torch.manual_seed(5)
+        expected = megasoftmax.attention_varlen(
+            *(tensor, tensor, tensor, packed([6, 6]).cu_seqlens_q),
+            causal=True,
+            dropout=0.5,
+            seed=functional.new_seed(torch.device("cpu")),
+        )
+        assert torch.equal(output, expected.flatten(1))
+    first, second = core.eval()(
+        tensor, tensor, tensor, None, packed_seq_params=packed([6, 6])
+    ).chunk(2)
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "padded"])
+def test_packed_sequences_stay_on_the_device(name):
+    """Fused, nothing waits for the GPU, forward or backward."""
+    config, mask_type, layout = PACKED[name]
+    case = Case(config, mask_type, queries=26, keys=26, key_heads=2)
+    core = build(case, "cuda", torch.bfloat16)
+    tensors, _, _ = make_inputs(case, "cuda", torch.bfloat16)
+    query, key, value = (tensor[:, 0] for tensor in tensors)
+    given = packed(**layout)
+    for field, tensor in vars(given).items():
+        if isinstance(tensor, torch.Tensor):
+            setattr(given, field, tensor.cuda())
+
+    def step():
+        output = core(query, key, value, None, packed_seq_params=given)
+        return torch.autograd.grad(output, tensors, torch.ones_like(output))
+
+    step()  # compiles and loads
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Padding
+
+PADDED = [4, LENGTH]  # tokens of each sequence of the batch
+
+
+def padding_mask(shape, side):
+    """True = excluded: keys that are padding, or pairs of which one is, as BERT's are."""
+    position = torch.arange(LENGTH) if side == "right" else LENGTH - 1 - torch.arange(LENGTH)
+    keep = position < torch.tensor(PADDED)[:, None]
+    if shape == "b11s":
+        return keep, ~keep[:, None, None]
+    return keep, ~(keep[:, None, :, None] & keep[:, None, None])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("shape", ["b11s", "b1ss"])
+def test_padded_sequences_in_a_model(shape, side, path):
+    """Tokens have the logits that they have without padding, and gradients add up."""
+    model = gpt(MegasoftmaxCoreAttention, num_query_groups=2, window_size=(3, 0)).double()
+    ids, labels = make_batch()
+    keep, mask = padding_mask(shape, side)
+    positions = (keep.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, positions, mask)[keep][None]
+    actual = gradients_of(model, logits, labels[keep])
+
+    pieces = []
+    for one, kept in zip(ids, keep, strict=True):
+        tokens = one[kept][None]
+        pieces.append(model(tokens, torch.arange(tokens.shape[1])[None], None))
+    alone = torch.cat(pieces, 1)
+    torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+    wanted = gradients_of(model, alone, labels[keep])
+    torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_share_one_tile_mask(monkeypatch):
+    monkeypatch.setattr(core_attention, "takes_attention", lambda *tensors: True)
+    calls = record_calls(monkeypatch, "attention")
+    model = gpt(MegasoftmaxCoreAttention)
+    ids, _ = make_batch()
+    _, mask = padding_mask("b11s", "right")
+
+    def masks():
+        calls.clear()
+        model(ids, torch.arange(LENGTH).expand(BATCH, -1), mask)
+        return [call["mask"] for call in calls]
+
+    first, second = masks()
+    assert isinstance(first, megasoftmax.TileMask)
+    assert first is second
+    assert first.tensor.data_ptr() == mask.data_ptr()  # no copy
+    assert masks()[0] is first
+    mask[0, ..., 2] = True
+    changed, again = masks()
+    assert changed is again
+    assert changed is not first
+    with torch.inference_mode():
+        mask = mask.clone()  # which counts no versions
+        assert torch.equal(masks()[0], mask)
+
+
+def test_mask_is_freed_with_its_last_reference(monkeypatch):
+    """What layers keep on it is no cycle: memory of a GPU would wait for Python's collector."""
+    monkeypatch.setattr(core_attention, "takes_attention", lambda *tensors: True)
+    case = Case(mask=MASK)
+    core = build(case)
+    tensors, mask, _ = make_inputs(case, "cpu", torch.float64)
+    with torch.no_grad():
+        core(*tensors, mask)
+    alive = weakref.ref(mask)
+    gc.disable()
+    try:
+        del mask
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(BATCH, 1, 1, 150), (BATCH, 1, 150, 150)])
+def test_mask_is_noted_once(shape, monkeypatch):
+    """For both layers, forward and backward."""
+    notes, original = [], functional.ops.attention.tile_note
+
+    def recording(*arguments):
+        notes.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(functional.ops.attention, "tile_note", recording)
+    case = Case(mask_type="padding", queries=150, keys=150, key_heads=2, mask=shape)
+    tensors, mask, _ = make_inputs(case, "cuda", torch.bfloat16)
+    for layer in (1, 2):
+        core = build(case._replace(layer=layer), "cuda", torch.bfloat16)
+        output = core(*tensors, mask)
+        expected = expected_attention(*tensors, scale=HEAD_DIM**-0.5, mask=mask)
+        torch.testing.assert_close(output.double(), expected, rtol=3e-2, atol=3e-2)
+        cotangent = torch.randn_like(output)
+        gradients = torch.autograd.grad(output, tensors, cotangent)
+        wanted = torch.autograd.grad(expected, tensors, cotangent.double())
+        torch.testing.assert_close(gradients, wanted, rtol=3e-2, atol=3e-2)
+    assert len(notes) == 1
 
 
 # Refusals
@@ -506,6 +716,27 @@ def test_config_is_refused(option, message):
         MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self")
 
 
+def test_why_not_fused():
+    tensors, mask, bias = make_inputs(CASES["bias of batches"], "cpu", torch.float32)
+    core = build(CASES["bias of batches"], dtype=torch.float32)
+    core.attention_dropout.p = 0.99
+    state = torch.get_rng_state()
+    given = megasoftmax.why_not_fused(core, *tensors, mask, attention_bias=bias)
+    flat = [tensor[:, 0] for tensor in tensors]
+    in_sequences = megasoftmax.why_not_fused(core, *flat, None, packed_seq_params=packed([4, 5]))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert given == in_sequences
+    found = {reason.constraint for reason in given}
+    assert {"device", "dtype", "dropout"} <= found
+    core.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = {reason.constraint for reason in core.why_not_fused(*tensors, mask)}
+    assert "device" in found
+    assert not {"dtype", "dropout"} & found
+    with pytest.raises(TypeError, match="mask: expected a bool tensor"):
+        core.why_not_fused(*tensors, mask.float())
+
+
 def test_call_is_refused():
     case = Case()
     core = build(case)
@@ -517,6 +748,8 @@ def test_call_is_refused():
     with pytest.raises(TypeError, match=r"attention_mask: expected a bool .*got tuple"):
         core(*tensors, (mask.bool(), mask.bool()))
     given = packed([4, 5])
+    with pytest.raises(ValueError, match=r"key: expected \[tokens, heads, dim\] beside packed_seq"):
+        core(flat[0], tensors[1], flat[2], None, packed_seq_params=given)
     with pytest.raises(ValueError, match="attention_mask: expected None beside packed_seq_params"):
         core(*flat, mask.bool(), packed_seq_params=given)
     with pytest.raises(ValueError, match="attention_bias: expected None beside packed_seq_params"):
@@ -531,15 +764,23 @@ def test_call_is_refused():
             "as many sequences of keys as of queries, 2, got 1",
         ),
         (
-            {"cu_seqlens_q": torch.tensor([0, 4, 10])},
-            "cu_seqlens_q that ascend from 0 to at most 9",
+            {"cu_seqlens_kv_padded": torch.tensor([0, 9])},
+            r"expected cu_seqlens_kv_padded of shape \(3,\), as cu_seqlens_kv, got \(2,\)",
         ),
-        ({"cu_seqlens_q": torch.tensor([0, 5, 4])}, "cu_seqlens_q that ascend"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 4, 10])},
+            r"cu_seqlens_q: expected offsets that .* end at 9 at most, got \[0, 4, 10\]",
+        ),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 4])}, r"cu_seqlens_q: .* do not decrease"),
+        ({"cu_seqlens_kv_padded": torch.tensor([0, 3, 9])}, r"cu_seqlens_kv: .* do not decrease"),
     ):
         wrong = packed([4, 5])
         vars(wrong).update(change)
-        with pytest.raises(ValueError, match=f"packed_seq_params: .*{message}"):
+        with pytest.raises(ValueError, match=f"packed_seq_params.*{message}"):
             core(*flat, None, packed_seq_params=wrong)
+    wrong.cu_seqlens_q = torch.tensor([0.0, 4, 9])
+    with pytest.raises(TypeError, match=r"packed_seq_params\.cu_seqlens_q: .* int32 or int64"):
+        core(*flat, None, packed_seq_params=wrong)
 
 
 # The learnable offset
@@ -664,7 +905,7 @@ def test_training_fused(name, monkeypatch):
     calls = record_calls(monkeypatch, "attention")
     options = {"bf16": True, "params_dtype": torch.bfloat16} | MODELS[name]
     ours, plain = build_pair("cuda", torch.bfloat16, **options)
-    assert RUNS_FUSED(*torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16(), {})
+    assert core_attention.takes_attention(*torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16(), {})
     losses, _, _ = train(ours)
     expected, _, _ = train(plain)
     assert len(calls) == 8

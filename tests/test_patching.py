@@ -70,7 +70,7 @@ def calls(monkeypatch):
 
     for name in ("attention", "softmax", "softmax_topk"):
         count(name, getattr(megasoftmax, name))
-    monkeypatch.setattr(integration, "runs_fused", lambda *given: True)
+    monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
     return counted
 
 
@@ -160,7 +160,7 @@ def test_second_patch_owns_nothing():
     first, second = patch_model(model), patch_model(model)
     assert first.report == second.report
     second.unpatch()
-    assert first.report["model.layers.0.self_attn"].runs == "softmax"
+    assert first.report["model.layers.0.self_attn"].runs == "SDPA"
     assert first.report["model.layers.0.mlp.gate"] == Served("router")
     first.unpatch()
     assert state(model) == before
@@ -208,7 +208,9 @@ def test_report_says_what_runs_and_why(monkeypatch):
     assert served.runs == "softmax"
     assert "softcap: expected None, got 2.0" in served.why
     assert "device: expected a CUDA device, got cpu" in str(served)
-    monkeypatch.setattr(megasoftmax, "why_not_fused", lambda *given, **options: ())
+    monkeypatch.setattr(
+        megasoftmax, "why_not_fused", lambda *given, **options: megasoftmax.Reasons((), ())
+    )
     assert patched.report["model.layers.0.self_attn"].why == "softcap: expected None, got 2.0"
     assert "dropout" not in str(patch_model(model.train()))
     patched.unpatch()
@@ -217,10 +219,15 @@ def test_report_says_what_runs_and_why(monkeypatch):
     )
 
 
+def test_report_knows_of_sinks():
+    report = patch_model(MODELS["gpt_oss"]()).report
+    assert report["model.layers.0.self_attn"].runs == "softmax"
+
+
 def test_report_of_fused_attention(monkeypatch):
-    seen = []
+    seen, fused = [], megasoftmax.Reasons((), ())
     monkeypatch.setattr(
-        megasoftmax, "why_not_fused", lambda f, query, *rest, **options: seen.append(query) or ()
+        megasoftmax, "why_not_fused", lambda f, query, *rest, **options: seen.append(query) or fused
     )
     model = MODELS["gpt2"](attn_pdrop=0.1).bfloat16().eval()
     patched = patch_model(model)
@@ -269,9 +276,7 @@ def test_layers_beside_one_without_the_interface_are_served():
     patched = patch_model(model)
     assert len(patched.report) == 5
     for name, served in patched.report.items():
-        expected = (
-            ("unchanged", serving.NO_INTERFACE) if "head" in name else ("softmax", served.why)
-        )
+        expected = ("unchanged", serving.NO_INTERFACE) if "head" in name else ("SDPA", served.why)
         assert served == expected
     assert {config._attn_implementation for config in configs(model)} == {"megasoftmax"}
     patched.unpatch()
@@ -281,14 +286,14 @@ def test_layers_beside_one_without_the_interface_are_served():
 def test_model_that_is_refused_does_not_hold_back_another():
     pair = torch.nn.ModuleDict({"one": REFUSED["deberta"](), "other": MODELS["llama"]()})
     before = state(pair)
-    with pytest.raises(ValueError, match="ModuleDict with 2 layers that it cannot") as caught:
+    with pytest.raises(ValueError, match=r"ModuleDict; strict=False .* \(2\):") as caught:
         patch_model(pair)
     assert "other" not in str(caught.value)
     assert state(pair) == before
     patched = patch_model(pair, strict=False)
     runs = {name: served.runs for name, served in patched.report.items()}
-    assert set(runs.values()) == {"unchanged", "softmax"}
-    assert all((runs[name] == "softmax") == name.startswith("other") for name in runs)
+    assert set(runs.values()) == {"unchanged", "SDPA"}
+    assert all((runs[name] == "SDPA") == name.startswith("other") for name in runs)
     assert pair["one"].config._attn_implementation != "megasoftmax"
 
 
@@ -356,7 +361,7 @@ def test_bloom_with_a_split_projection_is_refused():
     ("model", "options", "error", "message"),
     [
         (None, {}, TypeError, "model: expected a module, got NoneType"),
-        (torch.nn.Linear(1, 1), {}, ValueError, "model: expected a PreTrainedModel"),
+        (torch.nn.Linear(1, 1), {}, ValueError, "a PreTrainedModel .*call megasoftmax.attention"),
         (torch.nn.Linear(1, 1), {"implementation": "sdpa"}, ValueError, "implementation: .*'sdpa'"),
     ],
 )
@@ -413,7 +418,7 @@ def test_probabilities_of_families_without_the_interface(name, calls):
 def test_options_of_families_without_the_interface(name, option, calls, monkeypatch):
     """Torch's dropout with equal seeds, and what else the layer reads."""
     taken = "attention" if name in ("mpt", "falcon") else "softmax"
-    monkeypatch.setattr(integration, "runs_fused", lambda *given: taken == "attention")
+    monkeypatch.setattr(integration, "takes_attention", lambda *given: taken == "attention")
     own = MODELS[name](**option)
     expected = run(own)
     assert (expected[1] - run(MODELS[name]())[1]).abs() > 1e-3
@@ -424,7 +429,7 @@ def test_options_of_families_without_the_interface(name, option, calls, monkeypa
 
 def test_gptj_has_its_scores_in_float32(monkeypatch):
     """Scores near 300 in bfloat16 are off by one: without it the weights would differ."""
-    monkeypatch.setattr(integration, "runs_fused", lambda *given: False)
+    monkeypatch.setattr(integration, "takes_attention", lambda *given: False)
     model = MODELS["gptj"]().bfloat16().eval()
     layer = model.transformer.h[0].attn
     torch.manual_seed(3)
@@ -530,9 +535,10 @@ def test_callback_patches_while_training(capsys, calls):
     before = state(model)
     callback = MegasoftmaxCallback(implementation="megasoftmax_softmax")
     state_of_trainer = SimpleNamespace(is_world_process_zero=True)
+    in_float32 = SimpleNamespace(bf16=False, fp16=False, device=torch.device("cpu"))
     for _ in range(2):
-        callback.on_train_begin(None, state_of_trainer, None, model=model, optimizer=None)
-        callback.on_train_begin(None, state_of_trainer, None, model=model)  # the last one failed
+        callback.on_train_begin(in_float32, state_of_trainer, None, model=model, optimizer=None)
+        callback.on_train_begin(in_float32, state_of_trainer, None, model=model)  # it had failed
         run(model)
         assert calls == ["softmax"] * 2
         callback.on_train_end(None, state_of_trainer, None, model=model)
@@ -542,7 +548,19 @@ def test_callback_patches_while_training(capsys, calls):
     assert printed.count("megasoftmax:\n") == 1
     assert "transformer.h.1.self_attention (2): softmax" in printed
     with pytest.raises(ValueError, match="without the attention interface"):
-        callback.on_train_begin(None, state_of_trainer, None, model=REFUSED["xlnet"]())
+        callback.on_train_begin(in_float32, state_of_trainer, None, model=REFUSED["xlnet"]())
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_callback_reports_the_types_of_autocast(options, capsys):
+    arguments = SimpleNamespace(**{"bf16": False, "fp16": False, **options})
+    arguments.device = torch.device("cpu")
+    callback = MegasoftmaxCallback()
+    is_first = SimpleNamespace(is_world_process_zero=True)
+    callback.on_train_begin(arguments, is_first, None, model=MODELS["llama"]())
+    printed = capsys.readouterr().out
+    assert "self_attn (2): SDPA: device" in printed
+    assert ("got torch.float32" in printed) == (not options)
 
 
 class Fails(TrainerCallback):
@@ -589,10 +607,16 @@ def test_report_of_quantised_weights():
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.weight = torch.nn.Parameter(Int8Weight(layer.weight), requires_grad=False)
-    assert "self_attn (2): softmax: device: expected a CUDA device" in str(patch_model(model))
+    assert "self_attn (2): SDPA: device: expected a CUDA device" in str(patch_model(model))
 
 
 # By the name of the package
+
+
+def test_repr_is_the_report():
+    patched = patch_model(MODELS["llama"]())
+    assert repr(patched) == str(patched)
+    assert "self_attn (2): SDPA" in repr(patched)
 
 
 def test_names_at_top_level_are_imported_when_asked():

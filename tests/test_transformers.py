@@ -31,7 +31,7 @@ from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
 from megasoftmax.reference import dropout
 
-RUNS_FUSED = integration.runs_fused
+TAKES_ATTENTION = integration.takes_attention
 WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
 
 
@@ -45,8 +45,8 @@ def attention_on_a_cpu(monkeypatch):
     """A CPU is to take the same way as a GPU that can run attention fused."""
     monkeypatch.setattr(
         integration,
-        "runs_fused",
-        lambda query, *rest: not query.is_cuda or RUNS_FUSED(query, *rest),
+        "takes_attention",
+        lambda query, *rest: not query.is_cuda or TAKES_ATTENTION(query, *rest),
     )
 
 
@@ -534,19 +534,19 @@ def test_autocast_gives_attention_one_type(family, monkeypatch):
         assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
-def test_what_does_not_run_fused_takes_the_softmax(device, monkeypatch):
-    """All of it on a CPU; on a GPU what is not of one half type."""
-    monkeypatch.setattr(integration, "runs_fused", RUNS_FUSED)
+def test_what_torch_does_not_compute_takes_the_softmax(device, monkeypatch):
+    """On a GPU what is not of one half type; on a CPU what is not of one type."""
+    monkeypatch.setattr(integration, "takes_attention", TAKES_ATTENTION)
     given = torch.randn(3, 2, 4, 9, 8, device=device)
-    for dtypes, fused in (
-        ((torch.bfloat16,) * 3, device == "cuda"),
-        ((torch.float32,) * 3, False),
+    for dtypes, takes_attention in (
+        ((torch.bfloat16,) * 3, True),
+        ((torch.float32,) * 3, device == "cpu"),
         ((torch.bfloat16, torch.bfloat16, torch.float32), False),
     ):
         tensors = [tensor.to(dtype) for tensor, dtype in zip(given, dtypes, strict=True)]
         output, probabilities = integration.attention_forward(torch.nn.Module(), *tensors, None)
         assert output.dtype == dtypes[2]
-        assert (probabilities is None) == fused
+        assert (probabilities is None) == takes_attention
 
 
 def test_prefill_of_a_static_cache_sees_no_unused_keys(implementation, family, monkeypatch):
@@ -684,6 +684,10 @@ def test_why_not_attention_names_every_reason(monkeypatch):
     on_a_cpu = megasoftmax.why_not_fused(megasoftmax.attention, *tensors)
     assert reasons[3:] == on_a_cpu
     assert integration.why_not_attention(torch.nn.Module(), *tensors) == on_a_cpu
+    module = torch.nn.Module()
+    assert integration.why_not_attention(module, *tensors, dropout=0.1).runs == "reference"
+    assert "dropout" in str(integration.why_not_attention(module, *tensors, dropout=0.99))
+    assert integration.why_not_attention(module.eval(), *tensors, dropout=0.99).runs == "SDPA"
     query, key, value = tensors
     (reason,) = integration.why_not_attention(torch.nn.Module(), query, key, value.double())
     assert reason.constraint == "dtype"

@@ -10,7 +10,8 @@
 class, of Megatron-core 0.16, refuses:
 * `attention_bias`. Here it is added to the scaled scores and gets its gradient; a
   `megasoftmax.RelativeBias` is taken too.
-* `packed_seq_params`. Here each sequence attends to itself.
+* `packed_seq_params`. Here each sequence attends to itself, through `attention_varlen` where that
+  runs fused, and one after the other elsewhere.
 * Values of another dimension than keys (multi-latent attention), and a CPU.
 
 What it does otherwise:
@@ -25,7 +26,8 @@ What it does otherwise:
 * The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
   gradient norms count that of the first. Here it is sharded over heads, as weights are.
 
-Attention runs fused, dropout too, where `megasoftmax.why_not_fused(megasoftmax.attention, ...)` is
+Kernels note of a mask which tiles they may skip, once for all layers that get the same tensor.
+Attention runs fused, dropout too, where `megasoftmax.why_not_fused(core_attention, ...)` is
 empty. Elsewhere it is matmul, `megasoftmax.softmax` and matmul. The seed of dropout is drawn from
 Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
 FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.

@@ -22,9 +22,11 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax import arguments
 from megasoftmax.functional import as_autocast, new_seed
-from megasoftmax.integrations.megatron.packing import attend_packed
-from megasoftmax.integrations.products import between_products, runs_fused
+from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
+from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
+from megasoftmax.integrations.sharing import with_tiles
 
 # Of a config, what would change results and is not computed here, and the value it must have.
 _UNSUPPORTED = {
@@ -125,12 +127,14 @@ class MegasoftmaxCoreAttention(MegatronModule):
             key, value: [keys, batch, key_heads, head_dim], of the same type; key_heads divides
                 heads. Values may have another head_dim.
             attention_mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys].
+                Layers that get the same tensor share one note of the tiles that kernels skip.
             attn_mask_type: None for that of the constructor.
             attention_bias: floating, broadcastable to [batch, heads, queries, keys], or a
                 RelativeBias of these heads; added to the scaled scores. Differentiable.
             packed_seq_params: of format "thd". Query, key and value then lack the batch dimension,
                 [tokens, heads, head_dim], and the result has zeros for tokens of no sequence.
-                The lengths are read on the host. Neither a mask nor a bias may be given.
+                Fused the lengths stay on the device; elsewhere the host reads them. Neither a
+                mask nor a bias may be given.
 
         Returns:
             [queries, batch, heads * head_dim of values]; packed [tokens, heads * head_dim].
@@ -147,8 +151,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
             ):
                 if given is not None:
                     raise ValueError(f"{name}: expected None beside packed_seq_params, got one")
-            attend = functools.partial(self._attend, bias=None, is_causal=is_causal)
-            return attend_packed(attend, query, key, value, packed_seq_params)
+            return self._attend_packed(query, key, value, packed_seq_params, is_causal)
         is_mask = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool
         if attention_mask is not None and not is_mask:
             kind = getattr(attention_mask, "dtype", type(attention_mask).__name__)
@@ -158,6 +161,31 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         output = self._attend(query, key, value, attention_mask, attention_bias, is_causal)
         return output.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    def why_not_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | megasoftmax.RelativeBias | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> megasoftmax.Reasons:
+        """Why `forward` of the same arguments would not run fused; empty: it would.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; names it as `megasoftmax.attention`.
+        """
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        options = self._settings("causal" in mask_type.name)
+        if packed_seq_params is None:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            options |= {"mask": attention_mask, "bias": attention_bias}
+        else:
+            query, key, value = (one_batch(tensor) for tensor in (query, key, value))
+        query, key, value = as_autocast(query, key, value)
+        return megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
 
     def sharded_state_dict(
         self,
@@ -208,17 +236,10 @@ class MegasoftmaxCoreAttention(MegatronModule):
     ) -> Tensor:
         """[batch, heads, queries, head_dim] of tensors with heads before tokens."""
         query, key, value = as_autocast(query, key, value)
-        options: dict[str, Any] = {
-            "scale": self.softmax_scale,
-            "mask": mask,
-            "bias": bias,
-            "causal": is_causal,
-            "window": self.window_size,
-            "sink": self.softmax_offset,
-        }
-        if self.training and self.attention_dropout.p > 0:
-            options |= {"dropout": self.attention_dropout.p, "seed": self._new_seed(query.device)}
-        if runs_fused(query, key, value, options):
+        options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
+        if takes_attention(query, key, value, options):
+            if mask is not None:
+                options["mask"] = with_tiles(mask, Tensor.detach)
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
             options["bias"] = bias.dense(query.shape[2], key.shape[2])
@@ -231,6 +252,49 @@ class MegasoftmaxCoreAttention(MegatronModule):
             lambda scores: megasoftmax.softmax(scores, **options, dtype=scores.dtype),
         )
         return output
+
+    def _attend_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSeqParams,
+        is_causal: bool,
+    ) -> Tensor:
+        """[tokens, heads * head_dim] of tensors [tokens, heads, head_dim]."""
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            arguments.check_rank(name, tensor, 3, "[tokens, heads, dim] beside packed_seq_params")
+        query, key, value = as_autocast(query, key, value)
+        queries, keys = len(query), len(key)
+        batch = one_batch(query), one_batch(key), one_batch(value)
+        if runs_fused(*batch, {"scale": self.softmax_scale, "dropout": self._dropout}):
+            documents = documents_of(packed, queries, keys, query.device)
+            options = self._options(is_causal, query.device)
+            return megasoftmax.attention_varlen(query, key, value, *documents, **options).flatten(1)
+        documents = documents_of(packed, queries, keys, "cpu")
+        attend = functools.partial(self._attend, mask=None, bias=None, is_causal=is_causal)
+        return attend_one_by_one(attend, query, key, value, *documents)
+
+    def _settings(self, is_causal: bool) -> dict[str, Any]:
+        """What every call of attention gets, but for a seed."""
+        return {
+            "scale": self.softmax_scale,
+            "causal": is_causal,
+            "window": self.window_size,
+            "sink": self.softmax_offset,
+            "dropout": self._dropout,
+        }
+
+    def _options(self, is_causal: bool, device: torch.device) -> dict[str, Any]:
+        """The settings; a new seed where attention drops."""
+        options = self._settings(is_causal)
+        if options["dropout"] > 0:
+            options["seed"] = self._new_seed(device)
+        return options
+
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout.p if self.training else 0.0
 
     def _multiply(self, query: Tensor, key: Tensor) -> Tensor:
         """Scores, scaled but for what the softmax multiplies by."""

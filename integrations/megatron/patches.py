@@ -67,7 +67,7 @@ class AppliedToMegatron(Replaced):
             found[name] = Served("unchanged", _NOT_FUSED)
         return found
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return in_lines(self.report)
 
 

@@ -1,0 +1,311 @@
+"""The functions of flash-attn 2, computed by megasoftmax.
+
+    from megasoftmax.integrations.flash_attn import flash_attn_func  # in place of flash_attn
+
+Names, order of arguments, defaults and layouts are those of flash-attn 2.6 and later: tokens come
+before heads. Causality and windows are aligned to the last query and the last key, as in flash-attn
+from 2.1 on. flash-attn itself is not needed.
+
+What differs from flash-attn:
+
+* Any device and type that `megasoftmax.attention` takes, a CPU, float32 and float64 included. It
+  runs fused where that function does.
+* `return_attn_probs=True` returns (out, softmax_lse, None): no probabilities. softmax_lse has a
+  gradient, and is -inf for a query that sees no key, where flash-attn has +inf.
+* `softcap` above 0 writes the scores, [batch, heads, queries, keys]: two products with a softmax
+  between them. It is refused for packed sequences.
+* `alibi_slopes` get a gradient. No tensor of queries x keys is made of them, but with `softcap`.
+  Packed sequences take slopes [heads], and need one cu_seqlens for queries and keys.
+* `deterministic=True` needs torch.use_deterministic_algorithms(True), which decides here, and
+  raises without it.
+* `dropout_p` draws a seed from torch's generator; the same generator drops other entries than in
+  flash-attn.
+* `max_seqlen_q` and `max_seqlen_k` make no difference. `block_table` is refused.
+* Errors of shapes that do not fit each other name query, key and value, with heads before tokens.
+
+Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, and the docstrings of flash-attn.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import arguments
+from megasoftmax.arguments import Window
+from megasoftmax.biases import RelativeBias, alibi_bias
+from megasoftmax.functional import as_autocast
+from megasoftmax.integrations.products import between_products, capped
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of tensors with tokens before heads.
+
+    Args:
+        q: [batch, queries, heads, head_dim], of the types of `megasoftmax.attention`, any strides.
+        k: [batch, keys, key_heads, head_dim], of the same dtype; key_heads divides heads.
+        v: [batch, keys, key_heads, value_dim], of the same dtype.
+        dropout_p: from 0 to 1; 0 in evaluation.
+        softmax_scale: factor of the products; by default head_dim ** -0.5.
+        causal: exclude keys after the query. The last query stands at the last key.
+        window_size: (left, right): query i sees key j where
+            i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
+            side.
+        softcap: above 0, scores become softcap * tanh(scores / softcap) before a bias joins them.
+        alibi_slopes: floating, [heads] or [batch, heads]: adds -slope * |i + keys - queries - j|.
+        deterministic: the same gradients in every run, see above.
+        return_attn_probs: also return the log-sum-exp.
+
+    Returns:
+        The output [batch, queries, heads, value_dim], contiguous, in the dtype of q. With
+        return_attn_probs a tuple of it, softmax_lse [batch, heads, queries], float32 (float64 for
+        float64), and None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+        NotImplementedError: as `megasoftmax.attention`.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        arguments.check_rank(name, tensor, 4, "[batch, tokens, heads, dim]")
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    batch, queries, heads, _ = q.shape
+    options["bias"] = _alibi(alibi_slopes, ((heads,), (batch, heads)), queries, k.shape[1])
+    query, key, value = (each.transpose(1, 2) for each in (q, k, v))
+    if softcap > 0:
+        output, lse = _capped_attention(query, key, value, softcap, options)
+    elif return_attn_probs:
+        output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
+    else:  # which a CPU may leave to torch's own attention: that gives no log-sum-exp
+        output = megasoftmax.attention(query, key, value, **options)
+    output = output.transpose(1, 2).contiguous()  # a copy with softcap alone
+    return (output, lse, None) if return_attn_probs else output
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+) -> Result:
+    """Attention within each of several sequences that lie one after the other, without padding.
+
+    Args:
+        q: [tokens, heads, head_dim], of the types of `megasoftmax.attention`, any strides.
+        k: [key_tokens, key_heads, head_dim], of the same dtype; key_heads divides heads.
+        v: [key_tokens, key_heads, value_dim], of the same dtype.
+        cu_seqlens_q: int32 or int64 [sequences + 1], where the queries of each sequence begin, and
+            where those of the last end. See `megasoftmax.attention_varlen`.
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q, max_seqlen_k: of any value.
+        dropout_p, softmax_scale, deterministic: as in `flash_attn_func`.
+        causal, window_size: as in `flash_attn_func`, within each sequence.
+        softcap: 0.
+        alibi_slopes: floating, [heads], as in `flash_attn_func`, within each sequence. Needs the
+            same tensor as cu_seqlens_q and as cu_seqlens_k.
+        return_attn_probs: also return the log-sum-exp.
+        block_table: None.
+
+    Returns:
+        The output [tokens, heads, value_dim], contiguous, in the dtype of q. With return_attn_probs
+        a tuple of it, softmax_lse [heads, tokens], float32 (float64 for float64), and None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; names the argument.
+        NotImplementedError: as `megasoftmax.attention`.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        arguments.check_rank(name, tensor, 3, "[tokens, heads, dim]")
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    if softcap > 0:
+        raise ValueError(f"softcap: expected 0 for packed sequences, got {softcap}")
+    if block_table is not None:
+        raise ValueError(
+            "block_table: expected None, since paged keys are not supported, "
+            f"got {type(block_table).__name__}"
+        )
+    tokens, heads, _ = q.shape
+    if alibi_slopes is not None and cu_seqlens_k is not cu_seqlens_q:
+        raise ValueError(
+            "alibi_slopes: expected None, or the same tensor as cu_seqlens_q and as cu_seqlens_k, "
+            "got two tensors"
+        )
+    options["bias"] = _alibi(alibi_slopes, ((heads,),), tokens, tokens)
+    given = q, k, v, cu_seqlens_q, cu_seqlens_k
+    if not return_attn_probs:
+        return megasoftmax.attention_varlen(*given, **options)
+    output, lse = megasoftmax.attention_varlen(*given, **options, return_lse=True)
+    return output, lse, None
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
+    """`flash_attn_func` of one tensor.
+
+    Args:
+        qkv: [batch, tokens, 3, heads, head_dim].
+        options, named: those of `flash_attn_func` from dropout_p on, in the same order.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    """
+    q, k, v = _unpacked("qkv", qkv, "batch, tokens", 3)
+    return flash_attn_func(q, k, v, *options, **named)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
+    """`flash_attn_func` with keys and values in one tensor.
+
+    Args:
+        q: [batch, queries, heads, head_dim].
+        kv: [batch, keys, 2, key_heads, head_dim].
+        options, named: those of `flash_attn_func` from dropout_p on, in the same order.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    """
+    k, v = _unpacked("kv", kv, "batch, tokens", 2)
+    return flash_attn_func(q, k, v, *options, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+) -> Result:
+    """`flash_attn_varlen_func` of one tensor.
+
+    Args:
+        qkv: [tokens, 3, heads, head_dim].
+        cu_seqlens: of queries and keys.
+        max_seqlen: of any value.
+        options, named: those of `flash_attn_varlen_func` from dropout_p on, in the same order.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+    """
+    q, k, v = _unpacked("qkv", qkv, "tokens", 3)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
+    """`flash_attn_varlen_func` with keys and values in one tensor.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        kv: [key_tokens, 2, key_heads, head_dim].
+        options, named: those of `flash_attn_varlen_func` from cu_seqlens_q on, in the same order.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+    """
+    k, v = _unpacked("kv", kv, "tokens", 2)
+    return flash_attn_varlen_func(q, k, v, *options, **named)
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """What attention, of packed sequences or not, and softmax take by the same names."""
+    arguments.check_dropout(dropout_p, "dropout_p")
+    if not isinstance(softcap, (float, int)):
+        raise TypeError(f"softcap: expected a number, got {type(softcap).__name__}")
+    if not 0 <= softcap < torch.inf:
+        raise ValueError(f"softcap: expected a finite number from 0 on, got {softcap}")
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "deterministic: expected torch.use_deterministic_algorithms(True) beside True"
+        )
+    return {
+        "scale": arguments.as_number("softmax_scale", softmax_scale),
+        "causal": causal,
+        "window": arguments.checked_window("window_size", window_size),
+        "dropout": dropout_p,
+    }
+
+
+def _alibi(
+    slopes: Tensor | None, shapes: tuple[tuple[int, ...], ...], queries: int, keys: int
+) -> RelativeBias | None:
+    if slopes is None:
+        return None
+    if not isinstance(slopes, Tensor) or tuple(slopes.shape) not in shapes:
+        found = tuple(slopes.shape) if isinstance(slopes, Tensor) else type(slopes).__name__
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"alibi_slopes: expected a tensor of shape {expected}, got {found}")
+    return alibi_bias(slopes, queries, keys)
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, softcap: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as from `megasoftmax.attention`."""
+    query, key, value = as_autocast(query, key, value)
+    arguments.check_attention(query, key, value, options["bias"], scale=options["scale"])
+    scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    bias = options["bias"]
+    if bias is not None:
+        bias = bias.dense(query.shape[2], key.shape[2])
+    found: list[Tensor] = []  # torch.compile reads no variable that an inner function sets
+
+    def normalize(scores: Tensor) -> Tensor:
+        scores, factor = capped(scores, scale, softcap)
+        own = {"scale": factor, "bias": bias, "dtype": value.dtype, "return_lse": True}
+        probabilities, lse = megasoftmax.softmax(scores, **(options | own))
+        found.append(lse)
+        return probabilities
+
+    output, _ = between_products(
+        query, key, value, lambda query, key: query @ key.transpose(-1, -2), normalize
+    )
+    return output, found[0]
+
+
+def _unpacked(name: str, packed: Tensor, leading: str, parts: int) -> tuple[Tensor, ...]:
+    """Views of the parts, which lie side by side before heads and their dimension."""
+    expected = f"[{leading}, {parts}, heads, dim]"
+    arguments.check_rank(name, packed, leading.count(",") + 4, expected)
+    if packed.shape[-3] != parts:
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(packed.shape)}")
+    return packed.unbind(-3)

@@ -1,0 +1,729 @@
+"""The functions that stand in for torch's scaled_dot_product_attention and for flash-attn's."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from inputs import HALVES, bits_equal, coin, normal
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+import megasoftmax
+from megasoftmax import autograd, scaled_dot_product_attention
+from megasoftmax.functional import new_seed
+from megasoftmax.integrations import flash_attn
+
+DOUBLE = torch.float64
+
+
+def gradients(output: Tensor, inputs: list[Tensor], lse: Tensor | None = None) -> list[Tensor]:
+    """Of a weighted sum of the output, and of what is finite of a log-sum-exp."""
+    loss = (output * normal(*output.shape, device=output.device.type, seed=9).to(output)).sum()
+    if lse is not None:
+        weights = normal(*lse.shape, device=lse.device.type, seed=8).to(lse)
+        loss = loss + (lse * weights)[lse.isfinite()].sum()
+    return list(torch.autograd.grad(loss, inputs))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+# torch's scaled_dot_product_attention
+
+SHAPES = {  # query, key, value without their dimension; the function's other arguments
+    "as many queries as keys": ((2, 4, 5), (2, 4, 5), (2, 4, 5), {}),
+    "fewer queries": ((2, 4, 3), (2, 4, 7), (2, 4, 7), {}),
+    "more queries": ((2, 4, 7), (2, 4, 3), (2, 4, 3), {}),
+    "one query": ((2, 4, 1), (2, 4, 7), (2, 4, 7), {}),
+    "[tokens, dim]": ((3,), (5,), (5,), {}),
+    "[heads, tokens, dim]": ((4, 5), (4, 3), (4, 3), {}),
+    "5 dimensions": ((2, 3, 4, 5), (2, 3, 4, 7), (2, 3, 4, 7), {}),
+    "6 dimensions": ((2, 1, 3, 4, 5), (2, 2, 3, 1, 7), (1, 2, 1, 4, 7), {}),
+    "one batch of keys": ((2, 4, 3), (1, 4, 5), (1, 4, 5), {}),
+    "one batch of queries": ((1, 4, 3), (2, 4, 5), (2, 4, 5), {}),
+    "one head of keys": ((2, 4, 3), (2, 1, 5), (2, 1, 5), {}),
+    "one head of keys, more of values": ((2, 4, 3), (2, 1, 5), (2, 4, 5), {}),
+    "one head of queries": ((2, 1, 3), (2, 4, 5), (2, 4, 5), {}),
+    "other ranks": ((2, 4, 3), (4, 5), (5,), {}),
+    "grouped heads": ((2, 4, 3), (2, 2, 5), (2, 2, 5), {"enable_gqa": True}),
+    "grouped heads, one batch of keys": ((2, 4, 3), (1, 2, 5), (1, 2, 5), {"enable_gqa": True}),
+    "grouped heads of 3 dimensions": ((4, 3), (2, 5), (2, 5), {"enable_gqa": True}),
+    "a scale": ((2, 4, 3), (2, 4, 5), (2, 4, 5), {"scale": 0.3}),
+}
+
+
+def mask_shapes(case: str) -> list[tuple[int, ...]]:
+    """Of masks: whole, of one batch and head, of keys alone with all other dimensions."""
+    query, key, value, _ = SHAPES[case]
+    grouped = SHAPES[case][3].get("enable_gqa", False)
+    leading = (
+        (*torch.broadcast_shapes(query[:-2], key[:-2]), query[-2])
+        if grouped
+        else torch.broadcast_shapes(query[:-1], key[:-1], value[:-1])
+    )
+    whole = (*leading, query[-1], key[-1])
+    return [whole, whole[-2:], (1,) * (len(whole) - 1) + whole[-1:], (*leading, 1, 1)]
+
+
+def sdpa_inputs(case: str, device: str, dtype: torch.dtype = DOUBLE) -> tuple[Any, ...]:
+    *shapes, options = SHAPES[case]
+    dims = (8, 8, 6)
+    tensors = [
+        normal(*shape, dim, device=device, seed=seed).to(dtype).requires_grad_()
+        for seed, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
+    ]
+    return tensors, options
+
+
+def check_sdpa(tensors: list[Tensor], leaves: list[Tensor], **options: Any) -> None:
+    found = []
+    for function in (scaled_dot_product_attention, torch_sdpa):
+        output = function(*tensors, **options)
+        found.append([output, *gradients(output, leaves)])
+    for actual, expected in zip(*found, strict=True):
+        assert actual.shape == expected.shape
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", SHAPES)
+def test_sdpa_without_mask(case, is_causal, device):
+    tensors, options = sdpa_inputs(case, device)
+    check_sdpa(tensors, tensors, is_causal=is_causal, **options)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_sdpa_with_masks(case, device):
+    """With a query for which nothing is left, where the mask has queries."""
+    tensors, options = sdpa_inputs(case, device)
+    for shape in mask_shapes(case):
+        keep = coin(*shape, device=device, odds=0.6)
+        keep[..., 0, :] = False
+        check_sdpa(tensors, tensors, attn_mask=keep, **options)
+        added = normal(*shape, device=device, seed=4).to(DOUBLE)
+        added[..., 0, 0] = -torch.inf
+        added.requires_grad_()
+        check_sdpa(tensors, [*tensors, added], attn_mask=added, **options)
+
+
+def test_a_query_without_keys_is_0(device):
+    tensors, _ = sdpa_inputs("fewer queries", device)
+    keep = torch.tensor([[True] * 7, [False] * 7, [True] * 7], device=device)
+    for mask in (keep, keep.double().log()):
+        output = scaled_dot_product_attention(*tensors, attn_mask=mask)
+        assert (output[:, :, 1] == 0).all()
+        assert (output[:, :, [0, 2]] != 0).all()
+        of_query, *_ = torch.autograd.grad(output.sum(), tensors)
+        assert (of_query[:, :, 1] == 0).all()
+
+
+def test_an_expanded_mask_is_inverted_unexpanded(monkeypatch):
+    taken = {}
+    attention = megasoftmax.functional.attention
+
+    def spy(*tensors, **options):
+        taken.update(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(megasoftmax.functional, "attention", spy)
+    tensors, _ = sdpa_inputs("fewer queries", "cpu")
+    keep = coin(2, 1, 1, 7, device="cpu", odds=0.6).expand(2, 4, 3, 7)
+    check_sdpa(tensors, tensors, attn_mask=keep)
+    assert taken["mask"].shape == (2, 1, 1, 7)
+
+
+@st.composite
+def sdpa_calls(draw):
+    """Sizes, which of the dimensions before tokens each tensor has as 1 or not at all, a mask."""
+    leading = draw(st.lists(st.integers(1, 3), max_size=3))
+    queries, keys = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+
+    def broadcasting(sizes: list[int]) -> list[int]:
+        kept = [1 if draw(st.booleans()) else size for size in sizes]
+        return kept[draw(st.integers(0, len(kept))) :]
+
+    tensors = [[*broadcasting(leading), tokens] for tokens in (queries, keys, keys)]
+    mask = draw(st.sampled_from(["none", "causal", "bool", "float"]))
+    return (
+        tensors,
+        mask,
+        [*broadcasting(leading), *draw(st.sampled_from([(queries, keys), (1, 1)]))],
+    )
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(call=sdpa_calls())
+def test_any_call_of_sdpa(call):
+    shapes, mask, mask_shape = call
+    tensors = [
+        normal(*shape, 4, device="cpu", seed=seed).double().requires_grad_()
+        for seed, shape in enumerate(shapes)
+    ]
+    options: dict[str, Any] = {"is_causal": mask == "causal"}
+    whole = torch.broadcast_shapes(*(shape[:-1] for shape in shapes))
+    assume(len(mask_shape) <= len(whole) + 2)
+    assume(torch.broadcast_shapes(mask_shape[:-2], whole) == whole)
+    if mask == "bool":
+        options["attn_mask"] = coin(*mask_shape, device="cpu", odds=0.6)
+    if mask == "float":
+        options["attn_mask"] = normal(*mask_shape, device="cpu", seed=5).double()
+    check_sdpa(tensors, tensors, **options)
+
+
+def test_sdpa_has_the_signature_of_torch():
+    """torch's own is not to be inspected; its first six arguments have places, the others none."""
+    kinds = [
+        (each.name, each.kind)
+        for each in inspect.signature(scaled_dot_product_attention).parameters.values()
+    ]
+    places, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    assert kinds == [
+        *[(name, places) for name in ("query", "key", "value", "attn_mask", "dropout_p")],
+        ("is_causal", places),
+        ("scale", keyword),
+        ("enable_gqa", keyword),
+    ]
+    tensors, _ = sdpa_inputs("fewer queries", "cpu")
+    assert_close(
+        scaled_dot_product_attention(*tensors, None, 0.0, True),
+        torch_sdpa(*tensors, None, 0.0, True),
+    )
+
+
+def test_sdpa_drops_as_attention(device):
+    (query, key, value), _ = sdpa_inputs("fewer queries", device)
+    torch.manual_seed(7)
+    seed = new_seed(query.device)
+    expected = megasoftmax.attention(query, key, value, dropout=0.4, seed=seed)
+    torch.manual_seed(7)
+    assert bits_equal(scaled_dot_product_attention(query, key, value, None, 0.4), expected)
+
+
+def test_sdpa_compiled(device):
+    (query, key, value), _ = sdpa_inputs("fewer queries", device, torch.float32)
+    keep = coin(2, 1, 1, 7, device=device, odds=0.6).expand(2, 4, 3, 7)
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        masked = scaled_dot_product_attention(query, key, value, attn_mask=keep)
+        return masked + scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (compiled, function):
+        output = each(query, key, value)
+        found.append([output, *gradients(output, [query, key, value])])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_sdpa_under_vmap(device):
+    (query, key, value), _ = sdpa_inputs("fewer queries", device)
+    keep = coin(2, 1, 7, device=device, odds=0.6).expand(2, 3, 7)
+    mapped = torch.vmap(
+        lambda q, k, v, m: scaled_dot_product_attention(q, k, v, attn_mask=m), randomness="error"
+    )(query, key, value, keep)
+    assert_close(mapped, torch_sdpa(query, key, value, attn_mask=keep[:, None]))
+
+
+def test_why_sdpa_does_not_run_fused(device):
+    tensors, options = sdpa_inputs("other ranks", device)
+    ours = megasoftmax.why_not_fused(scaled_dot_product_attention, *tensors, **options)
+    whole, _ = sdpa_inputs("fewer queries", device)
+    assert ours == megasoftmax.why_not_fused(megasoftmax.attention, *whole)
+    assert "dtype" in [reason.constraint for reason in ours]
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_cpu_takes_torchs_attention(has_mask, monkeypatch):
+    calls, original = [], autograd.sdpa.attention
+
+    def recording(*args, **options):
+        calls.append(options["nothing_excluded"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(autograd.sdpa, "attention", recording)
+    query, key, value = (normal(1, 7, 4, 8, device="cpu", seed=i) for i in range(3))
+    heads_first = [each.transpose(1, 2) for each in (query, key, value)]
+    mask = coin(7, 7, device="cpu") if has_mask else None
+    scaled_dot_product_attention(*heads_first, mask)
+    flash_attn.flash_attn_func(query, key, value, causal=has_mask)
+    assert calls == [not has_mask] * 2
+    lengths = torch.tensor([0, 3, 7])
+    flash_attn.flash_attn_varlen_func(query[0], key[0], value[0], lengths, lengths, 4, 4)
+    assert len(calls) == 3
+    flash_attn.flash_attn_func(query, key, value, return_attn_probs=True)
+    assert len(calls) == 3
+
+
+# flash-attn, against its formula in float64
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, queries, heads, dim] and log-sum-exp [batch, heads, queries]."""
+    (_, queries, heads, dim), (keys, key_heads) = q.shape, k.shape[1:3]
+    k, v = (each.repeat_interleave(heads // key_heads, 2) for each in (k, v))
+    scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    i = torch.arange(queries, device=q.device)[:, None]
+    ahead = torch.arange(keys, device=q.device) - (i + keys - queries)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * ahead.abs()
+    left, right = window_size
+    right = 0 if causal else right
+    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=q.device)
+    if left >= 0:
+        hidden |= ahead < -left
+    if right >= 0:
+        hidden |= ahead > right
+    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    nothing = hidden.all(-1)
+    probabilities = (scores - lse.masked_fill(nothing, 0)[..., None]).exp().masked_fill(hidden, 0)
+    return torch.einsum("bhij,bjhd->bihd", probabilities, v), lse
+
+
+def flash_inputs(
+    device: str, queries: int = 5, keys: int = 9, dtype: torch.dtype = DOUBLE, dim: int = 8
+) -> list[Tensor]:
+    shapes = ((2, queries, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim))
+    return [
+        normal(*shape, device=device, seed=seed).to(dtype).requires_grad_()
+        for seed, shape in enumerate(shapes)
+    ]
+
+
+FLASH: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "scale": lambda: {"softmax_scale": 0.7},
+    "causal": lambda: {"causal": True},
+    "window": lambda: {"window_size": (2, 1)},
+    "window of the left": lambda: {"window_size": (3, -1)},
+    "window of the right": lambda: {"window_size": (-1, 0)},
+    "causal, window": lambda: {"causal": True, "window_size": (2, 4)},
+    "slopes": lambda: {"alibi_slopes": torch.tensor([0.5, 0.25, 1.0, 0.1], dtype=DOUBLE)},
+    "slopes of batches": lambda: {
+        "alibi_slopes": normal(2, 4, device="cpu", seed=5).double().abs(),
+        "causal": True,
+    },
+    "softcap": lambda: {"softcap": 0.8},
+    "softcap and all": lambda: {
+        "softcap": 0.8,
+        "softmax_scale": 0.7,
+        "causal": True,
+        "window_size": (3, 2),
+        "alibi_slopes": normal(2, 4, device="cpu", seed=5).double().abs(),
+    },
+}
+
+
+def on(device: str, case: str) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in FLASH[case]().items()
+    }
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (6, 6), (7, 3), (1, 9)])
+@pytest.mark.parametrize("case", FLASH)
+def test_flash_attn_func(case, lengths, device):
+    """More queries than keys: the first see nothing where it is causal."""
+    tensors, options = flash_inputs(device, *lengths), on(device, case)
+    leaves = list(tensors)
+    if "alibi_slopes" in options:
+        leaves.append(options["alibi_slopes"].requires_grad_())
+    output, lse, probabilities = flash_attn.flash_attn_func(
+        *tensors, **options, return_attn_probs=True
+    )
+    expected, expected_lse = formula(*tensors, **options)
+    assert probabilities is None
+    assert output.is_contiguous()
+    assert_close(output, expected)
+    assert_close(lse, expected_lse)
+    for actual, wanted in zip(
+        gradients(output, leaves, lse), gradients(expected, leaves, expected_lse), strict=True
+    ):
+        assert_close(actual, wanted)
+    alone = flash_attn.flash_attn_func(*tensors, **options)
+    assert alone.is_contiguous()
+    assert_close(alone, output)
+
+
+def test_types_of_softcap():
+    q, k, v = flash_inputs("cpu", dtype=torch.bfloat16)
+    output, lse, _ = flash_attn.flash_attn_func(q, k, v, softcap=0.8, return_attn_probs=True)
+    assert (output.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    expected, _ = formula(q.double(), k.double(), v.double(), softcap=0.8)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-2)
+
+
+DOCUMENTS = [(3, 5), (0, 2), (6, 4), (1, 1), (2, 0), (4, 4)]  # queries and keys of each
+
+
+def packed_inputs(
+    device: str, documents: list[tuple[int, int]], dtype: torch.dtype = DOUBLE
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Tensors, offsets, and the longest lengths."""
+    lengths = torch.tensor(documents).T
+    (queries, keys), longest = lengths.sum(1).tolist(), lengths.amax(1).tolist()
+    tensors = [
+        normal(tokens, heads, 8, device=device, seed=seed).to(dtype).requires_grad_()
+        for seed, (tokens, heads) in enumerate(((queries, 4), (keys, 2), (keys, 2)))
+    ]
+    pad = torch.nn.functional.pad
+    offsets = pad(lengths.cumsum(1), (1, 0)).int().to(device)
+    return tensors, list(offsets), longest
+
+
+def by_document(
+    q: Tensor, k: Tensor, v: Tensor, documents: list[tuple[int, int]], **options: Any
+) -> tuple[Tensor, Tensor]:
+    queries, keys = zip(*documents, strict=True)
+    found = [
+        formula(*(each[None] for each in document), **options)
+        for document in zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    ]
+    outputs, lses = zip(*found, strict=True)
+    return torch.cat(outputs, 1)[0], torch.cat(lses, 2)[0]
+
+
+def check_varlen(
+    tensors: list[Tensor], result: Any, documents: list[tuple[int, int]], **options: Any
+) -> None:
+    output, lse, probabilities = result
+    expected, expected_lse = by_document(*tensors, documents, **options)
+    assert probabilities is None
+    assert lse.shape == (4, len(output))
+    assert_close(output, expected)
+    assert_close(lse, expected_lse)
+    for actual, wanted in zip(
+        gradients(output, tensors, lse), gradients(expected, tensors, expected_lse), strict=True
+    ):
+        assert_close(actual, wanted)
+
+
+VARLEN = [case for case in FLASH if "slopes" not in case and "softcap" not in case]
+
+
+@pytest.mark.parametrize("case", VARLEN)
+def test_flash_attn_varlen_func(case, device):
+    tensors, offsets, longest = packed_inputs(device, DOCUMENTS)
+    options = FLASH[case]()
+    result = flash_attn.flash_attn_varlen_func(
+        *tensors, *offsets, *longest, **options, return_attn_probs=True
+    )
+    check_varlen(tensors, result, DOCUMENTS, **options)
+    alone = flash_attn.flash_attn_varlen_func(*tensors, *offsets, *longest, **options)
+    assert_close(alone, result[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_of_packed_sequences(causal, device):
+    documents = [(3, 3), (0, 0), (6, 6), (1, 1)]
+    tensors, (offsets, _), (longest, _) = packed_inputs(device, documents)
+    options = {**on(device, "slopes"), "causal": causal}
+    result = flash_attn.flash_attn_varlen_func(
+        *tensors, offsets, offsets, longest, longest, **options, return_attn_probs=True
+    )
+    check_varlen(tensors, result, documents, **options)
+
+
+def test_packed_tensors(device):
+    """The options by their places, too."""
+    q, k, v = flash_inputs(device, 6, 6)
+    options = (0.0, 0.7, True, (2, 0), 0.0, None, False)
+    expected = flash_attn.flash_attn_func(q, k, v, *options)
+    kv = torch.stack([k, v], 2)
+    assert bits_equal(flash_attn.flash_attn_kvpacked_func(q, kv, *options), expected)
+    k, v = (each.repeat_interleave(2, 2) for each in (k, v))
+    qkv = torch.stack([q, k, v], 2)
+    whole = flash_attn.flash_attn_func(q, k, v, *options)
+    assert bits_equal(flash_attn.flash_attn_qkvpacked_func(qkv, *options), whole)
+    assert_close(whole, expected)
+
+    offsets = torch.tensor([0, 2, 6, 12], device=device, dtype=torch.int32)
+    q, k, v, kv, qkv = (each.flatten(0, 1) for each in (q, k, v, kv, qkv))
+    lengths = (offsets, offsets, 6, 6)
+    named = {"return_attn_probs": True}
+    found = [
+        flash_attn.flash_attn_varlen_func(q, k, v, *lengths, *options, **named),
+        flash_attn.flash_attn_varlen_qkvpacked_func(qkv, offsets, 6, *options, **named),
+        flash_attn.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], *lengths, *options, **named),
+    ]
+    for output, lse, _ in found[1:]:
+        assert bits_equal(output, found[0][0])
+        assert bits_equal(lse, found[0][1])
+    # kv keeps the grouped heads.
+    grouped = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, *lengths, *options)
+    assert_close(grouped, found[0][0])
+
+
+def test_flash_attn_drops_as_attention(device):
+    q, k, v = flash_inputs(device)
+    torch.manual_seed(7)
+    seed = new_seed(q.device)
+    query, key, value = (each.transpose(1, 2) for each in (q, k, v))
+    expected = megasoftmax.attention(query, key, value, dropout=0.1, seed=seed)
+    torch.manual_seed(7)
+    output = flash_attn.flash_attn_func(q, k, v, 0.1)
+    assert bits_equal(output, expected.transpose(1, 2))
+    for actual, wanted in zip(
+        gradients(output, [q, k, v]), gradients(expected.transpose(1, 2), [q, k, v]), strict=True
+    ):
+        assert bits_equal(actual, wanted)
+    assert not torch.equal(output, flash_attn.flash_attn_func(q, k, v, 0.0))
+    torch.manual_seed(7)  # so do scores that are capped so far away that they are not
+    assert_close(flash_attn.flash_attn_func(q, k, v, 0.1, softcap=1e6), output)
+
+    tensors, offsets, longest = packed_inputs(device, DOCUMENTS)
+    expected = megasoftmax.attention_varlen(*tensors, *offsets, dropout=0.1, seed=seed)
+    torch.manual_seed(7)
+    output = flash_attn.flash_attn_varlen_func(*tensors, *offsets, *longest, 0.1)
+    assert bits_equal(output, expected)
+
+
+def test_deterministic(device):
+    q, k, v = flash_inputs(device)
+    with pytest.raises(ValueError, match=r"^deterministic: .*use_deterministic_algorithms\(True\)"):
+        flash_attn.flash_attn_func(q, k, v, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = flash_attn.flash_attn_func(q, k, v, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, flash_attn.flash_attn_func(q, k, v))
+
+
+def test_flash_attn_has_the_arguments_of_flash_attn():
+    common = [
+        *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"),
+        *("deterministic", "return_attn_probs"),
+    ]
+    lengths = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    dense, varlen = (
+        list(inspect.signature(function).parameters)
+        for function in (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
+    )
+    assert dense == ["q", "k", "v", *common]
+    assert varlen == ["q", "k", "v", *lengths, *common, "block_table"]
+
+
+def test_flash_attn_compiled(device):
+    q, k, v = flash_inputs(device, dtype=torch.float32)
+    slopes = torch.tensor([0.5, 0.25, 1.0, 0.1], device=device)
+    cap = {"softcap": 0.8, "window_size": (3, 0)}
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+        return output + flash_attn.flash_attn_func(q, k, v, **cap)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (compiled, function):
+        output = each(q, k, v)
+        found.append([output, *gradients(output, [q, k, v])])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# Wrong use
+
+TOKENS = torch.zeros(2, 5, 4, 8)  # of flash-attn: [batch, tokens, heads, dim]
+OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def sdpa(*shapes: tuple[int, ...], **options: Any) -> Callable[[], Tensor]:
+    return lambda: scaled_dot_product_attention(*map(torch.zeros, shapes), **options)
+
+
+def flash(**options: Any) -> Callable[[], Any]:
+    return lambda: flash_attn.flash_attn_func(TOKENS, TOKENS, TOKENS, **options)
+
+
+def varlen(k: Tensor = OFFSETS, **options: Any) -> Callable[[], Any]:
+    tensors = (TOKENS[0],) * 3
+    return lambda: flash_attn.flash_attn_varlen_func(*tensors, OFFSETS, k, 3, 3, **options)
+
+
+SAME = ((2, 4, 5, 8),) * 3
+WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (sdpa((8,), (5, 8), (5, 8)), ValueError, r"query: expected .*got shape \(8,\)"),
+    (
+        sdpa((2, 3, 5, 8), (4, 3, 5, 8), (4, 3, 5, 8)),
+        ValueError,
+        r"batch dimensions .*\(2,\), \(4,",
+    ),
+    (
+        sdpa((2, 4, 5, 8), *((2, 2, 5, 8),) * 2),
+        ValueError,
+        r"heads \(or enable_gqa=True, if query heads share keys\) .*\(4,\), \(2,",
+    ),
+    (sdpa((2, 4, 5, 8), *((2, 3, 5, 8),) * 2, enable_gqa=True), ValueError, "divide 4.*got 3"),
+    (
+        sdpa((2, 4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8), enable_gqa=True),
+        ValueError,
+        r"heads of key and value .*\(4,\), \(2,",
+    ),
+    (
+        sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 6, 8), is_causal=True),
+        ValueError,
+        "value: .*7, got 6",
+    ),
+    (sdpa((2, 4, 5, 8), *((2, 4, 5, 6),) * 2), ValueError, r"key: expected shape .*8\]"),
+    (sdpa(*SAME, attn_mask=torch.ones(5, 5).int()), TypeError, "attn_mask: .*True = keep.*int32"),
+    (sdpa(*SAME, attn_mask=[[True]]), TypeError, "attn_mask: .*got list"),
+    (sdpa(*SAME, attn_mask=torch.ones(5, 4)), ValueError, r"attn_mask: .*got \(5, 4\)"),
+    (sdpa(*SAME, attn_mask=torch.ones(3, 1, 5, 5)), ValueError, "attn_mask: .*broadcasts to"),
+    (sdpa(*SAME, attn_mask=torch.ones(5, 5), is_causal=True), ValueError, "is_causal: .*attn_mask"),
+    (sdpa(*SAME, is_causal=1), TypeError, "is_causal: expected a bool, got int"),
+    (sdpa(*SAME, enable_gqa=None), TypeError, "enable_gqa: expected a bool, got NoneType"),
+    (sdpa(*SAME, dropout_p=1.5), ValueError, "dropout_p: .*got 1.5"),
+    (sdpa(*SAME, scale="1"), TypeError, "scale: expected a number, got str"),
+    (
+        lambda: scaled_dot_product_attention(*(torch.zeros(2, 4, 5, 8).int(),) * 3),
+        TypeError,
+        "query: .*int32",
+    ),
+    (
+        lambda: flash_attn.flash_attn_func(TOKENS[0], TOKENS, TOKENS),
+        ValueError,
+        r"q: expected \[batch, tokens, heads, dim\]",
+    ),
+    (
+        lambda: flash_attn.flash_attn_func(TOKENS, TOKENS[:1], TOKENS, softcap=1.0),
+        ValueError,
+        "key: expected shape",
+    ),
+    (flash(dropout_p=-0.1), ValueError, "dropout_p: .*got -0.1"),
+    (flash(window_size=(1,)), ValueError, "window_size: expected"),
+    (flash(window_size=(-2, 0)), ValueError, "window_size: expected"),
+    (flash(causal=1), TypeError, "causal: expected a bool"),
+    (flash(softcap=-1.0), ValueError, "softcap: .*got -1.0"),
+    (flash(softcap=None), TypeError, "softcap: .*NoneType"),
+    (
+        flash(alibi_slopes=torch.ones(1)),
+        ValueError,
+        r"alibi_slopes: .*\(4,\) or \(2, 4\), got \(1,",
+    ),
+    (flash(alibi_slopes=0.5), ValueError, "alibi_slopes: .*got float"),
+    (varlen(softcap=1.0), ValueError, "softcap: expected 0 for packed"),
+    (varlen(block_table=OFFSETS), ValueError, "block_table: expected None"),
+    (
+        varlen(OFFSETS.clone(), alibi_slopes=torch.ones(4)),
+        ValueError,
+        "alibi_slopes: .*two tensors",
+    ),
+    (varlen(alibi_slopes=torch.ones(2, 4)), ValueError, r"alibi_slopes: .*\(4,\), got \(2, 4\)"),
+    (
+        lambda: flash_attn.flash_attn_varlen_func(TOKENS, TOKENS, TOKENS, OFFSETS, OFFSETS, 3, 3),
+        ValueError,
+        r"q: expected \[tokens, heads, dim\]",
+    ),
+    (
+        lambda: flash_attn.flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8)),
+        ValueError,
+        r"qkv: expected \[batch, tokens, 3, heads, dim\], got shape \(2, 5, 2, 4, 8\)",
+    ),
+    (
+        lambda: flash_attn.flash_attn_varlen_kvpacked_func(
+            TOKENS[0], TOKENS, OFFSETS, OFFSETS, 3, 3
+        ),
+        ValueError,
+        r"kv: expected \[tokens, 2, heads, dim\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("call", WRONG, ids=lambda call: call[2])
+def test_wrong_use(call):
+    function, error, message = call
+    with pytest.raises(error, match=message):
+        function()
+
+
+# In half precision, on kernels
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Relative to the largest entry: gradients are sums of terms that were rounded."""
+    tolerance = 5e-3 if actual.dtype == torch.float16 else 3e-2
+    largest = expected.detach().abs().max().item()
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * max(largest, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(150, 150), (70, 200), (200, 70)])
+def test_sdpa_on_kernels(lengths, is_causal, dtype):
+    shapes = [(2, 4, lengths[0], 64), (1, 2, lengths[1], 64), (1, 2, lengths[1], 64)]
+    tensors = [
+        normal(*shape, device="cuda", seed=seed, dtype=dtype).requires_grad_()
+        for seed, shape in enumerate(shapes)
+    ]
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    keep = coin(2, 1, 1, lengths[1], device="cuda", odds=0.8)
+    masks = [None] if is_causal else [None, keep, normal(4, *lengths, device="cuda", dtype=dtype)]
+    for mask in masks:
+        options = {"is_causal": is_causal, "enable_gqa": True}
+        reasons = megasoftmax.why_not_fused(
+            scaled_dot_product_attention, *tensors, attn_mask=mask, **options
+        )
+        assert reasons == ()
+        output = scaled_dot_product_attention(*tensors, attn_mask=mask, **options)
+        mask = mask.double() if mask is not None and mask.is_floating_point() else mask
+        expected = torch_sdpa(*exact, attn_mask=mask, **options)
+        assert_near(output, expected)
+        wanted = gradients(expected, exact)
+        for actual, each in zip(gradients(output, tensors), wanted, strict=True):
+            assert_near(actual, each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", FLASH)
+def test_flash_attn_func_on_kernels(case, dtype):
+    tensors, options = flash_inputs("cuda", 150, 200, dtype, dim=64), on("cuda", case)
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    output, lse, _ = flash_attn.flash_attn_func(*tensors, **options, return_attn_probs=True)
+    expected, expected_lse = formula(*exact, **options)
+    assert_near(output, expected)
+    assert_near(lse, expected_lse)
+    wanted = gradients(expected, exact, expected_lse)
+    for actual, each in zip(gradients(output, tensors, lse), wanted, strict=True):
+        assert_near(actual, each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", [*VARLEN, "slopes"])
+def test_flash_attn_varlen_func_on_kernels(case, dtype):
+    documents = [(70, 70), (0, 0), (130, 130), (3, 3)]
+    tensors, (offsets, _), (longest, _) = packed_inputs("cuda", documents, dtype)
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    options = on("cuda", case)
+    output, lse, _ = flash_attn.flash_attn_varlen_func(
+        *tensors, offsets, offsets, longest, longest, **options, return_attn_probs=True
+    )
+    expected, expected_lse = by_document(*exact, documents, **options)
+    assert_near(output, expected)
+    assert_near(lse, expected_lse)
+    wanted = gradients(expected, exact, expected_lse)
+    for actual, each in zip(gradients(output, tensors, lse), wanted, strict=True):
+        assert_near(actual, each)
