@@ -24,11 +24,14 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
 from megasoftmax import __main__, regression
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.regression import comparison
+from megasoftmax.regression import dropout as regression_dropout
 from megasoftmax.regression import models as regression_models
 from megasoftmax.regression import training as regression_training
 
@@ -87,7 +90,7 @@ def test_other_implementations_and_types_pass(family, candidate, dtype, device):
 def test_kernels_are_counted(through_ops, monkeypatch):
     softmax = functools.partial(megasoftmax.softmax, fused=through_ops)
     monkeypatch.setattr(megasoftmax, "softmax", softmax)
-    report = run("bert")
+    report = run("bert", candidate=integration.SOFTMAX_NAME)
     assert report.passed, report.failures[0]
     layers = {"megasoftmax::softmax_forward": 2, "megasoftmax::softmax_backward": 2}
     assert report.kernels == (layers if through_ops else {})
@@ -95,7 +98,7 @@ def test_kernels_are_counted(through_ops, monkeypatch):
 
 def test_attention_on_a_cpu_passes(monkeypatch):
     """The way that a GPU takes, which does not write probabilities."""
-    monkeypatch.setattr(integration, "runs_fused", lambda *rest: True)
+    monkeypatch.setattr(integration, "takes_attention", lambda *rest: True)
     for dtype in ("fp32", "bf16"):
         report = run("bert", dtype=dtype)
         assert report.passed, report.failures[0]
@@ -238,6 +241,165 @@ def test_what_is_no_number_is_caught(device):
     assert json.loads(report.to_json(), parse_constant=refuse)["candidate"]["losses"][0] == "nan"
 
 
+# Dropout
+
+
+def dropping_gpt2(resid_pdrop=0.0):
+    """One layer, whose attention drops."""
+    sizes = regression_models.TINY["gpt2"][1] | {"num_hidden_layers": 1}
+    rates = {"attn_pdrop": 0.3, "resid_pdrop": resid_pdrop, "embd_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates))
+
+
+DROPPING = {"model": lambda: dropping_gpt2(), "dropout": True, "steps": 1, "checks": 1, "seeds": 32}
+
+
+def with_dropout_of(forward, change=lambda dropout: dropout, factor=lambda dropout: 1.0):
+    def faulty(*tensors, dropout=0.0, **options):
+        output, probabilities = forward(*tensors, dropout=change(dropout), **options)
+        return output * factor(dropout), probabilities
+
+    return faulty
+
+
+DROPOUT_FAULTS = {
+    "no dropout": {"change": lambda dropout: 0.0},
+    "twice the rate": {"change": lambda dropout: 2 * dropout},
+    "no divisor": {"factor": lambda dropout: 1 - dropout},
+}
+unfused = functools.partial(integration.attention_forward, fused=False)
+
+
+def test_same_entries_are_dropped_by_eager_and_softmax(device):
+    settings = DROPPING | {"model": lambda: dropping_gpt2(resid_pdrop=0.1), "steps": 2}
+    report = run(candidate="megasoftmax_softmax", device=device, **settings)
+    assert report.passed, report.failures[0]
+    assert report.dropout == "the same entries dropped"
+    without = run(candidate="sdpa", device=device, **(settings | {"dropout": False}))
+    assert without.dropout is None
+    assert report.baseline.losses != without.baseline.losses
+
+
+def test_same_entries_are_dropped_fused_and_unfused(device, monkeypatch):
+    settings = DROPPING | {"model": lambda: dropping_gpt2(resid_pdrop=0.1)}
+    if device == "cpu":  # as on a GPU, in plain torch
+        monkeypatch.setattr(integration, "takes_attention", lambda *rest: True)
+    report = run(baseline=regression_models.UNFUSED, device=device, dtype="bf16", **settings)
+    assert report.passed, report.failures[0]
+    assert report.dropout == "the same entries dropped"
+    assert report.kernels_tested == (device == "cuda")
+
+
+@pytest.mark.parametrize("fault", [*DROPOUT_FAULTS, "one entry of the seed"])
+def test_dropout_fault_is_caught_where_entries_are_the_same(fault):
+    def next_seed(query, *rest, seed=None, **options):
+        seed = torch.randint(2**62, (1,)) + 1
+        return attention(query, *rest, seed=seed, **options)
+
+    attention = megasoftmax.attention
+    forward = unfused
+    if fault in DROPOUT_FAULTS:
+        forward = with_dropout_of(unfused, **DROPOUT_FAULTS[fault])
+    else:
+
+        def forward(*tensors, **options):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(megasoftmax, "attention", next_seed)
+                return unfused(*tensors, **options)
+
+    register_faulty(forward)
+    report = run(baseline=regression_models.UNFUSED, candidate="faulty", **DROPPING)
+    assert not report.passed
+    if fault != "no dropout":  # which draws no seed
+        assert report.dropout == "the same entries dropped"
+        assert report.failures[0].quantity == "gradient"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_honest_swap_passes_over_seeds(dtype, device):
+    candidate = "megasoftmax" if device == "cuda" and dtype == "bf16" else "sdpa"
+    report = run(candidate=candidate, dtype=dtype, device=device, **DROPPING)
+    assert report.passed, report.failures[0]
+    assert report.dropout == "means compared over 32 seeds at 99.9% confidence"
+    found = {check.quantity for check in report.checks}
+    assert found == {*EQUAL_WEIGHTS, "loss", "parameters", *regression_dropout.QUANTITIES}
+    parameters = len([*dropping_gpt2().named_parameters()])
+    over_seeds = [c for c in report.checks if c.quantity in regression_dropout.QUANTITIES]
+    assert len(over_seeds) == 2 + 2 * parameters
+    assert report.worst("gradient over seeds").baseline > 1e-4  # it does drop
+
+
+@pytest.mark.parametrize("fault", DROPOUT_FAULTS)
+def test_dropout_fault_is_caught_over_seeds(fault, device):
+    register_faulty(
+        with_dropout_of(ALL_ATTENTION_FUNCTIONS["sdpa"], **DROPOUT_FAULTS[fault]), sdpa_mask
+    )
+    report = run(candidate="faulty", device=device, **DROPPING)
+    assert not report.passed
+    assert {failure.quantity for failure in report.failures} <= {*regression_dropout.QUANTITIES}
+    assert "standard error" in str(report.failures[0])
+
+
+def test_model_without_dropout_says_so():
+    report = run("llama", dropout=True, steps=1, checks=1)
+    assert report.passed
+    assert report.dropout == "none in this model"
+
+
+@pytest.mark.parametrize(
+    ("draws", "how"),
+    [
+        (([], [], []), comparison.NOTHING_DROPPED),
+        (([("seed", 1)],) * 3, comparison.SAME_ENTRIES),
+        (([("seed", 1)], [("dropout", 8)], [("seed", 1)]), comparison.OTHER_ENTRIES),
+        (([("seed", 1)], [], [("seed", 1)]), comparison.OTHER_ENTRIES),
+        (([("seed", 1)], [("seed", 1)], [("dropout", 8)]), comparison.OTHER_ENTRIES),
+    ],
+)
+def test_what_is_drawn_decides_how_dropout_is_compared(draws, how):
+    """The reference counts: far from both sides, it would allow anything."""
+    trainees = [
+        SimpleNamespace(
+            draws=drawn,
+            differentiate=lambda *arguments, **options: None,
+            optimizer=SimpleNamespace(zero_grad=lambda: None),
+        )
+        for drawn in draws
+    ]
+    assert comparison._how_dropped(trainees, {}) == how
+
+
+@pytest.mark.parametrize(
+    ("tail", "degrees", "expected"),
+    [(0.01, 15, 2.947), (0.001, 15, 4.073), (0.001, 30, 3.646), (0.05, 60, 2.000)],
+)
+def test_quantiles_are_those_of_tables(tail, degrees, expected):
+    assert regression_dropout.quantile(tail, degrees) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_is_the_same_in_every_type(dtype):
+    with regression_training._SameDropout() as mode:
+        torch.manual_seed(0)
+        dropped = torch.nn.functional.dropout(torch.ones(1000, dtype=dtype), 0.25)
+    torch.manual_seed(0)
+    keep = torch.rand(1000) >= 0.25
+    torch.testing.assert_close(dropped, (keep.double() / 0.75).to(dtype))
+    assert mode.draws == [("dropout", 1000)]
+
+
+def test_generator_of_the_caller_is_left_alone():
+    def batches(batch, length, seed):
+        model = dropping_gpt2()
+        for given in regression_models.make_batches(model, batch, length, seed):
+            states.append(torch.random.get_rng_state())
+            yield given
+
+    states = []
+    run(data=batches, candidate="megasoftmax", **(DROPPING | {"steps": 2}))
+    assert torch.equal(*states[:2])
+
+
 # How distances are measured and judged
 
 
@@ -344,7 +506,7 @@ def test_gradients_are_measured_against_what_is_around():
     for parameter, (size, _) in zip(parameters.values(), sizes.values(), strict=True):
         parameter.grad = torch.full((4,), -size)
     expected = {name: scale for name, (_, scale) in sizes.items()}
-    assert regression_training._scales(parameters) == pytest.approx(expected, rel=1e-6)
+    assert regression_training.gradient_scales(parameters) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +593,7 @@ def test_factory_is_imported(monkeypatch, tmp_path):
         ("json:no_such_name", {}, "no_such_name"),
         ("json:__name__", {}, "expected a callable"),
         (lambda: torch.nn.Linear(2, 2), {}, "take the name .*Linear"),
-        (lambda name: 3, {}, "expected an nn.Module"),
+        (lambda name: BertConfig(), {}, "expected an nn.Module .*, got a BertConfig$"),
         (
             lambda: DebertaForMaskedLM(DebertaConfig(num_hidden_layers=1, vocab_size=256)),
             {},
@@ -445,6 +607,7 @@ def test_factory_is_imported(monkeypatch, tmp_path):
         ("gpt2", {"candidate": "no_such"}, "GPT2LMHeadModel refuses 'no_such'"),
         ("gpt2", {"dtype": "fp16"}, "dtype: expected one of fp32, bf16, pure-bf16"),
         ("gpt2", {"device": "toaster"}, "device: 'toaster'"),
+        ("gpt2", {"seeds": 15}, "seeds: expected at least 16, got 15"),
         ("gpt2", {"steps": 0}, "steps: expected at least 1, got 0"),
         ("gpt2", {"length": 1000}, "length: expected at most 512"),
         ("gpt2", {"data": "json:no_such_name"}, "data: expected package.module:name"),
@@ -546,6 +709,19 @@ def test_command_is_readable(invoke, monkeypatch, columns):
     assert "bert: same" in output[output.index("All models") :] or columns == 80
 
 
+def test_command_compares_dropout(invoke):
+    code, output, found, page = invoke(
+        "--model=bert", "--candidate=sdpa", "--dropout", "--seeds=16"
+    )
+    assert code == 0
+    text = "dropout: means compared over 16 seeds at 99.9% confidence"
+    assert text in " ".join(output.split())
+    assert text in page
+    assert found["models"]["bert"]["dropout"] == text.removeprefix("dropout: ")
+    quantities = {check["quantity"] for check in found["models"]["bert"]["checks"]}
+    assert quantities >= {*regression_dropout.QUANTITIES}
+
+
 def test_command_runs_a_model_once(invoke):
     code, _, found, _ = invoke("--model=gpt2", "--model=gpt2")
     assert code == 0
@@ -559,6 +735,7 @@ def test_command_explains_wrong_use(invoke):
     assert "no result" in output
     assert found["passed"] is False
     assert found["models"]["gpt2"]["passed"] is True
+    assert "\N{FACTORY}" not in output  # :factory: is an emoji of rich
     assert "'<gpt3>'" in found["models"]["<gpt3>"]["error"]
     assert "<h2>&lt;gpt3&gt;</h2>" in page
     assert invoke("--dtype=int8")[0] == 2
@@ -566,14 +743,18 @@ def test_command_explains_wrong_use(invoke):
 
 
 def test_command_survives_a_broken_factory(invoke, monkeypatch, tmp_path):
-    (tmp_path / "broken_models.py").write_text("def factory(name): raise OSError('disk on fire')")
+    (tmp_path / "own_models.py").write_text(
+        "from test_regression import bert as factory\n"
+        "def broken(name): raise OSError('disk on fire')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    code, output, found, _ = invoke("--model=broken_models:factory", "--model=gpt2")
+    code, output, found, _ = invoke("--model=own_models:broken", "--model=own_models:factory")
     assert code == 2
     assert "Traceback" in output
     assert "disk on fire" in output
-    assert found["models"]["broken_models:factory"] == {"error": "OSError: disk on fire"}
-    assert found["models"]["gpt2"]["passed"] is True
+    assert "own_models:factory: same" in output  # :factory: is an emoji of rich
+    assert found["models"]["own_models:broken"] == {"error": "OSError: disk on fire"}
+    assert found["models"]["own_models:factory"]["passed"] is True
     assert invoke(f"--json={tmp_path / 'no_folder' / 'report.json'}")[0] == 2
 
 

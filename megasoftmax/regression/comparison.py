@@ -5,11 +5,11 @@
         print(failure)
 
 Three models train side by side on the same batches, from the same weights, each with an AdamW of
-its own and without dropout: the *baseline*, the *candidate*, and the *reference*, which is the
-baseline in a higher precision: float32 for bfloat16, float64 for float32, for what a model computes
-in float32 by itself too. The reference is taken as the truth, and the baseline's distance from it
-as the rounding that the user has accepted. The candidate may be no further away than that times a
-factor, plus a floor:
+its own, without dropout unless it is asked for: the *baseline*, the *candidate*, and the
+*reference*, which is the baseline in a higher precision: float32 for bfloat16, float64 for float32,
+for what a model computes in float32 by itself too. The reference is taken as the truth, and the
+baseline's distance from it as the rounding that the user has accepted. The candidate may be no
+further away than that times a factor, plus a floor:
 
 * **From equal weights**, at a few steps spread over the training. The baseline's weights of that
   moment, which a higher precision holds exactly, are lent to the other two, so that what differs is
@@ -33,6 +33,21 @@ off without a fault. A step that is too far off is therefore repeated from other
 and a distance counts only if it is too large each time. `Report.repeated` names such steps. In
 bfloat16 this happens all the time, in the baseline too, and is part of what it is allowed.
 
+With `dropout=True` the model keeps its dropout. The same seed is set before each step of all
+models, so that dropout of hidden states drops the same entries in each. What dropout of attention
+drops depends on the implementation:
+
+* All three draw the same random numbers. Then the same entries are dropped, and everything above is
+  done with dropout. "eager" and "megasoftmax_softmax" both use torch's dropout of probabilities.
+  "megasoftmax" on a GPU and the baseline "megasoftmax_unfused" both draw seeds for
+  `megasoftmax.attention`, which the second one computes in plain torch.
+* They draw other numbers, as "eager" or "sdpa" and fused "megasoftmax" do. Then everything above is
+  done without dropout, and `regression.dropout` compares means over seeds, from the initial
+  weights and the first batch. A fault in dropout that moves no mean by more than chance does is
+  not found. More seeds find smaller ones.
+
+Layers and paths that are dropped as a whole are never dropped here.
+
 What bfloat16 rounds away is not seen, such as a scale that was rounded to bfloat16; with float32
 it is.
 """
@@ -51,6 +66,8 @@ import torch
 import transformers
 
 import megasoftmax
+from megasoftmax.regression.dropout import CONFIDENCE, FEWEST_SEEDS, compare_over_seeds
+from megasoftmax.regression.dropout import QUANTITIES as OVER_SEEDS
 from megasoftmax.regression.models import (
     Batch,
     RegressionError,
@@ -82,6 +99,10 @@ FREE_LOSS = 0.01
 FREE_PARAMETERS = 0.1
 """Of the way that the reference's parameters have come."""
 
+NOTHING_DROPPED = "none in this model"
+SAME_ENTRIES = "the same entries dropped"
+OTHER_ENTRIES = "means compared"
+
 REPETITIONS = 3
 """Of a step that is too far off, at most."""
 NEARBY = 0.01
@@ -104,19 +125,23 @@ class Settings:
     length: int
     learning_rate: float
     checks: int
+    dropout: bool
+    seeds: int
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison, of relative distances from the reference."""
+    """One comparison, of relative distances from the reference, or of means over seeds."""
 
     quantity: str
-    """ "loss from equal weights", "gradient", "loss" (running free) or "parameters" (at the end)"""
+    """ "loss from equal weights", "gradient", "loss" (running free) or "parameters" (at the end);
+    or one of `regression.dropout.QUANTITIES`"""
     step: int
     parameter: str | None
     baseline: float
-    """The largest one that the candidate is held to."""
+    """The largest one that the candidate is held to; over seeds, the standard error."""
     candidate: float
+    """Over seeds, how far the candidate's mean is from the baseline's."""
     allowed: float
 
     @property
@@ -138,6 +163,11 @@ class Check:
         if self.parameter is not None:
             name = self.parameter.rpartition(".")[2]
             where += f", layer {self.layer or 'of the model itself'}, parameter {name}"
+        if self.quantity in OVER_SEEDS:
+            return (
+                f"{self.quantity}, {where}: mean {self.candidate:.2e} off the baseline's, "
+                f"allowed {self.allowed:.2e}, standard error {self.baseline:.2e}"
+            )
         return (
             f"{self.quantity}, {where}: {self.candidate:.2e} off the reference, "
             f"allowed {self.allowed:.2e}, baseline {self.baseline:.2e}"
@@ -160,6 +190,8 @@ class Report:
     """Operators of megasoftmax that a step of the candidate calls; empty: plain torch."""
     repeated: list[int]
     """Steps that were compared from other weights as well."""
+    dropout: str | None
+    """How dropout was compared; None: it was switched off."""
     checks: list[Check]
 
     @property
@@ -234,6 +266,8 @@ def run(
     length: int = 64,
     learning_rate: float = 1e-3,
     checks: int = 5,
+    dropout: bool = False,
+    seeds: int = 64,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Report:
     """Train the baseline, the candidate and the reference side by side, and compare.
@@ -255,6 +289,9 @@ def run(
         learning_rate: of AdamW, constant.
         checks: at how many steps gradients are compared: the first, the second, the last, and
             others between them. Each costs a further forward and backward pass of all three.
+        dropout: keep the model's dropout, and compare it too; else it is switched off.
+        seeds: of each side, at least 16, where baseline and candidate drop other entries. Each
+            costs a forward and backward pass. Four times as many find faults of half the size.
         progress: called after each step with its number.
 
     Returns:
@@ -264,9 +301,8 @@ def run(
         RegressionError: wrong arguments; a model that cannot be built, switched or run; losses or
             gradients of baseline or reference that are no numbers.
 
-    Dropout is switched off, because its random numbers depend on the type. All three models and
-    their moments stay on the device; while gradients are compared, up to three more copies of the
-    weights, and no more than two models' gradients.
+    All three models and their moments stay on the device; while gradients are compared, up to
+    three more copies of the weights, and no more than two models' gradients.
     """
     device = _device(device)
     settings = Settings(
@@ -282,6 +318,8 @@ def run(
         length,
         learning_rate,
         checks,
+        dropout,
+        seeds,
     )
     _check(settings)
     precision = PRECISIONS[dtype]
@@ -303,13 +341,25 @@ def run(
     comparison = _Comparison(precision.epsilon)
     chosen = _chosen_steps(steps, checks)
     counts = []
+    how_dropped: str | None = None
+    over_seeds: list[Check] = []
     for step, given in enumerate(take(batches, steps)):
         moved = {name: tensor.to(device) for name, tensor in given.items()}
         counts.append(_count(moved))
+        if step == 0 and dropout:
+            how_dropped = _how_dropped(trainees, moved)
+            if how_dropped == OTHER_ENTRIES:
+                found = compare_over_seeds(moved, first, second, seeds, comparison.floor)
+                over_seeds = [
+                    Check(name, step, parameter, error, difference, allowed)
+                    for name, parameter, error, difference, allowed in found
+                ]
+                how_dropped = f"{OTHER_ENTRIES} over {seeds} seeds at {CONFIDENCE:.1%} confidence"
+        dropout_seed = step if how_dropped == SAME_ENTRIES else None
         if step in chosen:
-            comparison.add(step, moved, trainees)
+            comparison.add(step, moved, trainees, dropout_seed)
         for trainee in trainees:
-            trainee.step(step, moved)
+            trainee.step(step, moved, dropout_seed)
         progress(step)
 
     ends = travelled(first, truth, start), travelled(second, truth, start)
@@ -323,10 +373,12 @@ def run(
         truth.record,
         dict(second.kernels),
         comparison.repeated,
+        how_dropped,
         [
             *comparison.judge(),
             *_judge_losses(first.record, second.record, truth.record),
             _judge_freely("parameters", steps - 1, *ends, floor=FREE_PARAMETERS),
+            *over_seeds,
         ],
     )
 
@@ -349,7 +401,8 @@ def _check(settings: Settings) -> None:
     if settings.dtype not in PRECISIONS:
         expected = ", ".join(PRECISIONS)
         raise RegressionError(f"dtype: expected one of {expected}, got {settings.dtype!r}")
-    for name, least in (("steps", 1), ("batch", 1), ("length", 4), ("checks", 1)):
+    fewest = {"steps": 1, "batch": 1, "length": 4, "checks": 1, "seeds": FEWEST_SEEDS}
+    for name, least in fewest.items():
         actual = getattr(settings, name)
         if actual < least:
             raise RegressionError(f"{name}: expected at least {least}, got {actual}")
@@ -363,6 +416,17 @@ def _environment(device: str) -> dict[str, str]:
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if cuda else f"{device}, {platform.machine()}",
     }
+
+
+def _how_dropped(trainees: list[Trainee], batch: Batch) -> str:
+    """NOTHING_DROPPED, SAME_ENTRIES or OTHER_ENTRIES: by what a step draws."""
+    for trainee in trainees:
+        trainee.differentiate(0, batch, seed=0)
+        trainee.optimizer.zero_grad()
+    draws = [trainee.draws for trainee in trainees]
+    if not any(draws):
+        return NOTHING_DROPPED
+    return SAME_ENTRIES if all(each == draws[0] for each in draws) else OTHER_ENTRIES
 
 
 def _chosen_steps(steps: int, checks: int) -> set[int]:
@@ -388,12 +452,15 @@ class _Comparison:
         self._measured: list[tuple[int, Distance]] = []
         self._largest: dict[str | None, float] = defaultdict(float)  # of the baseline, by kind
 
-    def add(self, step: int, batch: Batch, trainees: list[Trainee]) -> None:
-        """Measure a step; again, from weights close to the baseline's, while it is too far off."""
+    def add(self, step: int, batch: Batch, trainees: list[Trainee], seed: int | None) -> None:
+        """Measure a step; again, from weights close to the baseline's, while it is too far off.
+
+        `seed` of dropout; None: switched off.
+        """
         baseline = trainees[0]
         weights = {name: p.detach().clone() for name, p in baseline.parameters.items()}
         generator = torch.Generator(baseline.device).manual_seed(step)
-        closest = self._measure(step, batch, weights, trainees)
+        closest = self._measure(step, batch, weights, trainees, seed)
         for _ in range(REPETITIONS):
             if all(found.candidate <= self._allowed(found.parameter) for found in closest):
                 break
@@ -402,7 +469,9 @@ class _Comparison:
                 weight.mul_(1 + NEARBY * noise)
             closest = [
                 min(pair, key=lambda found: found.candidate)
-                for pair in zip(closest, self._measure(step, batch, weights, trainees), strict=True)
+                for pair in zip(
+                    closest, self._measure(step, batch, weights, trainees, seed), strict=True
+                )
             ]
             self.repeated = sorted({*self.repeated, step})
         self._measured += [(step, found) for found in closest]
@@ -425,8 +494,10 @@ class _Comparison:
         batch: Batch,
         weights: dict[str, torch.Tensor],
         trainees: list[Trainee],
+        seed: int | None,
     ) -> list[Distance]:
-        distances = compare(step, batch, weights, *trainees)
+        baseline, candidate, reference = trainees
+        distances = compare(step, batch, weights, baseline, candidate, reference, seed)
         for found in distances:
             kind = _kind(found.parameter)
             self._largest[kind] = max(self._largest[kind], found.baseline)

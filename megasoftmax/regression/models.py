@@ -6,18 +6,23 @@ import itertools
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.auto import modeling_auto
 
-from megasoftmax.integrations.transformers import register
+from megasoftmax.integrations.transformers import attention_forward, make_mask, register
 
 Batch = Mapping[str, torch.Tensor]
 Build = Callable[[str], torch.nn.Module]
 """From the name of an attention implementation to a model that attends by it."""
+
+UNFUSED = "megasoftmax_unfused"
+"""Attention of "megasoftmax" in plain torch, in every type; drops what the kernels drop."""
 
 TEXT_BYTES = 2_000_000
 BYTES = 256  # a byte is a token
@@ -119,6 +124,8 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
         RegressionError: there is none; or, when it is called, it is not to be switched.
     """
     register()
+    AttentionInterface.register(UNFUSED, partial(attention_forward, fused=False))
+    AttentionMaskInterface.register(UNFUSED, make_mask)
     if callable(model):
         factory = model
     elif model in TINY:
@@ -141,7 +148,8 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
         if isinstance(built, transformers.PreTrainedModel):
             return _switched(built, name)
         if not isinstance(built, torch.nn.Module):
-            raise RegressionError(f"model: expected an nn.Module from {model}, got {built!r}")
+            kind = type(built).__name__
+            raise RegressionError(f"model: expected an nn.Module from {model}, got a {kind}")
         if not takes_name:
             raise RegressionError(
                 f"model: expected {model} to take the name of the attention implementation, "

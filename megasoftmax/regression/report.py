@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megasoftmax.regression.comparison import Check, Report
+from megasoftmax.regression.dropout import QUANTITIES as OVER_SEEDS
 from megasoftmax.regression.models import RegressionError
 from megasoftmax.regression.training import PRECISIONS
 
@@ -103,7 +104,7 @@ def print_summary(console: Console, outcomes: Outcomes) -> None:
         if isinstance(outcome, RegressionError):
             table.add_row(name, *[""] * (len(QUANTITIES) + 2), NO_RESULT)
             continue
-        shares = (f"{worst.excess:.2f}" for worst in _worst(outcome))
+        shares = (f"{worst.excess:.2f}" for worst in _worst(outcome, QUANTITIES))
         ratios = (ratio for *_, ratio in _costs(outcome))
         table.add_row(name, *shares, *ratios, _verdict(outcome))
     console.print(table)
@@ -144,8 +145,10 @@ def _title(report: Report) -> str:
     )
 
 
-def _worst(report: Report) -> Iterator[Check]:
-    return (report.worst(quantity) for quantity in QUANTITIES)
+def _worst(report: Report, quantities: Sequence[str] = (*QUANTITIES, *OVER_SEEDS)) -> list[Check]:
+    """Of each of these quantities that was compared."""
+    compared = {check.quantity for check in report.checks}
+    return [report.worst(quantity) for quantity in quantities if quantity in compared]
 
 
 def _distances(check: Check) -> tuple[str, ...]:
@@ -162,12 +165,13 @@ def _verdict_of_check(check: Check) -> str:
 
 
 def _verdict(report: Report) -> str:
-    """With "same", whether that says anything of the kernels."""
-    return (SAME if report.passed else DIFFERS) + _untested(report)
+    """With "same", what that says of kernels and dropout."""
+    return (SAME if report.passed else DIFFERS) + _qualified(report)
 
 
-def _untested(report: Report) -> str:
-    return "" if report.kernels_tested else ", kernels not tested"
+def _qualified(report: Report) -> str:
+    untested = "" if report.kernels_tested else ", kernels not tested"
+    return untested if report.dropout is None else f"{untested}, dropout: {report.dropout}"
 
 
 def _html_verdict(passed: bool) -> str:
@@ -192,6 +196,14 @@ def _notes(report: Report) -> Iterator[str]:
     yield ", ".join(f"{name} {value}" for name, value in report.environment.items())
     kernels = ", ".join(f"{name} × {count}" for name, count in report.kernels.items())
     yield f"kernels in a step of the candidate: {kernels or 'none of megasoftmax'}"
+    if report.dropout is None:
+        yield "dropout: switched off; --dropout compares with it"
+    elif any(c.quantity in OVER_SEEDS for c in report.checks):
+        yield (
+            f"dropout: {report.dropout}. What is over seeds compares means of each side: "
+            "the candidate's distance from the baseline's, with its standard error as baseline. "
+            "All else is without dropout"
+        )
     if report.repeated:
         steps = ", ".join(map(str, report.repeated))
         yield f"compared from weights close by as well: steps {steps}"
@@ -210,7 +222,7 @@ def _section(name: str, outcome: Report | RegressionError) -> str:
     return "\n".join(
         [
             f"<h2>{escape(_title(outcome))}: {_html_verdict(outcome.passed)}"
-            f"{_untested(outcome)}</h2>",
+            f"{_qualified(outcome)}</h2>",
             _html_table((*headings, "where it is worst"), distances),
             _html_table(("", "baseline", "candidate", "ratio"), _costs(outcome)),
             *(f"<p>{escape(note)}</p>" for note in _notes(outcome)),

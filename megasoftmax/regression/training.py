@@ -62,7 +62,7 @@ class Trainee:
     Args:
         role: "baseline", "candidate" or "reference"; the last one computes in higher precision.
         implementation: of attention.
-        model: with weights of any type; its dropout is switched off.
+        model: with weights of any type; its dropout is switched off until a seed is given.
         precision: of baseline and candidate.
         device: where it trains.
         learning_rate: of AdamW.
@@ -86,7 +86,10 @@ class Trainee:
         self.given_dtype = precision.weights
         self.dtype = precision.reference if is_reference else precision.weights
         self.model = model.to(self.device, self.given_dtype).to(self.dtype).train()
-        _switch_off_dropout(model)
+        self.dropout = _dropout_of(model)
+        self.draws: list[Draw] = []
+        """What the latest `differentiate` with a seed drew."""
+        self._set_dropout(on=False)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate)
         self.kernels: Counter[str] = Counter()
@@ -112,15 +115,15 @@ class Trainee:
                 f"{error}"
             ) from error
 
-    def step(self, step: int, batch: Batch) -> None:
-        """Train on a batch, and record what it costs."""
+    def step(self, step: int, batch: Batch, seed: int | None = None) -> None:
+        """Train on a batch, and record what it costs; `seed` as in `differentiate`."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
         start = time.perf_counter()
-        loss = self.differentiate(step, batch)
+        loss = self.differentiate(step, batch, seed)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if cuda:
@@ -129,8 +132,10 @@ class Trainee:
         self.record.seconds.append(time.perf_counter() - start)
         self.record.losses.append(loss)
 
-    def differentiate(self, step: int, batch: Batch) -> float:
+    def differentiate(self, step: int, batch: Batch, seed: int | None = None) -> float:
         """Add the loss's gradients to those of the parameters; return the loss.
+
+        `seed` decides what dropout drops; None: dropout is switched off.
 
         Raises:
             RegressionError: the model raised something; the loss is no number, and this is not
@@ -141,7 +146,8 @@ class Trainee:
             for name, t in batch.items()
         }
         try:
-            with _Doubled() if self.dtype == torch.float64 else nullcontext():
+            dropping = nullcontext() if seed is None else self._dropping(seed)
+            with dropping, _Doubled() if self.dtype == torch.float64 else nullcontext():
                 with torch.autocast(
                     self.device.type, self.autocast, enabled=self.autocast is not None
                 ):
@@ -160,6 +166,23 @@ class Trainee:
         return value
 
     @contextmanager
+    def _dropping(self, seed: int) -> Iterator[None]:
+        """Dropout for a while, by a generator whose own state comes back."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _SameDropout() as dropout:
+            torch.manual_seed(seed)
+            self._set_dropout(on=True)
+            try:
+                yield
+            finally:
+                self._set_dropout(on=False)
+                self.draws = dropout.draws
+
+    def _set_dropout(self, *, on: bool) -> None:
+        for module, name, rate in self.dropout:
+            setattr(module, name, rate if on and not _drops_layers(module, name) else 0.0)
+
+    @contextmanager
     def lent(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Have other weights for a while, and no gradients afterwards."""
         own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -174,12 +197,68 @@ class Trainee:
             parameter.copy_(weights[name])
 
 
-def _switch_off_dropout(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            is_probability = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
-            if is_probability and isinstance(value, float):
-                setattr(module, name, 0.0)
+def _dropout_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, float]]:
+    """Modules, names of their attributes, and the probabilities to drop that these hold."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and ("drop" in name or (name == "p" and isinstance(module, _DropoutNd)))
+    ]
+
+
+def _drops_layers(module: torch.nn.Module, name: str) -> bool:
+    """Whether the probability is that of a whole layer or path, drawn in the type of the model."""
+    return "layerdrop" in name or type(module).__name__.endswith("DropPath")
+
+
+Draw = tuple[str, int]
+"""A function that draws random numbers, and how many."""
+
+
+class _SameDropout(TorchFunctionMode):
+    """The same seed drops the same entries in every precision, and `draws` tells what was drawn.
+
+    torch's dropout takes other random numbers for other types. Here they are float32 always.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.dropout:
+            return self._dropout(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            if _dropout_of_sdpa(*args, **kwargs) > 0:
+                self.draws.append(("attention", args[0].shape.numel()))
+        elif function is torch.randint:
+            self.draws.append(("seed", result.numel()))
+        return result
+
+    def _dropout(
+        self,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training or p == 0:
+            return input
+        self.draws.append(("dropout", input.numel()))
+        keep = torch.rand(input.shape, device=input.device) >= p
+        return torch.where(keep, input, 0) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _dropout_of_sdpa(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any
+) -> float:
+    return dropout_p
 
 
 class _Doubled(TorchFunctionMode):
@@ -229,22 +308,24 @@ def compare(
     baseline: Trainee,
     candidate: Trainee,
     reference: Trainee,
+    seed: int | None = None,
 ) -> list[Distance]:
     """Losses and gradients of the three with these weights, as relative distances.
 
     Not more than two models have gradients at a time. A loss is relative to the reference's, and
-    a gradient to the scale that `megasoftmax.regression` describes.
+    a gradient to the scale that `megasoftmax.regression` describes. `seed` as in `differentiate`.
 
     Raises:
         RegressionError: those of `differentiate`; a gradient of baseline or reference is no number.
     """
     losses, gradients = [], []
     with reference.lent(weights):
-        truth = reference.differentiate(step, batch)
-        scales = _scales(reference.parameters)
+        truth = reference.differentiate(step, batch, seed)
+        scales = gradient_scales(reference.parameters)
         for trainee in (baseline, candidate):
             with trainee.lent(weights), _KernelCounter() as counter:
-                losses.append(relative(trainee.differentiate(step, batch) - truth, truth))
+                loss = trainee.differentiate(step, batch, seed)
+                losses.append(relative(loss - truth, truth))
                 gradients.append(_differences(trainee.parameters, reference.parameters))
             trainee.kernels = counter.counts
     for name, scale in scales.items():
@@ -266,8 +347,8 @@ def relative(distance: float, scale: float) -> float:
     return abs(distance / scale) if scale else math.inf
 
 
-def _scales(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
-    """What the gradient of each parameter is measured against, from those of the reference."""
+def gradient_scales(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
+    """What the gradient of each parameter is measured against, from gradients of the reference."""
     squares = _mean_squares({name: p.grad for name, p in parameters.items()})
     elements = sum(p.numel() for p in parameters.values())
     whole = sum(squares[name] * p.numel() for name, p in parameters.items()) / elements
