@@ -93,17 +93,24 @@ class Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.memory: list[int] = []
-        self.tokens = 0  # of one step
+        self.tokens = 0  # of one step, without padding
 
-    def step(self, input_ids: torch.Tensor, labels: torch.Tensor) -> None:
-        """Train on a batch; its memory is the peak above what was allocated before."""
+    def step(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor | int
+    ) -> None:
+        """Train on a batch; its memory is the peak above what was allocated before.
+
+        Args:
+            input_ids, labels: of the batch.
+            inputs: what else the model takes.
+        """
         device = self.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=self.is_autocast):
-            loss = self.model(input_ids, labels=labels, use_cache=False).loss
+            loss = self.model(input_ids, labels=labels, use_cache=False, **inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -113,7 +120,7 @@ class Trainer:
         self.seconds.append(time.perf_counter() - start)
         if device.type == "cuda":
             self.memory.append(torch.cuda.max_memory_allocated(device) - before)
-        self.tokens = input_ids.numel()
+        self.tokens = int(inputs.get("attention_mask", torch.ones_like(input_ids)).sum())
 
     @property
     def speed(self) -> float:

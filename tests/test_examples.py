@@ -89,6 +89,7 @@ def test_train_gpt_compares(model, device, run, tmp_path):
         ("finetune_t5.py", "--heads=3", "--heads: expected a divisor"),
         ("train_sinks.py", "--width=15 --heads=3", "--heads: expected an even"),
         ("train_router.py", "--k=9", "--k: expected at most --experts 8, got 9"),
+        ("train_packed.py", "--heads=3", "--heads: expected a divisor of --width 16, got 3"),
     ],
 )
 def test_wrong_options_are_refused_before_training(run, name, option, message):
@@ -243,6 +244,28 @@ def test_comparison_notices_a_fault(example, run, plant, monkeypatch):
 def scaled(options, name):
     """The options with one of them a hundredth larger."""
     return options | {name: 1.01 * options[name]}
+
+
+def test_train_packed_compares(device, run):
+    """On a GPU in bf16, through fused attention."""
+    code, output = run("train_packed.py", "--device", device, *TINY, "--batch=5")
+    assert code == 0, output
+    assert "5 documents of 2 to 32 bytes: 62 tokens packed, 160 padded" in output
+    assert "tokens/s: packed / padded" in output
+    rows = losses_of(output)
+    assert len(rows) == 6
+    assert all(5 < padded < 6 for padded, _, _ in rows)  # log 256 = 5.5
+    tolerance = 1e-3 if device == "cpu" else 5e-2
+    assert all(abs(padded - packed) < tolerance for padded, packed, _ in rows)
+
+
+def test_train_packed_notices_a_fault(run, plant):
+    """Documents that see those before them."""
+    plant(lambda mask, options: (mask._replace(visible=None), options))
+    change = ["--steps=30", "--batch=5", "--lr=0.01"]
+    code, output = run("train_packed.py", "--device=cpu", *TINY, *change)
+    assert code == 1, output
+    assert "THE CURVES DIFFER" in output
 
 
 def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
