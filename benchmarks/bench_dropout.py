@@ -1,8 +1,8 @@
-"""Attention with dropout 0.1 beside that without, and beside SDPA's flash-attention, on one GPU;
-writes results/dropout.csv.
+"""Attention and softmax with dropout 0.1 beside those without, and beside SDPA's flash-attention
+and torch's softmax and dropout, on one GPU; writes results/dropout.csv.
 
 bfloat16. forward+backward is one call and the gradients of query, key, value and, where there is
-one, the bias.
+one, the bias; or of the scores. Of causal softmax, torch adds a mask of -inf first.
 """
 
 import csv
@@ -15,6 +15,8 @@ import measure
 import torch
 import typer
 from torch import Tensor
+
+import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "dropout.csv"
 FIELDS = [
@@ -29,6 +31,29 @@ CASES = [
     (4, 16, 4096, 64, False, True),
 ]
 
+# Batch, heads, queries and keys, causal.
+SOFTMAX_CASES = [(8, 16, 1024, True), (8, 16, 1024, False), (4, 16, 4096, True)]
+
+
+def torch_softmax(scores: Tensor, causal: Tensor | None, dropout: float) -> Tensor:
+    p = (scores if causal is None else scores + causal).softmax(-1)
+    return torch.nn.functional.dropout(p, dropout) if dropout else p
+
+
+def softmax_ways(tokens: int, causal: bool) -> dict[str, Callable[..., Tensor]]:
+    hidden = None
+    if causal:
+        lowest = torch.full((tokens, tokens), -torch.inf, device="cuda", dtype=torch.bfloat16)
+        hidden = lowest.triu(1)
+    ways: dict[str, Callable[..., Tensor]] = {}
+    for dropout in (0.0, 0.1):
+        options = {"causal": causal, "dropout": dropout, "fused": True}
+        ways[f"megasoftmax|{dropout}"] = lambda x, options=options: megasoftmax.softmax(
+            x, **options
+        )
+        ways[f"torch|{dropout}"] = lambda x, dropout=dropout: torch_softmax(x, hidden, dropout)
+    return ways
+
 
 def main(
     rounds: Annotated[int, typer.Option(help="How often each call is timed.")] = 10,
@@ -41,6 +66,16 @@ def main(
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
+
+        def write(
+            name: str, leaves: tuple[Tensor, ...], ways: dict[str, Callable[..., Tensor]]
+        ) -> None:
+            for row in bench_ranges.time_ways(name, leaves, ways, rounds, compare=False):
+                implementation, _, dropout = str(row.pop("implementation")).partition("|")
+                row |= {"implementation": implementation, "dropout": dropout}
+                writer.writerow({**common, **row})
+                print(*row.values(), sep="  ")
+
         for batch, heads, tokens, dim, causal, has_bias in CASES:
             leaves: tuple[Tensor, ...] = bench_ranges.leaves_of(batch, heads, tokens, tokens, dim)
             options: dict[str, object] = {}
@@ -57,11 +92,12 @@ def main(
                     ways[f"SDPA flash|{dropout}"] = flash
             name = f"{batch}x{heads}x{tokens}x{dim} {'causal' if causal else 'full'}"
             name += " bias [1,h] gradient" if has_bias else ""
-            for row in bench_ranges.time_ways(name, leaves, ways, rounds, compare=False):
-                implementation, _, dropout = str(row.pop("implementation")).partition("|")
-                row |= {"implementation": implementation, "dropout": dropout}
-                writer.writerow({**common, **row})
-                print(*row.values(), sep="  ")
+            write(name, leaves, ways)
+        for batch, heads, tokens, causal in SOFTMAX_CASES:
+            shape = (batch, heads, tokens, tokens)
+            scores = torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            name = f"softmax {'x'.join(map(str, shape))} {'causal' if causal else 'full'}"
+            write(name, (scores,), softmax_ways(tokens, causal))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def block_sparse(rounds: int) -> Rows:
     mask = excluded.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
     blocks, tiles = TileMask.from_blocks(excluded, BLOCK), TileMask(mask)
     none = torch.zeros(1, heads, count, device="cuda", dtype=torch.int32)
-    order = excluded.to(torch.int8).argsort(-1, stable=True).to(torch.int32)
+    order = excluded.to(torch.int8).argsort(dim=-1, stable=True).to(torch.int32)
     whole = (~excluded).sum(-1, dtype=torch.int32)
     sparse = BlockMask.from_kv_blocks(none, order, whole, order, BLOCK_SIZE=BLOCK)
     ways: Ways = {

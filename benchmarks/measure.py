@@ -1,10 +1,12 @@
 """What the benchmarks share: what they measure, and functions that are timed in turn."""
 
 import datetime
+import platform
+import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -36,8 +38,20 @@ def provenance(commit_of_copy: str = "") -> dict[str, str]:
     }
 
 
+def host_name() -> str:
+    """The CPU's name; where the system does not tell it, its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
 def interleaved(
-    functions: dict[str, Function], rounds: int, timer: Timer, warm_up: int = 1
+    functions: dict[str, Function],
+    rounds: int,
+    timer: Timer,
+    warm_up: int = 1,
+    choose: Callable[[Iterable[float]], float] = statistics.median,
 ) -> dict[str, float]:
     """The median time of each function, in the unit of `timer`; they take turns.
 
@@ -46,12 +60,13 @@ def interleaved(
         rounds: how often each is timed.
         timer: times one call.
         warm_up: rounds before those, which do not count.
+        choose: in place of the median.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(warm_up + rounds):
         for name, function in functions.items():
             times[name].append(timer(function))
-    return {name: statistics.median(samples[warm_up:]) for name, samples in times.items()}
+    return {name: choose(samples[warm_up:]) for name, samples in times.items()}
 
 
 def host_milliseconds(function: Function) -> float:
@@ -59,6 +74,23 @@ def host_milliseconds(function: Function) -> float:
     start = time.perf_counter()
     function()
     return 1e3 * (time.perf_counter() - start)
+
+
+def host_timer(calls: int, device: str) -> Timer:
+    """A timer of what the host does for one call, in microseconds, over some calls in a row.
+
+    On a GPU they must be few and short enough that its queue has room for all of them.
+    """
+
+    def microseconds(function: Function) -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return 1e6 * (time.perf_counter() - start) / calls
+
+    return microseconds
 
 
 def gpu_timer(head_start: int = HEAD_START) -> Timer:

@@ -15,6 +15,7 @@ from tables import (
     families_tables,
     gpu_tests_table,
     headline,
+    host_table,
     origin,
     passes_table,
     reference_table,
@@ -32,6 +33,7 @@ ORIGINS = {
     "dropout": ("dropout.csv", "bench_dropout.py"),
     "training": ("training.csv", "bench_training.py"),
     "reference": ("reference_cpu.csv", "bench_reference.py"),
+    "host": ("host.csv", "bench_host.py"),
 }
 
 
@@ -52,6 +54,7 @@ def fill_pages(check: bool = False) -> None:
         "reference table": reference_table(read("reference_cpu.csv")),
         "ranges table": passes_table(read("ranges.csv"), ("case", "implementation")),
         "dropout table": passes_table(read("dropout.csv"), ("case", "implementation", "dropout")),
+        "host table": host_table(read("host.csv")),
         "gpu tests": gpu_tests_table(read("gpu_tests.csv")),
     }
     numbers |= {marker: origin(*source) for marker, source in ORIGINS.items()}

@@ -1,4 +1,6 @@
-"""The cases of bench_training.py: models of transformers with random weights, without dropout.
+"""The cases of bench_training.py: models of transformers with random weights.
+
+Models have no dropout, except in cases that are named after it: these keep their default of 0.1.
 
 Every vocabulary is cut to VOCABULARY tokens. The float32 logits of the real ones (128256 tokens of
 Llama, 201088 of gpt-oss) would need more memory than the model, and their products take up to a
@@ -20,6 +22,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -32,6 +36,7 @@ VOCABULARY = 16384
 FLASH = "sdpa flash"  # as "sdpa" with no other backend: what runs on mma.sync, as we do
 ALL = ("eager", "sdpa", SOFTMAX_NAME, NAME)
 WITHOUT_BIAS = ("eager", "sdpa", FLASH, SOFTMAX_NAME, NAME)
+PEERS = ("eager", "sdpa", NAME)
 SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
 
 
@@ -44,6 +49,8 @@ class Case:
     length: tokens of an example; those of the encoder where the decoder has `targets`.
     bars: (implementation, peer, how many times the peer's tokens per second it should reach).
     checkpointed: layers are computed once more in the backward pass, in every implementation.
+    drops: the model has dropout.
+    documents: of equal lengths in each example, told by position ids.
     """
 
     name: str
@@ -58,6 +65,8 @@ class Case:
     targets: int = 0
     sizes: Mapping[str, Any] = field(default_factory=dict)
     checkpointed: bool = False
+    drops: bool = False
+    documents: int = 1
     implementations: tuple[str, ...] = ALL
 
     @property
@@ -71,6 +80,11 @@ class Case:
         pairs = self.length**2 + self.targets**2 + self.length * self.targets
         layers = 1 if self.checkpointed else self.layers
         return layers * self.batch * self.heads * pairs * torch.bfloat16.itemsize
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of a bool mask of queries x keys, as "sdpa" has for windows and documents."""
+        return self.batch * self.length**2
 
     def tiny(self) -> "Case":
         """The same with sizes that a CPU computes in no time; windows still exclude keys."""
@@ -110,10 +124,14 @@ class Case:
         return model.train()
 
     def inputs(self) -> dict[str, Tensor]:
-        """Random tokens and labels, on the current default device."""
+        """Random tokens and labels, and the positions of documents, on the default device."""
         tokens = torch.randint(VOCABULARY, (self.batch, self.length))
         labels = torch.randint(VOCABULARY, (self.batch, self.targets)) if self.targets else tokens
-        return {"input_ids": tokens, "labels": labels}
+        found = {"input_ids": tokens, "labels": labels}
+        if self.documents > 1:
+            positions = torch.arange(self.length // self.documents).repeat(self.documents)
+            found["position_ids"] = positions.expand(self.batch, -1)
+        return found
 
     def __str__(self) -> str:
         return self.name
@@ -136,19 +154,67 @@ def cases() -> list[Case]:
         implementations=WITHOUT_BIAS,
         sizes={"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, **no_tokens},
     )
+    gpt2 = Case(
+        name="GPT-2 medium, 1024 tokens",
+        model=GPT2LMHeadModel,
+        config=GPT2Config,
+        layers=24,
+        width=1024,
+        heads=16,
+        batch=8,
+        length=1024,
+        bars=without_bias,
+        implementations=WITHOUT_BIAS,
+        sizes={**no_dropout, **no_tokens},
+    )
+    t5 = Case(
+        name="T5 large v1.1, 1024 + 512 tokens",
+        model=T5ForConditionalGeneration,
+        config=T5Config,
+        layers=24,
+        width=1024,
+        heads=16,
+        batch=16,
+        length=1024,
+        targets=512,
+        bars=(SOFTMAX_BAR, (NAME, "sdpa", 1.3)),
+        sizes={
+            "head_dim": 64,
+            "d_ff": 2816,
+            "feed_forward_proj": "gated-gelu",
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    )
+    no_slower = ((NAME, "sdpa", 1.0),)
+    large = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        **no_tokens,
+    }
+    mistral = Case(
+        name="Mistral, 4 layers, 8192 tokens, window 1024",
+        model=MistralForCausalLM,
+        config=MistralConfig,
+        layers=4,
+        width=4096,
+        heads=32,
+        batch=1,
+        length=8192,
+        bars=no_slower,
+        implementations=PEERS,
+        sizes={**large, "sliding_window": 1024},
+    )
     return [
-        Case(
-            name="GPT-2 medium, 1024 tokens",
-            model=GPT2LMHeadModel,
-            config=GPT2Config,
-            layers=24,
-            width=1024,
-            heads=16,
-            batch=8,
-            length=1024,
-            bars=without_bias,
-            implementations=WITHOUT_BIAS,
-            sizes={**no_dropout, **no_tokens},
+        gpt2,
+        replace(
+            gpt2,
+            name=f"{gpt2.name}, dropout",
+            drops=True,
+            bars=no_slower,
+            implementations=PEERS,
+            sizes=no_tokens,
         ),
         llama_1b,
         replace(
@@ -158,24 +224,29 @@ def cases() -> list[Case]:
             length=8192,
             checkpointed=True,
         ),
-        Case(
-            name="T5 large v1.1, 1024 + 512 tokens",
-            model=T5ForConditionalGeneration,
-            config=T5Config,
-            layers=24,
-            width=1024,
-            heads=16,
-            batch=16,
-            length=1024,
-            targets=512,
-            bars=(SOFTMAX_BAR, (NAME, "sdpa", 1.3)),
-            sizes={
-                "head_dim": 64,
-                "d_ff": 2816,
-                "feed_forward_proj": "gated-gelu",
-                "dropout_rate": 0.0,
-                "decoder_start_token_id": 0,
-            },
+        t5,
+        replace(
+            t5,
+            name=f"{t5.name}, dropout",
+            drops=True,
+            bars=no_slower,
+            implementations=PEERS,
+            sizes={**t5.sizes, "dropout_rate": 0.1},
+        ),
+        mistral,
+        replace(
+            mistral,
+            name="Llama, 4 layers, 8 documents of 1024 tokens",
+            model=LlamaForCausalLM,
+            config=LlamaConfig,
+            documents=8,
+            sizes=large,
+        ),
+        replace(
+            mistral,
+            name="Mistral, 4 layers, 32768 tokens, window 1024",
+            length=32768,
+            implementations=("sdpa", NAME),
         ),
         Case(
             name="gpt-oss, 4 layers, 4 experts, 4096 tokens",

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def read(path):
 def test_quick_run_measures_every_implementation(device, tmp_path):
     rows = run(tmp_path / "training.csv", device=device)
     expected = [(case.tiny(), name) for case in cases() for name in case.implementations]
-    assert len(expected) == 22
+    assert len(expected) == 36
     for row, (case, implementation) in zip(rows, expected, strict=True):
         assert (row["case"], row["implementation"]) == (case.name, implementation)
         assert (row["commit"], row["torch"], row["note"]) == ("abc", torch.__version__, "")
@@ -45,26 +46,35 @@ def test_quick_run_measures_every_implementation(device, tmp_path):
         assert float(row["tokens_per_second"]) == pytest.approx(speed, rel=1e-2, abs=1)
         assert 9.6 < float(row["loss"]) < 10.4  # log 16384 = 9.7
         assert float(row["gradient_difference"]) < 0.1
-        assert implementation != "eager" or float(row["gradient_difference"]) == 0
+        is_first = implementation == case.implementations[0]
+        assert not is_first or float(row["gradient_difference"]) == 0
         assert bool(row["peak_memory_bytes"]) == (device == "cuda")
     table = training_table(rows)
     assert all(f"| {row['tokens_per_second']}" in table for row in rows)
 
 
+def plant(monkeypatch, function, fault):
+    """Lets that function of megasoftmax compute with other options."""
+    original = getattr(megasoftmax, function)
+    monkeypatch.setattr(megasoftmax, function, lambda *t, **given: original(*t, **(given | fault)))
+
+
 @pytest.mark.parametrize(
     ("fault", "only", "parameter"),
     [
-        ({"causal": False}, "GPT-2", "weight"),
-        ({"causal": False}, "8192", "weight"),
+        ({"causal": False}, "GPT-2 .*tokens$", "weight"),
+        ({"causal": False}, "8192 tokens, layers", "weight"),
         ({"scale": 1.0}, "Llama.* 2048", "[qk]_proj"),
-        ({"bias": None}, "T5", "relative_attention_bias"),
+        ({"bias": None}, "T5 .*tokens$", "relative_attention_bias"),
+        ({"window": None}, "Mistral.* 8192", ""),
+        ({"visible": None}, "documents", ""),
         ({"sink": None}, "gpt-oss", "sinks"),
         ({"window": None}, "gpt-oss", ""),
     ],
 )
 def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp_path, monkeypatch):
-    softmax = megasoftmax.softmax  # on a CPU both of our names come here
-    monkeypatch.setattr(megasoftmax, "softmax", lambda *t, **given: softmax(*t, **(given | fault)))
+    for name in ("softmax", "attention"):
+        plant(monkeypatch, name, fault)
     out = tmp_path / "training.csv"
     with pytest.raises(SystemExit, match=f"megasoftmax: wrong: the gradient of .*{parameter}"):
         run(out, only)
@@ -136,10 +146,34 @@ def test_what_has_too_little_memory_is_a_row(method, tmp_path, monkeypatch):
         return original(self, implementation)
 
     monkeypatch.setattr(bench_training.Training, method, with_limit)
-    rows = run(tmp_path / "training.csv", "GPT-2")
+    rows = run(tmp_path / "training.csv", "GPT-2 .*tokens$")
     assert [row["note"] for row in rows] == ["out of memory", "", "", "", ""]
     assert [bool(row["tokens_per_second"]) for row in rows] == [False, True, True, True, True]
     assert training_table(rows).endswith("| out of memory |")
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.drops], ids=str)
+def test_steps_drop_and_comparisons_do_not(case, monkeypatch):
+    rates = []
+
+    def dropout(tensor, p=0.5, training=True, inplace=False):
+        rates.append(p if training else 0.0)
+        return tensor
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    training = bench_training.Training(case.tiny(), "cpu")
+    training.gradients("eager")
+    assert set(rates) == {0.0}
+    rates.clear()
+    training.step("eager")
+    assert set(rates) == {0.1}
+
+
+def test_documents_have_positions_of_their_own():
+    case = find("documents")
+    positions = replace(case, length=16).inputs()["position_ids"]
+    assert positions.tolist() == [[0, 1] * 8]
+    assert case.batch * case.length == 8 * 1024
 
 
 def test_bytes_of_scores():
@@ -164,3 +198,11 @@ def test_bars():
     ]
     del rows["eager"]["tokens_per_second"], rows["eager"]["peak_memory_bytes"]
     assert all(line.endswith(": not measured") for line in bench_training.bars(case, rows))
+
+
+def test_bar_of_memory_without_eager():
+    case = find("32768")
+    rows = {"sdpa": {"peak_memory_bytes": str(3 * 2**30)}, "megasoftmax": {}}
+    rows["megasoftmax"]["peak_memory_bytes"] = str(2 * 2**30)
+    *_, memory = bench_training.bars(case, rows)
+    assert memory.endswith("megasoftmax below sdpa by 1.00 GiB, bar 1.00 GiB: reached")
