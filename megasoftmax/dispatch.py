@@ -229,6 +229,11 @@ def _too_old_capability(index: int) -> str | None:
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
+def has_room_for_attention(tensor: Tensor) -> bool:
+    """Whether tiles of attention fit a block of the device."""
+    return _shared_memory(tensor) is None
+
+
 def _shared_memory(tensor: Tensor) -> Reason | None:
     """Tiles of attention; what a block may have does not grow with the compute capability."""
     too_little = _too_little_shared_memory(tensor.device.index) if tensor.is_cuda else None

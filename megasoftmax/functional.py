@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, autograd, dispatch, ops, ranges
+from megasoftmax import arguments, autograd, dispatch, host, ops, ranges
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
@@ -153,6 +153,13 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        served = host.calls.softmax(
+            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
+            *(dtype, return_lse, dim, fused),
+        )
+        if served is not None:
+            return cast(Tensor, served)
     scale = arguments.as_number("scale", scale)
     arguments.check_softmax(
         scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
@@ -338,6 +345,12 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        served = host.calls.softmax_topk(
+            logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
+        )
+        if served is not None:
+            return cast(tuple[Tensor, ...], served)
     scale = arguments.as_number("scale", scale)
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     implementation = autograd.topk.REFERENCE
@@ -521,6 +534,14 @@ def attention(
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        relative = isinstance(bias, RelativeBias)
+        served = host.calls.attention(
+            *(query, key, value, bias.table if isinstance(bias, RelativeBias) else bias, relative),
+            *(mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused),
+        )
+        if served is not None:
+            return cast(Tensor, served)
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
@@ -1059,6 +1080,8 @@ def _is_fused(
     can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
     if fused and not can_be:
         raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+    if can_be:
+        host.admit(scores)
     return can_be
 
 
