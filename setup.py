@@ -4,11 +4,23 @@ import importlib.util
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import setuptools
 from setuptools import setup
+
+
+def _check_setuptools() -> None:
+    """pip does not check it under --no-build-isolation. setuptools then fails obscurely."""
+    text = Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8")
+    (requirement,) = tomllib.loads(text)["build-system"]["requires"]
+    oldest = requirement.removeprefix("setuptools>=")
+    if int(setuptools.__version__.split(".")[0]) < int(oldest):
+        found = f"setuptools {setuptools.__version__} is older than {oldest}"
+        sys.exit(f"megasoftmax: {found} (pip install --upgrade setuptools)")
 
 
 def _load_build_module() -> ModuleType:
@@ -46,6 +58,7 @@ def _readme() -> str:
     return f"{text}\nThe source distribution has the files that this page names.\n"
 
 
+_check_setuptools()
 setup(
     **_compiled_part(),
     long_description=_readme(),

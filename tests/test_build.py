@@ -171,6 +171,19 @@ def test_installation_that_cannot_compile_fails(tools, mode, found, message):
         extension.why_not_compile(mode)
 
 
+def test_installation_with_an_old_setuptools_says_so(tmp_path):
+    (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'\nsetup = None\n")
+    setup = Path(__file__).parents[1] / "setup.py"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, setup, "--version"], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "megasoftmax: setuptools 65.5.0 is older than 77 (pip install --upgrade setuptools)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("version", "requested", "names"),
     [
