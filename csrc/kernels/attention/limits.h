@@ -39,7 +39,10 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 };
 // clang-format on
 
-// The same on compute capability 9.0, for launches without a bias: warpgroups of 64 queries each,
+// The major number of Hopper's compute capability.
+inline constexpr int kHopperMajor = 9;
+
+// The same on Hopper, for launches without a bias: warpgroups of 64 queries each,
 // and one more that only copies. Both have their number of registers a thread.
 struct AttentionHopperTile {
   int head_dim;
