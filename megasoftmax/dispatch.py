@@ -11,6 +11,7 @@ from torch import Tensor
 from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference.dropout import STEPS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -280,7 +281,7 @@ def _attention_scale(scale: float) -> Reason | None:
 
 
 def _attention_dropout(dropout: float) -> Reason | None:
-    most = _attention_limit("kMaxDropped") / 32768
+    most = _attention_limit("kMaxDropped") / STEPS
     return None if dropout <= most else Reason("dropout", str(dropout), f"at most {most}")
 
 
