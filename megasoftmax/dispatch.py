@@ -11,6 +11,7 @@ from torch import Tensor
 from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference.dropout import STEPS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,7 +45,7 @@ class Reasons(tuple[Reason, ...]):
 
     Attributes:
         against_sdpa: why torch's scaled_dot_product_attention does not compute a call that does not
-            run fused; empty where it does.
+            run fused; empty where it does. Off a CPU it names the device alone.
         runs: "fused", or "SDPA" for torch's scaled_dot_product_attention, or "reference" for plain
             torch.
     """
@@ -155,7 +156,7 @@ def reasons_against_sdpa(
     dropout: float,
     return_lse: bool,
 ) -> tuple[Reason, ...]:
-    """Why torch's scaled_dot_product_attention does not compute what `attention` would.
+    """Why torch's scaled_dot_product_attention does not compute what `attention` would on a CPU.
 
     Args:
         query, key, value: as in `attention`.
@@ -167,7 +168,6 @@ def reasons_against_sdpa(
     if torch.compiler.is_compiling():  # which traces no names of numbers
         return (Reason("transforms", "torch.compile or torch.export", "none"),)
     found = (
-        _sdpa_device(query),
         _sdpa_tensors(query, key, value, bias),
         _sdpa_transforms(),
         _sdpa_scale(scale),
@@ -286,7 +286,7 @@ def _attention_scale(scale: float) -> Reason | None:
 
 
 def _attention_dropout(dropout: float) -> Reason | None:
-    most = _attention_limit("kMaxDropped") / 32768
+    most = _attention_limit("kMaxDropped") / STEPS
     return None if dropout <= most else Reason("dropout", str(dropout), f"at most {most}")
 
 
@@ -309,7 +309,7 @@ def _forward_mode() -> Reason | None:
     return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
 
 
-def _sdpa_device(query: Tensor) -> Reason | None:
+def sdpa_device(query: Tensor) -> Reason | None:
     """On a GPU nobody can ask whether results are NaN without waiting for it."""
     return None if query.is_cpu else Reason("device", str(query.device), "a CPU")
 

@@ -1357,8 +1357,12 @@ def reasons_against_sdpa(
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute an `attention` that is not fused.
 
-    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing.
+    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing. Off
+    a CPU the device is the only reason.
     """
+    device = dispatch.sdpa_device(query)
+    if device is not None:
+        return (device,)
     table = bias.table if isinstance(bias, RelativeBias) else bias
     added = []
     if bias is not None:

@@ -32,7 +32,7 @@ LAYERS = {
     "_tables": {"build", "explain", "host", "limits", "megasoftmax"},
     "_export_kernels": {"build"},
     "explain": {"build", "limits"},
-    "dispatch": {"build", "limits"},
+    "dispatch": {"build", "limits", "reference"},
     "biases": set(),
     "masks": {"limits", "reference"},
     "arguments": {"biases", "masks"},

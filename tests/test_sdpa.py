@@ -168,6 +168,12 @@ def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list
     assert by_sdpa == []
 
 
+def test_only_the_device_counts_off_a_cpu() -> None:
+    q, k, v = (each.to("meta") for each in tensors("cpu"))
+    found = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, sink=0.0, scale=-1.0)
+    assert [*map(str, found.against_sdpa)] == ["device: expected a CPU, got meta"]
+
+
 def test_takes_the_reference_for_sizes() -> None:
     def against(*given: Tensor, **options: Any) -> list[str]:
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, *given, **options)

@@ -7,7 +7,7 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
-// Of 32768 entries the most that dropout may drop, so that its bits compare as float16.
+// Of kDropoutSteps entries the most that dropout may drop, so that its bits compare as float16.
 inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile that a note of masks and ranges speaks of.
 inline constexpr int kNoteTile = 64;
@@ -39,7 +39,10 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 };
 // clang-format on
 
-// The same on compute capability 9.0, for launches without a bias: warpgroups of 64 queries each,
+// The major number of Hopper's compute capability.
+inline constexpr int kHopperMajor = 9;
+
+// The same on Hopper, for launches without a bias: warpgroups of 64 queries each,
 // and one more that only copies. Both have their number of registers a thread.
 struct AttentionHopperTile {
   int head_dim;
