@@ -274,6 +274,24 @@ def test_plain_row_of_minus_infinity(by_sdpa: list[bool]) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", OPTIONS["dtype"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [3, 40, 200, 800])
+def test_scores_that_are_not_finite(
+    dtype: torch.dtype, value: float, causal: bool, tokens: int
+) -> None:
+    """Of one key, which causality excludes for the queries before it. Kernels cut lengths."""
+    q, k, v = tensors("cpu", dtype, heads=(1, 1), lengths=(tokens, tokens), dims=(16, 16))
+    q, k = q.abs() + 1, k.clone()
+    k[0, 0, tokens // 2, 0] = value
+    found, expected = (
+        megasoftmax.attention(q, k, v, causal=causal, fused=fused) for fused in (None, False)
+    )
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_incoming_gradient_that_is_not_finite(value: float, by_sdpa: list[bool]) -> None:
     """What a query does not see gets none of it through the scores."""

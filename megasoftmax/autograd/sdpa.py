@@ -4,6 +4,7 @@ They leave the log-sum-exp of each row, and their backward pass is an op. Both s
 may differ, so that the reference computes instead:
 * A log-sum-exp of NaN, where something is excluded: it may come from an excluded score, for -inf is
   added to it, and NaN remains NaN.
+* A log-sum-exp that is not finite, in 16 bits: a visible NaN or +inf may leave the output finite.
 * A log-sum-exp of exactly 0, where nothing is excluded: the row may be all -inf, for which these
   kernels return 0, and not NaN.
 * A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
@@ -25,6 +26,7 @@ from megasoftmax.reference.softmax import (
     union,
 )
 
+_HALVES = (torch.float16, torch.bfloat16)
 _FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # 2 us less than the op of that name
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -88,8 +90,11 @@ def attention(
     query, key, value = _with_dense_rows(query), _with_dense_rows(key), _with_dense_rows(value)
     call = _apply if needs_gradient else _forward
     output, lse = call(query, key, value, added, causal, scale)
-    is_right = lse.all().item() if nothing_excluded else math.isfinite(lse.sum().item())
-    return output if is_right else None
+    if (not nothing_excluded or query.dtype in _HALVES) and not math.isfinite(lse.sum().item()):
+        return None
+    if nothing_excluded and lse.count_nonzero().item() < lse.numel():
+        return None
+    return output
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
