@@ -535,10 +535,9 @@ def attention(
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
     if host.calls is not None and not torch.compiler.is_compiling():
-        relative = isinstance(bias, RelativeBias)
         served = host.calls.attention(
-            *(query, key, value, bias.table if isinstance(bias, RelativeBias) else bias, relative),
-            *(mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused),
+            *(query, key, value, bias, mask, scale, causal, window, visible, sink),
+            *(dropout, seed, return_lse, fused),
         )
         if served is not None:
             return cast(Tensor, served)
@@ -1196,6 +1195,11 @@ def _attention_reasons(
     fused: bool | None = None,
 ) -> Reasons:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
+    if serves_attention(
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed),
+        return_lse,
+    ):
+        return _FUSED
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
@@ -1222,7 +1226,36 @@ def _attention_reasons(
     return Reasons(reasons, against_sdpa)
 
 
+_FUSED = Reasons((), (Reason("device", "a GPU", "a CPU"),))
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
+
+
+def serves_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | TileMask | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    visible: Ranges | None = None,
+    sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> bool:
+    """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
+
+    A quick yes. Without it `why_not_fused` tells.
+    """
+    if host.calls is None or torch.compiler.is_compiling():
+        return False
+    is_served: bool = host.calls.serves_attention(
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed),
+        *(return_lse, None),
+    )
+    return is_served
 
 
 def _varlen_reasons(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasoftmax import autograd, dispatch, ops
 from megasoftmax.autograd.function import is_differentiated
+from megasoftmax.biases import RelativeBias
 from megasoftmax.build import library
 from megasoftmax.build.extension import BuildError
 from megasoftmax.ops.registration import NAMESPACE
@@ -70,8 +71,8 @@ def _load() -> None:
 
 
 def bind(module: Any) -> None:
-    """Gives the module the ops that it calls."""
-    module.bind(NAMESPACE, _backward)
+    """Gives the module what it needs of this package, the ops that it calls first of all."""
+    module.bind(NAMESPACE, _backward, RelativeBias)
 
 
 def _backward(name: str, *args: Any) -> Any:

@@ -40,7 +40,7 @@ def served(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]
         def __getattr__(self, name: str) -> Any:
             def call(*args: Any) -> Any:
                 result = getattr(module, name)(*args)
-                found.append(result is not None)
+                found.append(result is not None and result is not False)
                 return result
 
             return call
@@ -185,6 +185,21 @@ def test_same_bits_as_through_python(
     expected = in_python(call, name, options | {"fused": True})
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", of_attention())
+def test_why_not_fused_asks_too(case: str, module: Any, served: list[bool]):
+    tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **of_attention()[case])
+    assert served == [True]
+    assert (reasons, reasons.runs) == ((), "fused")
+    assert len(reasons.against_sdpa) == 1
+
+
+def test_why_not_fused_goes_on_in_python(served: list[bool]):
+    query = normal(4, 4, 6, 8)
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
+    assert "dtype" in [each.constraint for each in reasons]
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -42,7 +42,7 @@ LAYERS = {
     # The reference is every op's CPU implementation.
     "ops": {"build", "autograd", "limits", "reference"},
     "distributed": {"autograd", "ops", "reference"},
-    "host": {"autograd", "build", "dispatch", "ops"},
+    "host": {"autograd", "biases", "build", "dispatch", "ops"},
     "functional": {
         "arguments",
         "autograd",

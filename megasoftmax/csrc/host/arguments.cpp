@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -20,6 +21,7 @@ using c10::DispatchKeySet;
 
 constexpr int kMaxGpus = 64;
 std::array<Admission, 1 + kMaxGpus> admissions;
+PyObject* relative_bias_type = nullptr;
 
 // Of the CPU, which only tests admit, and of each GPU; -1 for others.
 int place_of(at::Device device) {
@@ -52,6 +54,15 @@ void admit(at::Device device, Admission admission) {
 Admission admission_of(at::Device device) {
   const int place = place_of(device);
   return place >= 0 ? admissions[place] : Admission{};
+}
+
+void set_relative_bias(PyObject* type) {
+  Py_INCREF(type);
+  Py_XSETREF(relative_bias_type, type);
+}
+
+bool is_relative(PyObject* bias) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(bias)) == relative_bias_type;
 }
 
 bool is_transformed() {
@@ -107,6 +118,15 @@ std::optional<Tensor> Reader::mask(PyObject* object, at::IntArrayRef target) {
   if (found)
     decline_unless(found->scalar_type() == at::kBool && broadcasts(found->sizes(), target));
   return found;
+}
+
+std::optional<Tensor> Reader::table(PyObject* relative_bias) {
+  PyObject* const found = PyObject_GetAttrString(relative_bias, "table");
+  if (found == nullptr) throw python_error();
+  std::optional<Tensor> table = floating(found);
+  Py_DECREF(found);
+  decline_unless(table.has_value());
+  return table;
 }
 
 std::optional<Tensor> Reader::bias_of_rows(PyObject* object, const Tensor& scores) {

@@ -54,6 +54,10 @@ struct Sink {
 inline constexpr double kTiniestScale = std::numeric_limits<float>::min();
 inline constexpr double kLargestScale = 0.69 * std::numeric_limits<float>::max();
 
+// The class RelativeBias, and whether an object is one.
+void set_relative_bias(PyObject* type);
+bool is_relative(PyObject* bias);
+
 class Reader {
  public:
   bool has_declined() const { return has_declined_; }
@@ -67,6 +71,8 @@ class Reader {
   std::optional<Tensor> floating(PyObject* object);
   // Bool, which broadcasts to `target`.
   std::optional<Tensor> mask(PyObject* object, at::IntArrayRef target);
+  // The table of a RelativeBias.
+  std::optional<Tensor> table(PyObject* relative_bias);
   // A bias of rows: it broadcasts to the scores.
   std::optional<Tensor> bias_of_rows(PyObject* object, const Tensor& scores);
   double number(PyObject* object);

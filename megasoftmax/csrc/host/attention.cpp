@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "../kernels/attention/limits.h"
+#include "../kernels/common/tensors.h"
 #include "arguments.h"
 #include "calls.h"
 #include "operators.h"
@@ -155,33 +156,40 @@ bool broadcasts_in_groups(at::IntArrayRef shape, at::IntArrayRef target, bool is
          broadcasts(shape.slice(2), target.slice(2));
 }
 
-}  // namespace
+// A call that runs fused.
+struct AttentionCall {
+  Tensor query, key, value;
+  std::optional<Tensor> bias, sink;
+  AttentionOptions options;
+  bool return_lse;
+};
 
-PyObject* attention(PyObject* const* arguments) {
-  const auto [query_, key_, value_, bias_, is_relative_, mask_, scale_, causal_, window_, visible_,
-              sink_, dropout_, seed_, return_lse_, fused_] =
+std::optional<AttentionCall> read(PyObject* const* arguments) {
+  const auto [query_, key_, value_, bias_, mask_, scale_, causal_, window_, visible_, sink_,
+              dropout_, seed_, return_lse_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
   Reader reader;
   const Tensor query = reader.first_tensor(query_);
   if (reader.has_declined() || !admission_of(query.device()).attention || is_transformed())
-    Py_RETURN_NONE;
+    return {};
   const std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
-  if (!key || !value || !fit(query, *key, *value)) Py_RETURN_NONE;
+  if (!key || !value || !fit(query, *key, *value)) return {};
   if (const auto type = autocast_type(query.device()); type && type != query.scalar_type())
-    Py_RETURN_NONE;
+    return {};
   const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), key->size(2)};
   const at::IntArrayRef target(shape);
 
   AttentionOptions options;
-  std::optional<Tensor> bias = reader.floating(bias_);
-  options.is_relative = reader.flag(is_relative_);
+  options.is_relative = is_relative(bias_);
+  const std::optional<Tensor> bias =
+      options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target);
   options.scale =
       scale_ == Py_None ? 1 / std::sqrt(static_cast<double>(query.size(3))) : reader.number(scale_);
   options.is_causal = reader.flag(causal_);
   options.window = reader.window(window_);
   options.visible = reader.visible(visible_, target.slice(0, 3));
-  Sink sink = reader.sink(sink_, query.size(1));
+  const Sink sink = reader.sink(sink_, query.size(1));
   options.sink_value = sink.value;
   options.dropout = reader.number(dropout_);
   options.seed = reader.tensor(seed_);
@@ -194,14 +202,26 @@ PyObject* attention(PyObject* const* arguments) {
   }
   if (options.seed)
     reader.decline_unless(options.seed->scalar_type() == at::kLong && options.seed->numel() == 1);
-  reader.decline_unless(PyFloat_CheckExact(dropout_) && options.dropout >= 0 &&
-                        options.dropout <= kMaxDropped / 32768.0);
+  reader.decline_unless(options.dropout >= 0 &&
+                        options.dropout <= static_cast<double>(kMaxDropped) / kDropoutSteps);
   reader.decline_unless(options.scale >= kTiniestScale && options.scale <= kMaxScale);
-  if (reader.has_declined()) Py_RETURN_NONE;
+  if (reader.has_declined()) return {};
+  return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse};
+}
 
+}  // namespace
+
+PyObject* serves_attention(PyObject* const* arguments) {
+  return PyBool_FromLong(read(arguments).has_value());
+}
+
+PyObject* attention(PyObject* const* arguments) {
+  std::optional<AttentionCall> call = read(arguments);
+  if (!call) Py_RETURN_NONE;
   Tensor output, lse;
   {
     const pybind11::gil_scoped_release no_gil;
+    auto& [query, key, value, bias, sink, options, return_lse] = *call;
     if (bias)
       bias = with_rank(as_kernels_take_it(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
     if (options.mask) options.mask = with_rank(*options.mask, 4);
@@ -212,18 +232,18 @@ PyObject* attention(PyObject* const* arguments) {
     else if (!options.seed)
       options.seed = at::randint(INT64_MIN, INT64_MAX, {1}, query.options().dtype(at::kLong));
     const bool records = at::GradMode::is_enabled() &&
-                         (query.requires_grad() || key->requires_grad() || value->requires_grad() ||
-                          wants_gradient(bias) || wants_gradient(sink.tensor));
+                         (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
+                          wants_gradient(bias) || wants_gradient(sink));
     Tensor statistics;
     if (records) {
-      variable_list recorded = Attention::apply(query, *key, *value, bias, sink.tensor, options);
+      const variable_list recorded = Attention::apply(query, key, value, bias, sink, options);
       output = recorded[0], statistics = recorded[1];
     } else {
-      std::tie(output, statistics) = forward(query, *key, *value, bias, sink.tensor, options);
+      std::tie(output, statistics) = forward(query, key, value, bias, sink, options);
     }
     if (return_lse) lse = statistics.select(0, 2);
   }
-  return return_lse ? to_python({output, lse}) : to_python(output);
+  return call->return_lse ? to_python({output, lse}) : to_python(output);
 }
 
 }  // namespace megasoftmax::host

@@ -10,10 +10,13 @@ namespace megasoftmax::host {
 PyObject* softmax(PyObject* const* arguments);
 inline constexpr int kSoftmaxArguments = 14;
 
-// attention(query, key, value, bias, is_relative, mask, scale, causal, window, visible, sink,
-// dropout, seed, return_lse, fused), `bias` being the table of a relative one.
+// attention(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed,
+// return_lse, fused).
 PyObject* attention(PyObject* const* arguments);
-inline constexpr int kAttentionArguments = 15;
+inline constexpr int kAttentionArguments = 14;
+
+// Whether attention of the same arguments would be served.
+PyObject* serves_attention(PyObject* const* arguments);
 
 // softmax_topk(logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused).
 PyObject* softmax_topk(PyObject* const* arguments);

@@ -19,11 +19,12 @@ PyObject* checked(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   END_HANDLE_TH_ERRORS
 }
 
-// bind(name space, backward): see operators.h.
-PyObject* bind_operators(PyObject* const* arguments) {
+// bind(name space, backward, RelativeBias): see operators.h.
+PyObject* bind_to_package(PyObject* const* arguments) {
   const char* const name_space = PyUnicode_AsUTF8(arguments[0]);
   if (name_space == nullptr) return nullptr;
   bind(name_space, arguments[1]);
+  set_relative_bias(arguments[2]);
   Py_RETURN_NONE;
 }
 
@@ -42,10 +43,11 @@ constexpr PyMethodDef method(const char* name) {
 }
 
 PyMethodDef methods[] = {
-    method<bind_operators, 2>("bind"),
+    method<bind_to_package, 3>("bind"),
     method<admit_device, 3>("admit"),
     method<softmax, kSoftmaxArguments>("softmax"),
     method<attention, kAttentionArguments>("attention"),
+    method<serves_attention, kAttentionArguments>("serves_attention"),
     method<softmax_topk, kTopkArguments>("softmax_topk"),
     {nullptr, nullptr, 0, nullptr},
 };
