@@ -119,7 +119,8 @@ def softmax(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels do not compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
-            element, or a number. 0 gives the off-by-one softmax.
+            element, or a number. 0 gives the off-by-one softmax. One of -inf is none, and has
+            gradient 0.
         dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
             the probability to be kept. 15 bits decide an entry, so that both are exact for the
             nearest multiple of 2^-15. The log-sum-exp is that without. For the backward pass scores
@@ -503,7 +504,7 @@ def attention(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
-            or a number. 0 gives the off-by-one softmax.
+            or a number. 0 gives the off-by-one softmax. One of -inf is none, and has gradient 0.
         dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
             as 0; what is kept is divided by the probability to be kept. 15 bits decide an entry, so
             that both are exact for the nearest multiple of 2^-15. The log-sum-exp is that without.
