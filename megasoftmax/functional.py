@@ -1404,9 +1404,6 @@ def _attention_by_sdpa(
             (-1, -1) if window is None else window,
             *_bounds(visible, keys),
         )
-    needs_gradient = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
     return autograd.sdpa.attention(
         query,
         key,
@@ -1414,7 +1411,6 @@ def _attention_by_sdpa(
         added,
         causal and queries == keys,
         scale,
-        needs_gradient,
         nothing_excluded=added is None and not causal,
     )
 
