@@ -1204,18 +1204,7 @@ def _attention_reasons(
     if torch.compiler.is_compiling():  # which traces no class of tuples
         return cast(Reasons, reasons)
     against_sdpa = reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     )
     return Reasons(reasons, against_sdpa)
 
@@ -1341,7 +1330,6 @@ def reasons_against_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
@@ -1397,18 +1385,7 @@ def _attention_by_sdpa(
 ) -> Tensor | None:
     """The output by torch's own attention; None where that does not compute the same."""
     if reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     ):
         return None
     queries, keys = query.shape[2], key.shape[2]
