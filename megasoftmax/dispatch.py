@@ -14,6 +14,7 @@ from megasoftmax.limits import kernel_limits
 from megasoftmax.reference.dropout import STEPS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FLOATING = (*DTYPES, torch.float64)
 
 # Kernels multiply it by log2(e).
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
@@ -64,6 +65,38 @@ class Reasons(tuple[Reason, ...]):
         if len(self) == 0:
             return "fused"
         return "reference" if self.against_sdpa else "SDPA"
+
+
+def is_plain_on_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor on a CPU has values here and now: no transform, compiler or subclass."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attention` of these alone is valid, and computed by torch's own attention.
+
+    True implies what `arguments.check_attention` and `reasons_against_sdpa` find out in more steps.
+    False implies nothing.
+    """
+    return (
+        is_plain_on_cpu(query)
+        and type(key) in _PLAIN
+        and type(value) in _PLAIN
+        and (shape := query.shape) == key.shape == value.shape
+        and len(shape) == 4
+        and 0 not in shape
+        and (dtype := query.dtype) in _FLOATING
+        and dtype == key.dtype == value.dtype
+        and key.is_cpu
+        and value.is_cpu
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 def reasons_against_fused_softmax(

@@ -542,6 +542,27 @@ def attention(
         )
         if served is not None:
             return cast(Tensor, served)
+    if (  # the shortest way for the most frequent call on a CPU
+        bias is None
+        and mask is None
+        and window is None
+        and visible is None
+        and sink is None
+        and seed is None
+        and fused is None
+        and type(causal) is bool
+        and type(dropout) is float
+        and not (dropout or return_lse)
+        and dispatch.is_plain_self_attention(query, key, value)
+        and (scale is None or (type(scale) is float and 0 < scale < math.inf))
+    ):
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        output = autograd.sdpa.attention(
+            query, key, value, None, causal, factor, nothing_excluded=not causal
+        )
+        if output is not None:
+            return output
+        fused = False
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
@@ -1211,18 +1232,7 @@ def _attention_reasons(
     if torch.compiler.is_compiling():  # which traces no class of tuples
         return cast(Reasons, reasons)
     against_sdpa = reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     )
     return Reasons(reasons, against_sdpa)
 
@@ -1377,7 +1387,6 @@ def reasons_against_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
@@ -1433,18 +1442,7 @@ def _attention_by_sdpa(
 ) -> Tensor | None:
     """The output by torch's own attention; None where that does not compute the same."""
     if reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     ):
         return None
     queries, keys = query.shape[2], key.shape[2]
@@ -1461,9 +1459,6 @@ def _attention_by_sdpa(
             (-1, -1) if window is None else window,
             *_bounds(visible, keys),
         )
-    needs_gradient = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
     return autograd.sdpa.attention(
         query,
         key,
@@ -1471,7 +1466,6 @@ def _attention_by_sdpa(
         added,
         causal and queries == keys,
         scale,
-        needs_gradient,
         nothing_excluded=added is None and not causal,
     )
 
