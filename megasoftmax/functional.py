@@ -1217,11 +1217,6 @@ def _attention_reasons(
     fused: bool | None = None,
 ) -> Reasons:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
-    if serves_attention(
-        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed),
-        return_lse,
-    ):
-        return _FUSED
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
@@ -1237,35 +1232,23 @@ def _attention_reasons(
     return Reasons(reasons, against_sdpa)
 
 
-_FUSED = Reasons((), (Reason("device", "a GPU", "a CPU"),))
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
 
+_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
 
-def serves_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | TileMask | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    visible: Ranges | None = None,
-    sink: Tensor | float | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    return_lse: bool = False,
-) -> bool:
+
+def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
 
     A quick yes. Without it `why_not_fused` tells.
     """
     if host.calls is None or torch.compiler.is_compiling():
         return False
-    is_served: bool = host.calls.serves_attention(
-        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed),
-        *(return_lse, None),
-    )
+    is_served: bool = host.calls.serves_attention(query, key, value, *(_OPTIONS | options).values())
     return is_served
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import megasoftmax
 from megasoftmax import host
 from megasoftmax.build import library
+from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
 
 CPU = torch.device("cpu")
@@ -188,18 +189,16 @@ def test_same_bits_as_through_python(
 
 
 @pytest.mark.parametrize("case", of_attention())
-def test_why_not_fused_asks_too(case: str, module: Any, served: list[bool]):
+def test_adapters_ask_it_first(case: str, served: list[bool]):
     tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
-    reasons = megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **of_attention()[case])
+    assert runs_fused(*tensors, of_attention()[case])
     assert served == [True]
-    assert (reasons, reasons.runs) == ((), "fused")
-    assert len(reasons.against_sdpa) == 1
 
 
-def test_why_not_fused_goes_on_in_python(served: list[bool]):
+def test_adapters_ask_python_then(served: list[bool]):
     query = normal(4, 4, 6, 8)
-    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
-    assert "dtype" in [each.constraint for each in reasons]
+    assert not runs_fused(query, query, query, {"causal": True})
+    assert served == [False]
 
 
 @pytest.mark.parametrize("name", MAKE)

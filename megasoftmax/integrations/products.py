@@ -12,7 +12,7 @@ from megasoftmax.functional import reasons_against_sdpa, serves_attention
 
 def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether `megasoftmax.attention` runs in kernels."""
-    if serves_attention(query, key, value, **options):
+    if serves_attention(query, key, value, options):
         return True
     if not query.dtype == key.dtype == value.dtype:
         return False
