@@ -29,13 +29,15 @@ struct AttentionTile {
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps * queries_per_warp; }
 };
+// The last column: TFLOP/s on an H200, bfloat16. Head dims 64 and 128: [4, 16, 4096, d] with a bias
+// [1, h]. 32: [128, 4, 384, d] with a bias [b, h]. 256: [2, 16, 4096, d], causal.
 // clang-format off
 inline constexpr AttentionTile kAttentionForwardTiles[] = {
     // head dim, warps, queries/warp, keys, blocks/SM
-    {        32,     4,           32,   64,         4},
-    {        64,     4,           32,   64,         3},
-    {       128,     4,           32,   64,         2},
-    {       256,     8,           16,   64,         1},
+    {        32,     4,           32,   64,         4},  // 114
+    {        64,     4,           32,   64,         3},  // 255
+    {       128,     4,           32,   64,         2},  // 318
+    {       256,     8,           16,   64,         1},  // 255
 };
 // clang-format on
 
@@ -57,11 +59,12 @@ struct AttentionHopperTile {
 // other: that hides their beginnings and ends. Else each has a block of its own, which balances
 // better.
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
+// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality; cuDNN has 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // head dim, warpgroups, keys, registers
-    {        64,          3,  128,  32, 160},
-    {       128,          2,  128,  40, 232},
+    {        64,          3,  128,  32, 160},  // 430
+    {       128,          2,  128,  40, 232},  // 593
 };
 // clang-format on
 
@@ -76,11 +79,12 @@ struct AttentionHopperBackwardTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups; }
 };
+// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // head dim, queries, registers
-    {        64,     128,  24, 240},
-    {       128,      64,  24, 240},
+    {        64,     128,  24, 240},  // 420
+    {       128,      64,  24, 240},  // 556
 };
 // clang-format on
 
@@ -107,13 +111,15 @@ struct AttentionBackwardTile {
   constexpr int threads() const { return 32 * warps; }
   constexpr int keys() const { return 16 * warps; }
 };
+// The last column: TFLOP/s of forward and backward together, of the cases of
+// kAttentionForwardTiles, without a gradient of the bias.
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM
-    {        32,     4,      64,    32,         4},
-    {        64,     4,      64,    64,         3},
-    {       128,     8,      64,   128,         1},
-    {       256,     4,      64,   128,         1},
+    {        32,     4,      64,    32,         4},  // 102
+    {        64,     4,      64,    64,         3},  // 214
+    {       128,     8,      64,   128,         1},  // 255
+    {       256,     4,      64,   128,         1},  // 168
 };
 // clang-format on
 
