@@ -551,6 +551,8 @@ def test_message_names_argument_expected_and_actual(function, expectation, monke
 
     for module in (autograd.softmax, autograd.topk, autograd.attention):
         monkeypatch.setattr(module, "call", forbidden)
+    monkeypatch.setattr(autograd.torch_softmax, "softmax", forbidden)
+    monkeypatch.setattr(autograd.sdpa, "attention", forbidden)
     arguments, error, name, expected, actual = expectation
     pattern = f"^{re.escape(name)}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
     called = getattr(megasoftmax, function)
