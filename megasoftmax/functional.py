@@ -576,7 +576,7 @@ def attention(
         )
         if output is not None:
             return output
-        fused = False
+        fused = False  # the reference computes
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
