@@ -1,7 +1,8 @@
 """What a call costs the host: tiny tensors, ours and torch's in turn; writes results/host.csv.
 
 The least of many rounds, each of some calls. On a GPU nothing waits for it while a round is timed.
-A run replaces the rows of its device.
+Rows of earlier commits stay: docs/host.svg draws how the ratios changed. A run replaces those of
+its device and commit.
 """
 
 import csv
@@ -73,7 +74,9 @@ def cases(device: str) -> dict[str, tuple[tuple[Tensor, ...], Ways]]:
 
 
 def passes(tensors: tuple[Tensor, ...], ways: Ways) -> dict[str, dict[str, measure.Function]]:
-    """{pass: {implementation: call}}."""
+    """{pass: {implementation: call}}; compiled anew, for code differs by case."""
+    torch.compiler.reset()
+    compiled = {name: torch.compile(way, dynamic=False) for name, way in ways.items()}
     leaves = tuple(each.detach().clone().requires_grad_() for each in tensors)
     gradient = torch.ones_like(next(iter(ways.values()))(*tensors))
 
@@ -82,6 +85,9 @@ def passes(tensors: tuple[Tensor, ...], ways: Ways) -> dict[str, dict[str, measu
 
     return {
         "forward": {name: lambda way=way: way(*tensors) for name, way in ways.items()},
+        "forward, compiled": {
+            name: lambda way=way: way(*tensors) for name, way in compiled.items()
+        },
         "forward, recorded": {name: lambda way=way: way(*leaves) for name, way in ways.items()},
         "forward+backward": {name: both(way) for name, way in ways.items()},
     }
@@ -98,9 +104,10 @@ def main(
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     gpu, *rest = measure.provenance(commit).values()
-    name = gpu if device == "cuda" else "CPU"
-    common = dict(zip(FIELDS, (f"{name}, host {measure.host_name()}", *rest), strict=False))
-    rows = [row for row in read(out.name) if not row["device"].startswith(name)]
+    name = f"{gpu if device == 'cuda' else 'CPU'}, host {measure.host_name()}"
+    common = dict(zip(FIELDS, (name, *rest), strict=False))
+    measured = {"device": name, "commit": common["commit"]}
+    rows = [row for row in read(out.name) if not measured.items() <= row.items()]
     timer = measure.host_timer(CALLS, device)
     for case, (tensors, ways) in cases(device).items():
         for which, calls in passes(tensors, ways).items():

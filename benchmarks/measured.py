@@ -58,6 +58,12 @@ def by_model(rows: list[Row]) -> dict[str, Case]:
     return cases
 
 
+def of_last_commit(rows: list[Row]) -> list[Row]:
+    """Those of each device that were measured last."""
+    last = {row["device"]: row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[row["device"]]]
+
+
 def fastest_peer(case: Case, figure: str = "microseconds") -> Row | None:
     """The peer that takes the least time; None where there is no peer."""
     peers = [row for name, row in case.items() if name not in NOT_PEERS and row[figure]]

@@ -70,8 +70,10 @@ def draw_all() -> None:
     draw_rows(read("rows.csv"))
     draw_topk(read("topk.csv"))
     draw_attention(read("attention.csv"))
+    draw_roofline(read("attention.csv"))
     draw_training(read("training.csv"))
     draw_tuning(read("tune.csv"))
+    draw_host(read("host.csv"))
 
 
 def draw_headline() -> None:
@@ -197,6 +199,103 @@ def draw_attention(rows: list[Row]) -> None:
     lower.subplots_adjust(left=0.07, right=0.98, wspace=0.08, bottom=0.26, top=0.92)
     add_legend(lower, {row["implementation"] for row in trained})
     save(figure, "attention.svg")
+
+
+def draw_roofline(rows: list[Row]) -> None:
+    """TFLOP/s over the products that a byte allows, if each tensor is read or written once."""
+    ceilings = {row["implementation"]: row for row in rows if row["kind"] == "ceiling"}
+    of_read = ceilings["read"]
+    fastest_read = float(of_read["bytes"]) / float(of_read["microseconds"]) / 1e6  # TB/s
+    fastest_product = float(ceilings["matrix product"]["tflops"])
+    cases = by_attention([row for row in rows if row["decode"] == "0"], "time", "forward")
+    figure, axis = plt.subplots(figsize=(11, 6.5))
+    intensities = {}
+    for name, case in cases.items():
+        row = next(iter(case.values()))
+        operations = float(row["tflops"]) * float(row["microseconds"]) * 1e6
+        intensities[name] = operations / fewest_bytes(row)
+    for name, (color, shape) in reversed(MARKS.items()):
+        points = [
+            (intensities[case], float(found[name]["tflops"]))
+            for case, found in cases.items()
+            if name in found
+        ]
+        if points:
+            axis.plot(*zip(*points, strict=True), shape, color=color, markersize=6, alpha=0.9)
+    ends = [0.8 * min(intensities.values()), 1.25 * max(intensities.values())]
+    ridge = fastest_product / fastest_read
+    corners = sorted({ends[0], min(max(ridge, ends[0]), ends[1]), ends[1]})
+    roof = [min(fastest_read * each, fastest_product) for each in corners]
+    axis.plot(corners, roof, color=INK, linewidth=1.2)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xlabel("FLOP per byte")
+    axis.set_ylabel("TFLOP/s")
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(
+        f"Attention forward under {fastest_read:.1f} TB/s and {fastest_product:.0f} TFLOP/s, "
+        f"both measured, {origin(rows)}"
+    )
+    figure.subplots_adjust(left=0.08, right=0.97, bottom=0.2, top=0.92)
+    add_legend(figure, {name for case in cases.values() for name in case})
+    save(figure, "roofline.svg")
+
+
+def fewest_bytes(row: Row) -> int:
+    """Of queries, keys, values, output and bias, in 16 bits."""
+    batch, heads, key_heads = (int(row[name]) for name in ("batch", "heads", "key_heads"))
+    queries, keys, dim = (int(row[name]) for name in ("queries", "keys", "head_dim"))
+    entries = 2 * batch * dim * (heads * queries + key_heads * keys)
+    biases = {
+        "": 0,
+        "1,h": heads * queries * keys,
+        "b,h": batch * heads * queries * keys,
+        "table": heads * (queries + keys - 1),
+    }
+    return 2 * (entries + biases[row["bias"]])
+
+
+def draw_host(rows: list[Row]) -> None:
+    """Ours over torch's time on the host, from one measured commit to the next."""
+    devices: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        devices[row["device"]].append(row)
+    figure, axes = plt.subplots(
+        1, len(devices), figsize=(6.5 * len(devices), 5), sharey=True, squeeze=False
+    )
+    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
+    lines = ("-", "--", ":", "-.")
+    for axis, (device, found) in zip(axes[0], devices.items(), strict=True):
+        cases = list(dict.fromkeys(row["case"] for row in found))
+        passes = list(dict.fromkeys(row["pass"] for row in found))
+        commits = list(dict.fromkeys(row["commit"] for row in found))
+        timed = {
+            (row["case"], row["pass"], row["commit"], row["implementation"]): row for row in found
+        }
+        for case, color in zip(cases, colors, strict=True):
+            for which, line in zip(passes, lines, strict=False):
+                points = []
+                for place, commit in enumerate(commits):
+                    pair = [timed.get((case, which, commit, name)) for name in (OURS, "torch")]
+                    if None not in pair:
+                        ours, torchs = (float(row["microseconds"]) for row in pair if row)
+                        points.append((place, ours / torchs))
+                axis.plot(*zip(*points, strict=True), f"o{line}", color=color)
+        axis.axhline(1, color=INK, linewidth=0.8)
+        axis.set_xticks(range(len(commits)), commits)
+        axis.set_xlim(-0.5, len(commits) - 0.5)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_title(device)
+        axis.spines[["top", "right"]].set_visible(False)
+        handles = [plt.Line2D([], [], color=color) for color in colors[: len(cases)]]
+        handles += [plt.Line2D([], [], color=GREY, linestyle=line) for line in lines[: len(passes)]]
+        axis.legend(handles, [*cases, *passes], frameon=False, fontsize=8)
+    axes[0, 0].set_ylabel(f"{OURS} / torch")
+    figure.tight_layout()
+    save(figure, "host.svg")
 
 
 def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:

@@ -11,6 +11,7 @@ from measured import (
     by_model,
     by_timing,
     fastest_peer,
+    of_last_commit,
     read,
 )
 
@@ -165,7 +166,7 @@ def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
 def host_table(rows: list[Row]) -> str:
     """Microseconds of the host for each call, ours and torch's, and their ratio."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
+    for row in of_last_commit(rows):
         place = (row["device"], row["case"], row["pass"])
         found.setdefault(place, {})[row["implementation"]] = row["microseconds"]
     lines = [
@@ -189,12 +190,15 @@ def gpu_tests_table(rows: list[Row]) -> str:
 
 def origin(name: str, script: str) -> str:
     """With what and when a CSV file was measured, and a link to it."""
-    row = read(name)[0]
+    rows = read(name)
+    row = rows[-1]
+    commits = list(dict.fromkeys(each["commit"] for each in rows))
     device = row.get("gpu") or row["device"]
     with_transformers = f", transformers {row['transformers']}" if "transformers" in row else ""
     return (
         f"Every case: [{name}](../benchmarks/results/{name}), from `python benchmarks/{script}`. "
-        f"{device}, torch {row['torch']}{with_transformers}, commit {row['commit']}, {row['date']}."
+        f"{device}, torch {row['torch']}{with_transformers}, "
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}, {row['date']}."
     )
 
 

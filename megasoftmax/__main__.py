@@ -102,6 +102,8 @@ def build(
 ) -> None:
     """Compile the CUDA part: needs nvcc and any build of torch, but no GPU.
 
+    Without --package and --out it also compiles the C++ part of calls, for this torch.
+
     The library goes into the cache where the first CUDA tensor looks for it: it is found by
     processes whose GPUs are those that it was compiled for. MAX_JOBS limits the files compiled at a
     time.
@@ -123,12 +125,21 @@ def build(
         sys.stdout.flush()
         if folder is None:
             path = library.build_into_cache(nvcc, names)
+            _build_host()
         else:
             path = extension.build(folder, objects, nvcc, names)
     except extension.BuildError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"Built {path}")
+
+
+def _build_host() -> None:
+    """The C++ part of calls, which is optional."""
+    try:
+        typer.echo(f"Built {library.host()}")
+    except extension.BuildError as error:
+        typer.echo(f"Calls go through Python: {error}", err=True)
 
 
 @app.command("export-kernels")

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 import megasoftmax
+from megasoftmax import host
 from megasoftmax.build import extension, library
 from megasoftmax.explain import (
     PACK_BYTES,
@@ -155,6 +156,7 @@ def versions() -> Table:
         name = torch.cuda.get_device_name(index)
         table.add_row(f"GPU {index}", f"{name}, compute capability {major}.{minor}")
     table.add_row("kernels", str(status.path) if status.available else f"none: {status.reason}")
+    table.add_row("calls in C++", host.status())
     return table
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference.dropout import STEPS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FLOATING = (*DTYPES, torch.float64)
 
 # Kernels multiply it by log2(e).
 _TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
@@ -44,7 +46,7 @@ class Reasons(tuple[Reason, ...]):
 
     Attributes:
         against_sdpa: why torch's scaled_dot_product_attention does not compute a call that does not
-            run fused; empty where it does.
+            run fused; empty where it does. Off a CPU it names the device alone.
         runs: "fused", or "SDPA" for torch's scaled_dot_product_attention, or "reference" for plain
             torch.
     """
@@ -63,6 +65,38 @@ class Reasons(tuple[Reason, ...]):
         if len(self) == 0:
             return "fused"
         return "reference" if self.against_sdpa else "SDPA"
+
+
+def is_plain_on_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor on a CPU has values here and now: no transform, compiler or subclass."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attention` of these alone is valid, and computed by torch's own attention.
+
+    True implies what `arguments.check_attention` and `reasons_against_sdpa` find out in more steps.
+    False implies nothing.
+    """
+    return (
+        is_plain_on_cpu(query)
+        and type(key) in _PLAIN
+        and type(value) in _PLAIN
+        and (shape := query.shape) == key.shape == value.shape
+        and len(shape) == 4
+        and 0 not in shape
+        and (dtype := query.dtype) in _FLOATING
+        and dtype == key.dtype == value.dtype
+        and key.is_cpu
+        and value.is_cpu
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 def reasons_against_fused_softmax(
@@ -155,7 +189,7 @@ def reasons_against_sdpa(
     dropout: float,
     return_lse: bool,
 ) -> tuple[Reason, ...]:
-    """Why torch's scaled_dot_product_attention does not compute what `attention` would.
+    """Why torch's scaled_dot_product_attention does not compute what `attention` would on a CPU.
 
     Args:
         query, key, value: as in `attention`.
@@ -167,7 +201,6 @@ def reasons_against_sdpa(
     if torch.compiler.is_compiling():  # which traces no names of numbers
         return (Reason("transforms", "torch.compile or torch.export", "none"),)
     found = (
-        _sdpa_device(query),
         _sdpa_tensors(query, key, value, bias),
         _sdpa_transforms(),
         _sdpa_scale(scale),
@@ -229,6 +262,11 @@ def _too_old_capability(index: int) -> str | None:
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
+def has_room_for_attention(tensor: Tensor) -> bool:
+    """Whether tiles of attention fit a block of the device."""
+    return _shared_memory(tensor) is None
+
+
 def _shared_memory(tensor: Tensor) -> Reason | None:
     """Tiles of attention; what a block may have does not grow with the compute capability."""
     too_little = _too_little_shared_memory(tensor.device.index) if tensor.is_cuda else None
@@ -281,7 +319,7 @@ def _attention_scale(scale: float) -> Reason | None:
 
 
 def _attention_dropout(dropout: float) -> Reason | None:
-    most = _attention_limit("kMaxDropped") / 32768
+    most = _attention_limit("kMaxDropped") / STEPS
     return None if dropout <= most else Reason("dropout", str(dropout), f"at most {most}")
 
 
@@ -304,7 +342,7 @@ def _forward_mode() -> Reason | None:
     return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
 
 
-def _sdpa_device(query: Tensor) -> Reason | None:
+def sdpa_device(query: Tensor) -> Reason | None:
     """On a GPU nobody can ask whether results are NaN without waiting for it."""
     return None if query.is_cpu else Reason("device", str(query.device), "a CPU")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, autograd, dispatch, ops, ranges
+from megasoftmax import arguments, autograd, dispatch, host, ops, ranges
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
@@ -119,7 +119,8 @@ def softmax(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels do not compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
-            element, or a number. 0 gives the off-by-one softmax.
+            element, or a number. 0 gives the off-by-one softmax. One of -inf is none, and has
+            gradient 0.
         dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
             the probability to be kept. 15 bits decide an entry, so that both are exact for the
             nearest multiple of 2^-15. The log-sum-exp is that without. For the backward pass scores
@@ -153,6 +154,13 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        served = host.calls.softmax(
+            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
+            *(dtype, return_lse, dim, fused),
+        )
+        if served is not None:
+            return cast(Tensor, served)
     scale = arguments.as_number("scale", scale)
     arguments.check_softmax(
         scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
@@ -338,6 +346,12 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        served = host.calls.softmax_topk(
+            logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
+        )
+        if served is not None:
+            return cast(tuple[Tensor, ...], served)
     scale = arguments.as_number("scale", scale)
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
     implementation = autograd.topk.REFERENCE
@@ -490,7 +504,7 @@ def attention(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
-            or a number. 0 gives the off-by-one softmax.
+            or a number. 0 gives the off-by-one softmax. One of -inf is none, and has gradient 0.
         dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
             as 0; what is kept is divided by the probability to be kept. 15 bits decide an entry, so
             that both are exact for the nearest multiple of 2^-15. The log-sum-exp is that without.
@@ -521,6 +535,34 @@ def attention(
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
+    if host.calls is not None and not torch.compiler.is_compiling():
+        served = host.calls.attention(
+            *(query, key, value, bias, mask, scale, causal, window, visible, sink),
+            *(dropout, seed, return_lse, fused),
+        )
+        if served is not None:
+            return cast(Tensor, served)
+    if (  # the shortest way for the most frequent call on a CPU
+        bias is None
+        and mask is None
+        and window is None
+        and visible is None
+        and sink is None
+        and seed is None
+        and fused is None
+        and type(causal) is bool
+        and type(dropout) is float
+        and not (dropout or return_lse)
+        and dispatch.is_plain_self_attention(query, key, value)
+        and (scale is None or (type(scale) is float and 0 < scale < math.inf))
+    ):
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        output = autograd.sdpa.attention(
+            query, key, value, None, causal, factor, nothing_excluded=not causal
+        )
+        if output is not None:
+            return output
+        fused = False
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     arguments.check_attention(
@@ -1059,6 +1101,8 @@ def _is_fused(
     can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
     if fused and not can_be:
         raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+    if can_be:
+        host.admit(scores)
     return can_be
 
 
@@ -1183,23 +1227,29 @@ def _attention_reasons(
     if torch.compiler.is_compiling():  # which traces no class of tuples
         return cast(Reasons, reasons)
     against_sdpa = reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     )
     return Reasons(reasons, against_sdpa)
 
 
 _attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
+
+_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+
+def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
+
+    A quick yes. Without it `why_not_fused` tells.
+    """
+    if host.calls is None or torch.compiler.is_compiling():
+        return False
+    is_served: bool = host.calls.serves_attention(query, key, value, *(_OPTIONS | options).values())
+    return is_served
 
 
 def _varlen_reasons(
@@ -1320,7 +1370,6 @@ def reasons_against_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
@@ -1334,8 +1383,12 @@ def reasons_against_sdpa(
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute an `attention` that is not fused.
 
-    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing.
+    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing. Off
+    a CPU the device is the only reason.
     """
+    device = dispatch.sdpa_device(query)
+    if device is not None:
+        return (device,)
     table = bias.table if isinstance(bias, RelativeBias) else bias
     added = []
     if bias is not None:
@@ -1372,18 +1425,7 @@ def _attention_by_sdpa(
 ) -> Tensor | None:
     """The output by torch's own attention; None where that does not compute the same."""
     if reasons_against_sdpa(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        visible=visible,
-        sink=sink,
-        dropout=dropout,
-        return_lse=return_lse,
+        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
     ):
         return None
     queries, keys = query.shape[2], key.shape[2]
@@ -1400,9 +1442,6 @@ def _attention_by_sdpa(
             (-1, -1) if window is None else window,
             *_bounds(visible, keys),
         )
-    needs_gradient = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
     return autograd.sdpa.attention(
         query,
         key,
@@ -1410,7 +1449,6 @@ def _attention_by_sdpa(
         added,
         causal and queries == keys,
         scale,
-        needs_gradient,
         nothing_excluded=added is None and not causal,
     )
 

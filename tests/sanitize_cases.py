@@ -542,6 +542,13 @@ HEAD_DIMS, HOPPER_DIMS = (
 )
 # Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
 ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
+# In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
+# to 128 queries, backward, takes the place of one that was read. The first sizes run without mask
+# and dropout, which have kernels of their own.
+BRIEF_ATTENTION_SIZES = {
+    "own": ((300, 257), (300, 300), (70, 33)),
+    "portable": ((7, 33), (65, 40), (70, 33)),
+}
 # Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
 ATTENTION_BIASES = {
     "none": "",
@@ -565,17 +572,24 @@ def attention(given: Inputs, kernels: str, **options: Any) -> None:
     """Forward and backward."""
     if kernels == "own":  # they take no broadcast dimensions
         given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
+    sizes = given.sizes(ATTENTION_SIZES, BRIEF_ATTENTION_SIZES[kernels])
     with attention_kernels(kernels):
-        call_attention(given, **options)
+        call_attention(given, sizes, **options)
 
 
 def call_attention(
-    given: Inputs, dtype: str, dim: int, bias: str, bias_dtype: str | None, deterministic: bool
+    given: Inputs,
+    sizes: Sequence[tuple[int, int]],
+    dtype: str,
+    dim: int,
+    bias: str,
+    bias_dtype: str | None,
+    deterministic: bool,
 ) -> None:
     element = HALVES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
-    for queries, keys in given.sizes(ATTENTION_SIZES, ((7, 33), (65, 40), (70, 33))):
+    for queries, keys in sizes:
         masking, of_keys, head_dim = next(maskings), next(key_heads), next(dims)
         value_dim = next(dims)
         query, key, value, output_gradient = (

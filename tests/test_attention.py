@@ -530,6 +530,24 @@ def test_sinks_of_either_infinity(device: str) -> None:
 # NaN and infinities
 
 
+def test_sinks_of_minus_infinity_have_no_gradient(device: str) -> None:
+    """In rows of NaN too, whose other sinks have NaN."""
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        scores = normal(2, 4, 5, 7, device=device, dtype=dtype, seed=4)
+        q[0, :, 2], scores[0, :, 2, 3] = NAN, NAN
+        sink = torch.tensor([-INF, 0, 1, -INF], device=device).requires_grad_()
+        outputs = (
+            attention_on(device, dtype)(q, k, v, sink=sink),
+            megasoftmax.softmax(scores, sink=sink),
+        )
+        for output in outputs:
+            weights = torch.randn_like(output)
+            (gradient,) = torch.autograd.grad((output * weights).sum(), sink)
+            assert gradient[[0, 3]].eq(0).all()
+            assert gradient[[1, 2]].isnan().all()
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("by", ["mask", "causal", "window"])
 def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: str) -> None:

@@ -39,7 +39,7 @@ def table_of(family: str, name: str) -> list[list[str]]:
     assert found is not None
     return [
         [cell.strip(' "') for cell in row.split(",")]
-        for row in re.findall(r"^ *\{(.*)\},$", found[1], re.MULTILINE)
+        for row in re.findall(r"^ *\{(.*)\},(?:  //.*)?$", found[1], re.MULTILINE)
     ]
 
 

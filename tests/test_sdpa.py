@@ -9,6 +9,7 @@ import pytest
 import torch
 from inputs import bits_equal, coin, normal, tensors
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask, autograd
@@ -168,6 +169,12 @@ def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list
     assert by_sdpa == []
 
 
+def test_only_the_device_counts_off_a_cpu() -> None:
+    q, k, v = (each.to("meta") for each in tensors("cpu"))
+    found = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, sink=0.0, scale=-1.0)
+    assert [*map(str, found.against_sdpa)] == ["device: expected a CPU, got meta"]
+
+
 def test_takes_the_reference_for_sizes() -> None:
     def against(*given: Tensor, **options: Any) -> list[str]:
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, *given, **options)
@@ -184,6 +191,109 @@ def test_takes_the_reference_for_sizes() -> None:
     assert against(q, q, q, mask=mask.expand(1, 2, 2**13, 2**13)) == [
         "entries that join the scores: expected at most 67108864, got 134217728"
     ]
+
+
+class _CheckedError(Exception):
+    """The arguments were checked one by one."""
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*given: Any) -> None:
+        raise _CheckedError
+
+    monkeypatch.setattr(megasoftmax.arguments, "check_attention", check)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("dtype", OPTIONS["dtype"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": 0.3}, {"dropout": 0.0}])
+def test_frequent_calls_are_not_checked_one_by_one(
+    dtype: torch.dtype, options: dict[str, Any], by_sdpa: list[bool]
+) -> None:
+    q, k, v = tensors("cpu", dtype, heads=(2, 2), lengths=(7, 7))
+    found = megasoftmax.attention(q, k, v, **options)
+    assert by_sdpa == [True]
+    is_causal, scale = options.get("causal", False), options.get("scale")
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": torch.zeros(7)},
+        {"mask": torch.zeros(7, dtype=torch.bool)},
+        {"window": (1, 1)},
+        {"visible": (None, None)},
+        {"sink": 0.0},
+        {"seed": torch.zeros(1)},
+        {"return_lse": True},
+        {"fused": False},
+        {"fused": True},
+        {"causal": 1},
+        {"causal": None},
+        {"dropout": 0.5},
+        {"dropout": -0.5},
+        {"dropout": False},
+        {"dropout": NAN},
+        {"scale": 0.0},
+        {"scale": -0.5},
+        {"scale": INF},
+        {"scale": NAN},
+        {"scale": "1"},
+    ],
+    ids=str,
+)
+def test_other_options_are_checked(options: dict[str, Any]) -> None:
+    q, k, v = tensors("cpu", heads=(2, 2), lengths=(7, 7))
+    with pytest.raises(_CheckedError):
+        megasoftmax.attention(q, k, v, **options)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor[0],
+        lambda tensor: tensor[:, :1],
+        lambda tensor: tensor[:, :, 1:],
+        lambda tensor: tensor[..., :4],
+        lambda tensor: tensor.double(),
+        lambda tensor: tensor.long(),
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: tensor.as_subclass(type("Sub", (Tensor,), {})),
+        lambda tensor: tensor.tolist(),
+    ],
+)
+def test_other_tensors_are_checked(which: int, change: Callable[[Tensor], Any]) -> None:
+    given: list[Any] = [*tensors("cpu", heads=(2, 2), lengths=(7, 7))]
+    given[which] = change(given[which])
+    with pytest.raises(_CheckedError):
+        megasoftmax.attention(*given)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("change", [lambda tensor: tensor[:, :, :0], lambda tensor: tensor.long()])
+def test_three_tensors_that_are_alike_are_checked(change: Callable[[Tensor], Tensor]) -> None:
+    given = map(change, tensors("cpu", heads=(2, 2), lengths=(7, 7)))
+    with pytest.raises(_CheckedError):
+        megasoftmax.attention(*given)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(
+    "context",
+    [forward_ad.dual_level, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["dual level", "autocast"],
+)
+def test_calls_in_a_context_are_checked(context: Callable[[], Any]) -> None:
+    with context(), pytest.raises(_CheckedError):
+        megasoftmax.attention(*tensors("cpu", heads=(2, 2), lengths=(7, 7)))
 
 
 def test_documents_one_after_the_other(by_sdpa: list[bool]) -> None:
@@ -268,6 +378,24 @@ def test_plain_row_of_minus_infinity(by_sdpa: list[bool]) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", OPTIONS["dtype"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [3, 40, 200, 800])
+def test_scores_that_are_not_finite(
+    dtype: torch.dtype, value: float, causal: bool, tokens: int
+) -> None:
+    """Of one key, which causality excludes for the queries before it. Kernels cut lengths."""
+    q, k, v = tensors("cpu", dtype, heads=(1, 1), lengths=(tokens, tokens), dims=(16, 16))
+    q, k = q.abs() + 1, k.clone()
+    k[0, 0, tokens // 2, 0] = value
+    found, expected = (
+        megasoftmax.attention(q, k, v, causal=causal, fused=fused) for fused in (None, False)
+    )
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_incoming_gradient_that_is_not_finite(value: float, by_sdpa: list[bool]) -> None:
     """What a query does not see gets none of it through the scores."""
@@ -291,9 +419,15 @@ def test_incoming_gradient_that_is_not_finite(value: float, by_sdpa: list[bool])
 # Derivatives, transforms, bits
 
 
-def test_second_derivative() -> None:
-    q, k, v = (each.requires_grad_() for each in tensors("cpu", torch.float64, lengths=(3, 4)))
-    mask = coin(2, 1, 3, 4, device="cpu")
+# What `is_plain_self_attention` refuses, and what it takes.
+SIZES = [{"lengths": (3, 4)}, {"heads": (2, 2), "lengths": (3, 3)}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_second_derivative(sizes: dict[str, Any], masked: bool) -> None:
+    q, k, v = (each.requires_grad_() for each in tensors("cpu", torch.float64, **sizes))
+    mask = coin(2, 1, *sizes["lengths"], device="cpu") if masked else None
 
     def call(*given: Tensor) -> Tensor:
         return megasoftmax.attention(*given, mask=mask)
@@ -303,8 +437,9 @@ def test_second_derivative() -> None:
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "compile"])
-def test_transforms(transform: str, by_sdpa: list[bool]) -> None:
-    q, k, v = tensors("cpu")
+@pytest.mark.parametrize("sizes", SIZES)
+def test_transforms(transform: str, sizes: dict[str, Any], by_sdpa: list[bool]) -> None:
+    q, k, v = tensors("cpu", **sizes)
 
     def ours(query: Tensor) -> Tensor:
         return megasoftmax.attention(query, k, v, causal=True)
@@ -339,7 +474,7 @@ def test_same_bits_from_run_to_run(heads: tuple[int, int]) -> None:
 
 
 def test_output_may_be_changed_in_place() -> None:
-    q, k, v = (each.requires_grad_() for each in tensors("cpu", lengths=(5, 5)))
+    q, k, v = (each.requires_grad_() for each in tensors("cpu", heads=(4, 4), lengths=(5, 5)))
     for query in (q, _laid_out(q, "tokens first")):
         output = megasoftmax.attention(query, k, v)
         output.mul_(2)

@@ -144,6 +144,6 @@ FORWARD = function.Rules(ForwardArguments._fields, save_for_gradients, gradients
 IN_FORWARD_MODE = function.why_only_without_kernels("attention")
 
 # The reference's backward is function.differentiable by itself; that of the ops refuses.
-call = function.differentiable(
+call, _ = function.differentiable(
     "Attention", FORWARD, function.plain_torch_only(REFERENCE, IN_FORWARD_MODE)
 )

@@ -181,7 +181,7 @@ BACKWARD = Rules(
 )
 
 # Where something requires a gradient, return_lse must be True.
-call = differentiable(
+call, _ = differentiable(
     "DroppedSoftmax",
     FORWARD,
     _in_forward_mode,

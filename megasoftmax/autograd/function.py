@@ -42,8 +42,8 @@ def differentiable(
     in_forward_mode: InForwardMode,
     backward: Rules | None = None,
     why_no_second: str = "",
-) -> Callable[..., Any]:
-    """What calls the forward of an implementation, differentiable, by the shortest way that serves.
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """What calls an implementation, differentiable, by the shortest way that serves.
 
     Args:
         name: begins those of the autograd functions.
@@ -54,7 +54,8 @@ def differentiable(
 
     Returns:
         call(implementation, needs_gradient, *arguments), in which needs_gradient is whether
-        autograd records and one of the arguments requires a gradient.
+        autograd records and one of the arguments requires a gradient. And what calls the backward,
+        (implementation, *arguments), None without rules for it.
     """
 
     def call(implementation: Implementation, needs_gradient: bool, *args: Any) -> Any:
@@ -77,7 +78,7 @@ def differentiable(
     # Function.apply without the binding of the signature, which takes longer than all the rest.
     apply_eagerly = super(torch.autograd.Function, function).apply
     call_in_forward_mode = in_forward_mode(function)
-    return call
+    return call, call_backward
 
 
 def _differentiable_backward(

@@ -2,8 +2,9 @@
 
 They leave the log-sum-exp of each row, and their backward pass is an op. Both show where our rules
 may differ, so that the reference computes instead:
-* A log-sum-exp of NaN, where something is excluded: it may come from an excluded score, for -inf is
-  added to it, and NaN remains NaN.
+* A log-sum-exp of NaN, where a tensor is added: it may come from an excluded score, for -inf is
+  added to it, and NaN remains NaN. Causality by itself puts -inf in the place of scores.
+* A log-sum-exp that is not finite, in 16 bits: a visible NaN or +inf may leave the output finite.
 * A log-sum-exp of exactly 0, where nothing is excluded: the row may be all -inf, for which these
   kernels return 0, and not NaN.
 * A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
@@ -25,6 +26,7 @@ from megasoftmax.reference.softmax import (
     union,
 )
 
+_HALVES = (torch.float16, torch.bfloat16)
 _FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # 2 us less than the op of that name
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -72,7 +74,6 @@ def attention(
     added: Tensor | None,
     causal: bool,
     scale: float,
-    needs_gradient: bool,
     nothing_excluded: bool,
 ) -> Tensor | None:
     """The output of `attention_forward`, differentiable; None where the reference must compute.
@@ -82,31 +83,26 @@ def attention(
         added: from `added_to_scores`.
         causal: with as many queries as keys.
         scale: factor of the products.
-        needs_gradient: whether autograd records and query, key or value requires a gradient.
         nothing_excluded: whether neither causality nor `added` was given for anything.
     """
-    query, key, value = _with_dense_rows(query), _with_dense_rows(key), _with_dense_rows(value)
-    call = _apply if needs_gradient else _forward
-    output, lse = call(query, key, value, added, causal, scale)
-    is_right = lse.all().item() if nothing_excluded else math.isfinite(lse.sum().item())
-    return output if is_right else None
+    if not query.stride()[3] == key.stride()[3] == value.stride()[3] == 1:
+        query, key, value = _with_dense_rows(query), _with_dense_rows(key), _with_dense_rows(value)
+    options = added, causal, scale, nothing_excluded
+    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    try:
+        if needs_gradient and torch.is_grad_enabled():
+            return _apply(query, key, value, options)
+        return _forward(None, query, key, value, options)
+    except _RulesDifferError:
+        return None
+
+
+class _RulesDifferError(Exception):
+    """The reference must compute. Raised, because a second result of a function costs each call."""
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output, in memory [b, m, h, d], and the log-sum-exp [b, h, m]."""
-    output, lse = _FORWARD(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
-    _, heads, queries, dim = shape = output.shape
-    strides = (queries * heads * dim, dim, heads * dim, 1)
-    if output.stride() != strides:  # it lies as the query does
-        # Not a view: autograd lets no output that is a view be changed in place.
-        output = output.new_empty_strided(shape, strides).copy_(output)
-    return output, lse
 
 
 class _Attention(torch.autograd.Function):
@@ -116,21 +112,27 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        added: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = _forward(query, key, value, added, causal, scale)
-        ctx.save_for_backward(query, key, value, added, output, lse)
-        ctx.parameters = causal, scale
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return output, lse
+        options: tuple[Tensor | None, bool, float, bool],
+    ) -> Tensor:
+        """The output, in memory [b, m, h, d]; nothing is kept where ctx is None."""
+        added, causal, scale, nothing_excluded = options
+        output, lse = _FORWARD(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+        if (added is not None or query.dtype in _HALVES) and not math.isfinite(lse.sum().item()):
+            raise _RulesDifferError
+        if nothing_excluded and lse.count_nonzero().item() < lse.numel():
+            raise _RulesDifferError
+        _, heads, queries, dim = shape = output.shape
+        strides = (queries * heads * dim, dim, heads * dim, 1)
+        if output.stride() != strides:  # it lies as the query does
+            # Not a view: autograd lets no output that is a view be changed in place.
+            output = output.new_empty_strided(shape, strides).copy_(output)
+        if ctx is not None:
+            ctx.save_for_backward(query, key, value, added, output, lse)
+            ctx.parameters = causal, scale
+        return output
 
     @staticmethod
-    def backward(ctx: Any, d_output: Tensor | None, d_lse: None) -> Any:
-        if d_output is None:
-            return (None,) * 6
+    def backward(ctx: Any, d_output: Tensor) -> Any:
         query, key, value, added, output, lse = ctx.saved_tensors
         causal, scale = ctx.parameters
         if not is_differentiated() and not torch._C._are_functorch_transforms_active():
@@ -140,13 +142,14 @@ class _Attention(torch.autograd.Function):
                 scale=scale,
             )
             if math.isfinite(found[0].sum(dtype=lse.dtype).item()):
-                return *found, None, None, None
+                return *found, None
         d_query, d_key, d_value, _, _ = attention_backward(
             *(d_output, None, query, key, value, output, lse, added, None, scale, causal, -1, -1),
             *(None, None, False, None, None, None, 1, 0.0, None, False, False, False),
         )
-        return d_query, d_key, d_value, None, None, None
+        return d_query, d_key, d_value, None
 
 
+_forward = _Attention.forward
 # Function.apply without what it does for transforms of functions, which take the reference.
 _apply = super(torch.autograd.Function, _Attention).apply

@@ -232,7 +232,7 @@ IN_FORWARD_MODE = (
 )
 
 # Where the sink requires a gradient, return_lse must be True.
-call = differentiable(
+call, call_backward = differentiable(
     "Softmax",
     FORWARD,
     _in_forward_mode,

@@ -170,7 +170,7 @@ BACKWARD = Rules(
 )
 _IN_FORWARD_MODE = why_only_without_kernels("softmax_topk")
 
-call = differentiable(
+call, call_backward = differentiable(
     "SoftmaxTopk",
     FORWARD,
     plain_torch_only(REFERENCE, _IN_FORWARD_MODE),

@@ -39,6 +39,8 @@ CXX_FLAGS = (
     "-DUSE_CUDA",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # MIN_TORCH
 )
+# Of csrc/host, which is compiled against all of torch's C++.
+HOST_FLAGS = ("-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS")
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -189,6 +191,8 @@ def seconds_to_compile(source: Path) -> float:
     """Roughly, on one core of a server and for one architecture: enough to say what is left."""
     if source.parent.name == "instances":
         return 100
+    if source.parent.name == "host":
+        return 20
     return 35 if source.name == "columns.cu" else 4
 
 
@@ -229,10 +233,8 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
     dry = subprocess.run([nvcc.path, "--dryrun", "-c", "_.cu"], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
     home = Path(top[1].strip()).resolve() if top else nvcc.path.parents[1]
-    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
     with (
         patch.object(cpp_extension, "CUDA_HOME", str(home)),
-        patch.dict(os.environ, MAX_JOBS=jobs),
         programs(),
     ):
         yield
@@ -240,8 +242,9 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
 
 @contextmanager
 def programs() -> Iterator[None]:
-    """Lets cpp_extension find ninja, until the block ends."""
-    with patch.dict(os.environ, PATH=_programs()):
+    """Lets cpp_extension find ninja, for as many jobs as there are cores, until the block ends."""
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
+    with patch.dict(os.environ, PATH=_programs(), MAX_JOBS=jobs):
         yield
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import stat
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -89,6 +90,43 @@ def plans() -> ctypes.CDLL:
 
     key = extension.fingerprint(torch.__version__, *flags)
     return ctypes.CDLL(str(_kept("megasoftmax-plans", key, compile_into)))
+
+
+def host() -> Path:
+    """The C++ part of the host, a Python module; built into the cache unless an earlier run did.
+
+    A copy of the package has one of its own.
+
+    Raises:
+        BuildError: it is not there, and cannot be built; others could have written the cache.
+    """
+    sources = sorted(extension.CSRC.glob("host/*.cpp"))
+
+    def compile_into(folder: Path) -> Path:
+        if os.environ.get("MEGASOFTMAX_JIT") == "0":
+            raise BuildError("none is in the cache, and MEGASOFTMAX_JIT=0 forbids building")
+        missing = extension.find_missing()
+        if missing is not None:
+            raise BuildError(f"{missing} is not installed")
+        if not sources:
+            raise BuildError(f"{extension.CSRC / 'host'} has no sources")
+        with extension.programs(), _progress(folder, sources):
+            flags = [*extension.HOST_FLAGS]
+            return _compile("megasoftmax_host", sources, folder, extra_cflags=flags)
+
+    return _kept(_HOST, _host_key(), compile_into)
+
+
+def host_is_built() -> bool:
+    return _cached(_HOST, _host_key()).exists()
+
+
+_HOST = "megasoftmax-host"
+
+
+def _host_key() -> str:
+    soabi = sysconfig.get_config_var("SOABI")
+    return extension.fingerprint(torch.__version__, soabi, _PACKAGE_NAME, *extension.HOST_FLAGS)
 
 
 def _load() -> Status:

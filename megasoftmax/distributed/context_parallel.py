@@ -398,8 +398,8 @@ class _RingFunction(torch.autograd.Function):
         if sink is not None and ctx.needs_input_grad[7]:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            share_of_sink = reference.softmax.sink_share(sink, options.sink_value, lse)
-            d_sink = reference.softmax.sum_over_rows(-share_of_sink * d, sink)
+            d_rows = reference.softmax.sink_gradient_of_rows(sink, options.sink_value, lse, d)
+            d_sink = reference.softmax.sum_over_rows(d_rows, sink)
         return (
             d_query.to(query.dtype),
             d_key.to(key.dtype),

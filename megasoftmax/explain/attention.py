@@ -185,7 +185,8 @@ class _Plan(ctypes.Structure):
 
 
 def _why(kernel: str, plan: _Plan, call: _Call) -> str:
-    most = kernel_limits().attention["kMaxDecodeQueries"]
+    limits = kernel_limits().attention
+    most = limits["kMaxDecodeQueries"]
     reasons = []
     if kernel == "decode":
         reasons += [f"at most {most} queries: {call.queries}; blocks share the keys"]
@@ -194,7 +195,7 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     head_dim = max(call.head_dim, call.value_dim)
     if plan.is_hopper:
         reasons += ["compute capability 9.0 and no bias: Hopper's own kernels"]
-    elif call.major == 9 and kernel != "decode":
+    elif call.major == limits["kHopperMajor"] and kernel != "decode":
         refused = "a bias" if call.has_bias else f"a head dimension of {head_dim}"
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
     reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.functional import reasons_against_sdpa
+from megasoftmax.functional import reasons_against_sdpa, serves_attention
 
 
 def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether `megasoftmax.attention` runs in kernels."""
+    if serves_attention(query, key, value, options):
+        return True
     if not query.dtype == key.dtype == value.dtype:
         return False
     reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)

@@ -446,7 +446,7 @@ def _against_attention(
 
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     """GPT-2's option to have scores in float32, whatever multiplies them."""
-    return getattr(module, "reorder_and_upcast_attn", False)
+    return vars(module).get("reorder_and_upcast_attn", False)  # nn.Module looks for long
 
 
 def _with_dense_rows(bias: Any) -> Any:

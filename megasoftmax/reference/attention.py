@@ -26,8 +26,8 @@ from megasoftmax.reference.softmax import (
     excluded_by_ranges,
     excluded_by_window,
     largest_of_rows,
+    sink_gradient_of_rows,
     sink_logit,
-    sink_share,
     union,
 )
 
@@ -181,7 +181,7 @@ def attention_backward(
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
         if sink_gradient:
-            d_sink = -sink_share(block.sink, sink_value, lse) * d
+            d_sink = sink_gradient_of_rows(block.sink, sink_value, lse, d)
         return d_query, d_key, d_value, d_bias, d_sink
 
     def cuts(block: _Block) -> tuple[tuple[int, ...], ...]:

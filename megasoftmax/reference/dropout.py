@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+STEPS = 2**15  # the values of the 15 bits that decide an entry
+
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # what each round adds to the key
 _ROUNDS = 7
@@ -21,14 +23,14 @@ _PART = 2**18
 
 
 def threshold(dropout: float) -> int:
-    """An entry is dropped where its 15 bits are below this: from 0, none, to 32768, all."""
-    return round(dropout * 32768)
+    """An entry is dropped where its 15 bits are below this: from 0, none, to STEPS, all."""
+    return round(dropout * STEPS)
 
 
 def factor(dropout: float) -> float:
     """Of what is kept: 1 over the probability that 15 bits are not below the threshold; or 0."""
-    kept = 32768 - threshold(dropout)
-    return 32768 / kept if kept > 0 else 0.0
+    kept = STEPS - threshold(dropout)
+    return STEPS / kept if kept > 0 else 0.0
 
 
 def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:

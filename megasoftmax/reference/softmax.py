@@ -295,7 +295,7 @@ def _backward_(
         d_bias = dz.sum_to_size(bias.shape).to(bias.dtype)
     d_sink = dz.new_empty(0)
     if sink_gradient:
-        d_sink = -sink_share(sink, sink_value, lse) * d
+        d_sink = sink_gradient_of_rows(sink, sink_value, lse, d)
     return d_scores, d_bias, d_sink
 
 
@@ -559,10 +559,25 @@ def _clear_(values: Tensor, keep: Tensor) -> None:
 
 def sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
     """exp(sink - lse) of each row: the probability that goes to the sink; 0 for a sink of -inf."""
+    logit, lse = _logit_beside(sink, sink_value, lse)
+    return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
+
+
+def sink_gradient_of_rows(
+    sink: Tensor | None, sink_value: float | None, lse: Tensor | None, d: Tensor
+) -> Tensor:
+    """-d times the sink's share of each row; 0 for a sink of -inf, in a row of NaN too."""
+    logit, lse = _logit_beside(sink, sink_value, lse)
+    return (-torch.exp(logit - lse) * d).masked_fill(logit == -torch.inf, 0)
+
+
+def _logit_beside(
+    sink: Tensor | None, sink_value: float | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
     assert lse is not None, "the gradient of the sink needs the log-sum-exp"
     logit = sink_logit(sink, sink_value, lse.dtype, lse.device)
     assert logit is not None
-    return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
+    return logit, lse
 
 
 def arguments_of(function: Callable[..., Any]) -> Any:

@@ -74,9 +74,6 @@ def attend_one_by_one(
 ) -> Tensor:
     """Attention of one document after the other: no score between two documents is computed.
 
-    On 2 CPU cores plain `attention_varlen` took 6 times as long with 3 documents of 700 tokens, and
-    50 times with 32 of 128.
-
     Args:
         attend: attention of tensors [batch, heads, tokens, dim].
         query, key, value: [tokens, heads, dim].

@@ -7,7 +7,7 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
-// Of 32768 entries the most that dropout may drop, so that its bits compare as float16.
+// Of kDropoutSteps entries the most that dropout may drop, so that its bits compare as float16.
 inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile that a note of masks and ranges speaks of.
 inline constexpr int kNoteTile = 64;
@@ -29,17 +29,22 @@ struct AttentionTile {
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps * queries_per_warp; }
 };
+// The last column: TFLOP/s on an H200, bfloat16. Head dims 64 and 128: [4, 16, 4096, d] with a bias
+// [1, h]. 32: [128, 4, 384, d] with a bias [b, h]. 256: [2, 16, 4096, d], causal.
 // clang-format off
 inline constexpr AttentionTile kAttentionForwardTiles[] = {
     // head dim, warps, queries/warp, keys, blocks/SM
-    {        32,     4,           32,   64,         4},
-    {        64,     4,           32,   64,         3},
-    {       128,     4,           32,   64,         2},
-    {       256,     8,           16,   64,         1},
+    {        32,     4,           32,   64,         4},  // 114
+    {        64,     4,           32,   64,         3},  // 255
+    {       128,     4,           32,   64,         2},  // 318
+    {       256,     8,           16,   64,         1},  // 255
 };
 // clang-format on
 
-// The same on compute capability 9.0, for launches without a bias: warpgroups of 64 queries each,
+// The major number of Hopper's compute capability.
+inline constexpr int kHopperMajor = 9;
+
+// The same on Hopper, for launches without a bias: warpgroups of 64 queries each,
 // and one more that only copies. Both have their number of registers a thread.
 struct AttentionHopperTile {
   int head_dim;
@@ -54,11 +59,12 @@ struct AttentionHopperTile {
 // other: that hides their beginnings and ends. Else each has a block of its own, which balances
 // better.
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
+// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality; cuDNN has 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // head dim, warpgroups, keys, registers
-    {        64,          3,  128,  32, 160},
-    {       128,          2,  128,  40, 232},
+    {        64,          3,  128,  32, 160},  // 430
+    {       128,          2,  128,  40, 232},  // 593
 };
 // clang-format on
 
@@ -73,11 +79,12 @@ struct AttentionHopperBackwardTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups; }
 };
+// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // head dim, queries, registers
-    {        64,     128,  24, 240},
-    {       128,      64,  24, 240},
+    {        64,     128,  24, 240},  // 420
+    {       128,      64,  24, 240},  // 556
 };
 // clang-format on
 
@@ -104,13 +111,15 @@ struct AttentionBackwardTile {
   constexpr int threads() const { return 32 * warps; }
   constexpr int keys() const { return 16 * warps; }
 };
+// The last column: TFLOP/s of forward and backward together, of the cases of
+// kAttentionForwardTiles, without a gradient of the bias.
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM
-    {        32,     4,      64,    32,         4},
-    {        64,     4,      64,    64,         3},
-    {       128,     8,      64,   128,         1},
-    {       256,     4,      64,   128,         1},
+    {        32,     4,      64,    32,         4},  // 102
+    {        64,     4,      64,    64,         3},  // 214
+    {       128,     8,      64,   128,         1},  // 255
+    {       256,     4,      64,   128,         1},  // 168
 };
 // clang-format on
 

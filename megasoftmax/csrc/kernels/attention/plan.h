@@ -82,9 +82,6 @@ inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t 
          (rows == 1 || tensor.query_stride != 0);
 }
 
-// The major number of its compute capability.
-inline constexpr int kHopperMajor = 9;
-
 // Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
 inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {

@@ -40,12 +40,6 @@ struct RandomWords {
       second += 0xBB67AE85;
     }
   }
-
-  // The 15 bits that decide the entry `query_step` times 8 queries and `key_step` times 8 keys on.
-  __host__ __device__ uint32_t bits(int query_step, int key_step) const {
-    const uint32_t word = words[query_step * 2 + key_step / 2];
-    return (key_step % 2 == 0 ? word : word >> 16) & 0x7fff;
-  }
 };
 
 // The words that decide an entry: those of queries and keys that are equal in all but the bits of

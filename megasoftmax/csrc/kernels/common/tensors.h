@@ -66,17 +66,22 @@ struct SinkLogit {
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
 };
 
-// Dropout of probabilities: an entry is dropped where its 15 random bits are below the threshold.
+// The values of the 15 random bits of an entry.
+inline constexpr uint32_t kDropoutSteps = 32768;
+
+// Dropout of probabilities: an entry is dropped where its random bits are below the threshold.
 struct Dropout {
   const int64_t* seed = nullptr;  // on the device; null: nothing is dropped
-  uint32_t threshold = 0;         // from 0 to 2^15
+  uint32_t threshold = 0;         // from 0 to kDropoutSteps
   float factor = 1;               // of what is kept: one over its probability; 0 where none is
 
   Dropout() = default;
   __host__ __device__ bool is_given() const { return seed != nullptr; }
   Dropout(const int64_t* seed, double probability)
-      : seed(seed), threshold(static_cast<uint32_t>(std::lrint(probability * 32768))) {
-    factor = threshold < 32768 ? static_cast<float>(32768. / (32768 - threshold)) : 0.f;
+      : seed(seed), threshold(static_cast<uint32_t>(std::lrint(probability * kDropoutSteps))) {
+    factor = threshold < kDropoutSteps
+                 ? static_cast<float>(double{kDropoutSteps} / (kDropoutSteps - threshold))
+                 : 0.f;
   }
 };
 

@@ -35,7 +35,7 @@ class KeptEntries {
   template <class Params>
   __device__ KeptEntries(const Params& params, const RowIndex& index)
       : seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))),
-        complement_((32768 - params.dropout.threshold) * 0x10001),
+        complement_((kDropoutSteps - params.dropout.threshold) * 0x10001),
         head_(
             static_cast<uint32_t>(index.batch * static_cast<int>(params.shape.heads) + index.head)),
         query_(static_cast<uint32_t>(index.query)) {}

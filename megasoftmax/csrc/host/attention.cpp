@@ -1,0 +1,249 @@
+// attention, but for masks of tiles. Its rules of autograd are those of
+// megasoftmax/autograd/attention.py.
+
+#include <ATen/Context.h>
+#include <ATen/ops/randint.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+#include "../kernels/attention/limits.h"
+#include "../kernels/common/tensors.h"
+#include "arguments.h"
+#include "calls.h"
+#include "operators.h"
+#include "rules.h"
+
+namespace megasoftmax::host {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What is not differentiated.
+struct AttentionOptions {
+  std::optional<Tensor> mask;
+  double scale;
+  bool is_causal;
+  WindowLimits window;
+  std::optional<double> sink_value;
+  bool is_relative;
+  Bounds visible;
+  double dropout;
+  std::optional<Tensor> seed;
+};
+
+std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const std::optional<Tensor>& bias,
+                                  const std::optional<Tensor>& sink,
+                                  const AttentionOptions& options) {
+  const auto& [mask, scale, is_causal, window, sink_value, is_relative, visible, dropout, seed] =
+      options;
+  const Stack results = run(kAttentionForward, {query,
+                                                key,
+                                                value,
+                                                bias,
+                                                mask,
+                                                scale,
+                                                is_causal,
+                                                window.left,
+                                                window.right,
+                                                sink,
+                                                sink_value,
+                                                is_relative,
+                                                visible.first,
+                                                visible.end,
+                                                {},
+                                                1,
+                                                dropout,
+                                                seed});
+  return {results[0].toTensor(), results[1].toTensor()};
+}
+
+// What is saved, in this order.
+enum Saved { kOutput, kStatistics, kQuery, kKey, kValue, kBias, kMask, kSink, kFirst, kEnd, kSeed };
+
+struct Attention : torch::autograd::Function<Attention> {
+  static variable_list forward(AutogradContext* context, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const std::optional<Tensor>& bias,
+                               const std::optional<Tensor>& sink, const AttentionOptions& options) {
+    auto [output, statistics] = host::forward(query, key, value, bias, sink, options);
+    const auto or_undefined = [](const std::optional<Tensor>& tensor) {
+      return tensor.value_or(Tensor());
+    };
+    context->set_materialize_grads(false);
+    context->save_for_backward({output, statistics, query, key, value, or_undefined(bias),
+                                or_undefined(options.mask), or_undefined(sink),
+                                or_undefined(options.visible.first),
+                                or_undefined(options.visible.end), or_undefined(options.seed)});
+    context->saved_data["options"] = c10::ivalue::Tuple::create(
+        {options.scale, options.is_causal, options.window.left, options.window.right,
+         options.sink_value, options.is_relative, options.dropout, query.requires_grad(),
+         key.requires_grad(), value.requires_grad(), wants_gradient(bias), wants_gradient(sink)});
+    return {output, statistics};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const auto& given = context->saved_data["options"].toTupleRef().elements();
+    const auto [scale, is_causal, left, right, sink_value, is_relative, dropout] =
+        std::tie(given[0], given[1], given[2], given[3], given[4], given[5], given[6]);
+    const bool wants_bias = given[10].toBool(), wants_sink = given[11].toBool();
+    const auto argument = [&](Saved which) { return as_argument(saved[which]); };
+    const Tensor d_output =
+        gradients[0].defined() ? gradients[0] : zeros_like_expanded(saved[kOutput]);
+    const c10::IValue d_lse = gradients[1].defined() ? gradients[1].select(0, 2) : c10::IValue();
+    const Stack results =
+        run_backward(kAttentionBackward, {d_output,
+                                          d_lse,
+                                          saved[kQuery],
+                                          saved[kKey],
+                                          saved[kValue],
+                                          saved[kOutput],
+                                          saved[kStatistics],
+                                          argument(kBias),
+                                          argument(kMask),
+                                          scale,
+                                          is_causal,
+                                          left,
+                                          right,
+                                          argument(kSink),
+                                          sink_value,
+                                          is_relative,
+                                          argument(kFirst),
+                                          argument(kEnd),
+                                          {},
+                                          1,
+                                          dropout,
+                                          argument(kSeed),
+                                          wants_bias,
+                                          wants_sink,
+                                          at::globalContext().deterministicAlgorithms()});
+    const auto result = [&](int which) {  // query, key, value
+      return given[7 + which].toBool() ? results[which].toTensor() : Tensor();
+    };
+    return {result(0),
+            result(1),
+            result(2),
+            wants_bias ? results[3].toTensor() : Tensor(),
+            wants_sink ? sum_over_rows(results[4].toTensor(), saved[kSink]) : Tensor(),
+            {}};
+  }
+};
+
+// Whether key and value fit the query, and all are as kernels take them.
+bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
+  const ScalarType type = query.scalar_type();
+  if (type != at::kHalf && type != at::kBFloat16) return false;
+  for (const Tensor* tensor : {&query, &key, &value})
+    if (tensor->dim() != 4 || tensor->scalar_type() != type || tensor->numel() == 0) return false;
+  const int64_t dims = std::max(query.size(3), value.size(3));
+  return key.size(0) == query.size(0) && value.size(0) == query.size(0) &&
+         value.size(1) == key.size(1) && query.size(1) % key.size(1) == 0 &&
+         value.size(2) == key.size(2) && key.size(3) == query.size(3) && dims <= kMaxHeadDim &&
+         query.size(0) * query.size(1) <= INT32_MAX && query.size(2) + key.size(2) <= kMaxPositions;
+}
+
+// Whether a bias broadcasts, or has all dimensions, the first two of which divide those of the
+// target. The entries of a relative one do not broadcast.
+bool broadcasts_in_groups(at::IntArrayRef shape, at::IntArrayRef target, bool is_relative) {
+  if (shape.empty() || shape.size() > target.size()) return false;
+  if (is_relative && shape.back() != target.back()) return false;
+  if (broadcasts(shape, target)) return true;
+  return shape.size() == target.size() && shape[0] > 0 && shape[1] > 0 &&
+         target[0] % shape[0] == 0 && target[1] % shape[1] == 0 &&
+         broadcasts(shape.slice(2), target.slice(2));
+}
+
+// A call that runs fused.
+struct AttentionCall {
+  Tensor query, key, value;
+  std::optional<Tensor> bias, sink;
+  AttentionOptions options;
+  bool return_lse;
+};
+
+std::optional<AttentionCall> read(PyObject* const* arguments) {
+  const auto [query_, key_, value_, bias_, mask_, scale_, causal_, window_, visible_, sink_,
+              dropout_, seed_, return_lse_, fused_] =
+      *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
+  Reader reader;
+  const Tensor query = reader.first_tensor(query_);
+  if (reader.has_declined() || !admission_of(query.device()).attention || is_transformed())
+    return {};
+  const std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
+  if (!key || !value || !fit(query, *key, *value)) return {};
+  if (const auto type = autocast_type(query.device()); type && type != query.scalar_type())
+    return {};
+  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), key->size(2)};
+  const at::IntArrayRef target(shape);
+
+  AttentionOptions options;
+  options.is_relative = is_relative(bias_);
+  const std::optional<Tensor> bias =
+      options.is_relative ? reader.table(bias_) : reader.floating(bias_);
+  options.mask = reader.mask(mask_, target);
+  options.scale =
+      scale_ == Py_None ? 1 / std::sqrt(static_cast<double>(query.size(3))) : reader.number(scale_);
+  options.is_causal = reader.flag(causal_);
+  options.window = reader.window(window_);
+  options.visible = reader.visible(visible_, target.slice(0, 3));
+  const Sink sink = reader.sink(sink_, query.size(1));
+  options.sink_value = sink.value;
+  options.dropout = reader.number(dropout_);
+  options.seed = reader.tensor(seed_);
+  const bool return_lse = reader.flag(return_lse_);
+  reader.may_be_fused(fused_);
+  if (bias) {
+    const std::array<int64_t, 3> table{shape[0], shape[1], shape[2] + shape[3] - 1};
+    reader.decline_unless(broadcasts_in_groups(
+        bias->sizes(), options.is_relative ? at::IntArrayRef(table) : target, options.is_relative));
+  }
+  if (options.seed)
+    reader.decline_unless(options.seed->scalar_type() == at::kLong && options.seed->numel() == 1);
+  reader.decline_unless(options.dropout >= 0 &&
+                        options.dropout <= static_cast<double>(kMaxDropped) / kDropoutSteps);
+  reader.decline_unless(options.scale >= kTiniestScale && options.scale <= kMaxScale);
+  if (reader.has_declined()) return {};
+  return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse};
+}
+
+}  // namespace
+
+PyObject* serves_attention(PyObject* const* arguments) {
+  return PyBool_FromLong(read(arguments).has_value());
+}
+
+PyObject* attention(PyObject* const* arguments) {
+  std::optional<AttentionCall> call = read(arguments);
+  if (!call) Py_RETURN_NONE;
+  Tensor output, lse;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    auto& [query, key, value, bias, sink, options, return_lse] = *call;
+    if (bias)
+      bias = with_rank(as_kernels_take_it(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
+    if (options.mask) options.mask = with_rank(*options.mask, 4);
+    for (std::optional<Tensor>* bound : {&options.visible.first, &options.visible.end})
+      if (*bound) *bound = with_rank(**bound, 3);
+    if (options.dropout == 0)
+      options.seed.reset();
+    else if (!options.seed)
+      options.seed = at::randint(INT64_MIN, INT64_MAX, {1}, query.options().dtype(at::kLong));
+    const bool records = at::GradMode::is_enabled() &&
+                         (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
+                          wants_gradient(bias) || wants_gradient(sink));
+    Tensor statistics;
+    if (records) {
+      const variable_list recorded = Attention::apply(query, key, value, bias, sink, options);
+      output = recorded[0], statistics = recorded[1];
+    } else {
+      std::tie(output, statistics) = forward(query, key, value, bias, sink, options);
+    }
+    if (return_lse) lse = statistics.select(0, 2);
+  }
+  return call->return_lse ? to_python({output, lse}) : to_python(output);
+}
+
+}  // namespace megasoftmax::host

@@ -1,0 +1,25 @@
+#pragma once
+// Calls of public functions, in the order of arguments that megasoftmax/functional.py gives.
+
+#include <Python.h>
+
+namespace megasoftmax::host {
+
+// softmax(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed, dtype,
+// return_lse, dim, fused); None where Python must take the call.
+PyObject* softmax(PyObject* const* arguments);
+inline constexpr int kSoftmaxArguments = 14;
+
+// attention(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed,
+// return_lse, fused).
+PyObject* attention(PyObject* const* arguments);
+inline constexpr int kAttentionArguments = 14;
+
+// Whether attention of the same arguments would be served.
+PyObject* serves_attention(PyObject* const* arguments);
+
+// softmax_topk(logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused).
+PyObject* softmax_topk(PyObject* const* arguments);
+inline constexpr int kTopkArguments = 10;
+
+}  // namespace megasoftmax::host

@@ -1,0 +1,39 @@
+#pragma once
+// The ops that calls run, bound once to the namespace of the package.
+
+#include <ATen/core/stack.h>
+#include <Python.h>
+
+#include <string>
+
+namespace megasoftmax::host {
+
+using torch::jit::Stack;
+
+enum Operator {
+  kSoftmaxForward,
+  kSoftmaxBackward,
+  kAttentionForward,
+  kAttentionBackward,
+  kTopkForward,
+  kTopkBackward,
+  kOperators,
+};
+
+// Names of the ops in the order of `Operator`.
+inline constexpr const char* kNames[kOperators] = {
+    "softmax_forward",    "softmax_backward",     "attention_forward",
+    "attention_backward", "softmax_topk_forward", "softmax_topk_backward",
+};
+
+// Finds the ops. `backward` is a Python function (name, *arguments of that op), which also computes
+// what is differentiated again or runs under transforms.
+void bind(const std::string& name_space, PyObject* backward);
+
+// The results of an op, below autograd.
+Stack run(Operator which, Stack arguments);
+
+// The same of a backward op that autograd calls. `type_at` is where the arguments have a type.
+Stack run_backward(Operator which, Stack arguments, int type_at = -1);
+
+}  // namespace megasoftmax::host

@@ -1,0 +1,159 @@
+// softmax over the last dimension, without dropout. Its rules of autograd are those of
+// megasoftmax/autograd/softmax.py.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "arguments.h"
+#include "calls.h"
+#include "operators.h"
+#include "rules.h"
+
+namespace megasoftmax::host {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What is not differentiated.
+struct SoftmaxOptions {
+  double scale;
+  std::optional<Tensor> mask;
+  bool is_causal;
+  WindowLimits window;
+  Bounds visible;
+  std::optional<double> sink_value;
+  ScalarType dtype;
+  bool return_lse;
+};
+
+std::pair<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Tensor>& bias,
+                                  const std::optional<Tensor>& sink,
+                                  const SoftmaxOptions& options) {
+  const auto& [scale, mask, is_causal, window, visible, sink_value, dtype, return_lse] = options;
+  Stack results = run(kSoftmaxForward, {scores,
+                                        scale,
+                                        mask,
+                                        bias,
+                                        is_causal,
+                                        window.left,
+                                        window.right,
+                                        visible.first,
+                                        visible.end,
+                                        sink,
+                                        sink_value,
+                                        dtype,
+                                        return_lse,
+                                        0.0,
+                                        {}});
+  return {results[0].toTensor(), results[1].toTensor()};
+}
+
+struct Softmax : torch::autograd::Function<Softmax> {
+  static variable_list forward(AutogradContext* context, const Tensor& scores,
+                               const std::optional<Tensor>& bias, const std::optional<Tensor>& sink,
+                               const SoftmaxOptions& options) {
+    auto [probabilities, lse] = host::forward(scores, bias, sink, options);
+    const bool wants_bias = wants_gradient(bias), wants_sink = wants_gradient(sink);
+    context->set_materialize_grads(false);
+    context->save_for_backward(
+        {probabilities, wants_sink ? lse : Tensor(), wants_sink ? *sink : Tensor(),
+         options.visible.first.value_or(Tensor()), options.visible.end.value_or(Tensor())});
+    // Of the bias only shape and type matter: it is not kept, and may change before the backward.
+    context->saved_data["options"] = c10::ivalue::Tuple::create(
+        {options.scale, options.is_causal, options.window.left, options.window.right,
+         scores.scalar_type(), options.return_lse, wants_bias ? bias->sizes().vec() : c10::IValue(),
+         wants_bias ? c10::IValue(bias->scalar_type()) : c10::IValue()});
+    return {probabilities, lse};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &probabilities = saved[0], &lse = saved[1], &sink = saved[2];
+    const auto& given = context->saved_data["options"].toTupleRef().elements();
+    const Tensor gradient =
+        gradients[0].defined() ? gradients[0] : zeros_like_expanded(probabilities);
+    const bool has_lse = given[5].toBool();
+    const bool wants_bias = !given[6].isNone(), wants_sink = sink.defined();
+    c10::IValue bias;
+    if (wants_bias) {
+      const auto type = static_cast<ScalarType>(given[7].toInt());
+      bias = at::empty({}, probabilities.options().dtype(type)).expand(given[6].toIntVector());
+    }
+    const Stack results = run_backward(kSoftmaxBackward,
+                                       {gradient,
+                                        probabilities,
+                                        has_lse ? as_argument(gradients[1]) : c10::IValue(),
+                                        as_argument(lse),
+                                        given[0],
+                                        bias,
+                                        given[1],
+                                        given[2],
+                                        given[3],
+                                        as_argument(saved[3]),
+                                        as_argument(saved[4]),
+                                        as_argument(sink),
+                                        {},
+                                        given[4],
+                                        wants_bias,
+                                        wants_sink},
+                                       13);
+    return {results[0].toTensor(),
+            wants_bias ? results[1].toTensor() : Tensor(),
+            wants_sink ? sum_over_rows(results[2].toTensor(), sink) : Tensor(),
+            {}};
+  }
+};
+
+}  // namespace
+
+PyObject* softmax(PyObject* const* arguments) {
+  const auto [scores_, scale_, mask_, bias_, causal_, window_, visible_, sink_, dropout_, seed_,
+              dtype_, return_lse_, dim_, fused_] =
+      *reinterpret_cast<PyObject* const(*)[kSoftmaxArguments]>(arguments);
+  Reader reader;
+  const Tensor scores = reader.first_tensor(scores_);
+  if (reader.has_declined() || !admission_of(scores.device()).rows || is_transformed())
+    Py_RETURN_NONE;
+  const int64_t rank = scores.dim();
+  SoftmaxOptions options;
+  options.scale = reader.number(scale_);
+  options.mask = reader.mask(mask_, scores.sizes());
+  std::optional<Tensor> bias = reader.bias_of_rows(bias_, scores);
+  options.is_causal = reader.flag(causal_);
+  options.window = reader.window(window_);
+  options.visible =
+      reader.visible(visible_, scores.sizes().slice(0, std::max<int64_t>(rank - 1, 0)));
+  const Sink sink = reader.sink(sink_, rank > 2 ? scores.size(-3) : -1);
+  options.sink_value = sink.value;
+  const bool return_lse = options.return_lse = reader.flag(return_lse_);
+  options.dtype = reader.type_of_probabilities(dtype_, scores);
+  reader.may_be_fused(fused_);
+  reader.check_rows(scores, options.scale, options.is_causal || options.window.is_given);
+  reader.decline_unless(reader.number(dropout_) == 0 && seed_ == Py_None);
+  const double dim = reader.number(dim_);
+  reader.decline_unless(PyLong_CheckExact(dim_) && (dim == -1 || dim == rank - 1));
+  const bool records = at::GradMode::is_enabled();
+  const bool wants_bias = records && wants_gradient(bias);
+  if (wants_bias)  // nothing sums along a row
+    reader.decline_unless(bias->size(-1) == scores.size(-1));
+  if (reader.has_declined()) Py_RETURN_NONE;
+
+  std::pair<Tensor, Tensor> results;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    if (bias) bias = as_kernels_take_it(*bias, scores.scalar_type());
+    if (wants_bias || (records && (scores.requires_grad() || wants_gradient(sink.tensor)))) {
+      options.return_lse |= sink.tensor.has_value();
+      const variable_list recorded = Softmax::apply(scores, bias, sink.tensor, options);
+      results = {recorded[0], recorded[1]};
+    } else {
+      results = forward(scores, bias, sink.tensor, options);
+    }
+  }
+  return return_lse ? to_python({results.first, results.second}) : to_python(results.first);
+}
+
+}  // namespace megasoftmax::host
