@@ -28,7 +28,7 @@ def environments(session: nox.Session, torch: str, version: str) -> None:
     session.install(".[examples]", *versions)
     session.run("python", "examples/train_gpt.py")
     session.install(".[test]", *versions)
-    functions = "tests/test_softmax.py", "tests/test_attention.py"
+    functions = [f"tests/test_{name}.py" for name in ("softmax", "attention", "host")]
     session.run("pytest", "-m", "not gpu", *functions, *ADAPTERS, *session.posargs)
 
 
