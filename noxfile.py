@@ -1,20 +1,35 @@
 """Tests what adapts transformers: on the oldest supported version, one between and the newest.
 
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
-all architectures.
+all architectures. `environments` runs only when it is asked for: it has 12 environments, which take
+up to 6 GB each with a CUDA build of torch.
 
-torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
+Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
 
 import nox
+
+ADAPTERS = [f"tests/test_{name}.py" for name in ("transformers", "patching", "families", "routers")]
 
 
 @nox.session
 @nox.parametrize("version", ["==5.17.0", "==5.21.1", ">=5.23"])
 def transformers(session: nox.Session, version: str) -> None:
     session.install(".[test]", f"transformers{version}")
-    tests = ("test_transformers.py", "test_patching.py", "test_families.py", "test_routers.py")
-    session.run("pytest", *(f"tests/{name}" for name in tests), *session.posargs)
+    session.run("pytest", *ADAPTERS, *session.posargs)
+
+
+@nox.session(default=False, python=["3.11", "3.12", "3.13"])
+@nox.parametrize("torch", ["==2.11.0", ">=2.15"])
+@nox.parametrize("version", ["==5.17.0", ">=5.23"])
+def environments(session: nox.Session, torch: str, version: str) -> None:
+    """README's first command and example, then the tests of docs/install.md's table."""
+    versions = f"torch{torch}", f"transformers{version}"
+    session.install(".[examples]", *versions)
+    session.run("python", "examples/train_gpt.py")
+    session.install(".[test]", *versions)
+    functions = [f"tests/test_{name}.py" for name in ("softmax", "attention", "host")]
+    session.run("pytest", "-m", "not gpu", *functions, *ADAPTERS, *session.posargs)
 
 
 @nox.session
