@@ -154,7 +154,7 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
-    if host.calls is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax(
             *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
             *(dtype, return_lse, dim, fused),
@@ -360,7 +360,7 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
-    if host.calls is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax_topk(
             logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
         )
@@ -549,7 +549,7 @@ def attention(
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
-    if host.calls is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.attention(
             *(query, key, value, bias, mask, scale, causal, window, visible, sink),
             *(dropout, seed, return_lse, fused),
@@ -1260,7 +1260,7 @@ def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[st
 
     A quick yes. Without it `why_not_fused` tells.
     """
-    if host.calls is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or host.calls is None:
         return False
     is_served: bool = host.calls.serves_attention(query, key, value, *(_OPTIONS | options).values())
     return is_served

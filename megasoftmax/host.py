@@ -9,6 +9,7 @@ optional: without it every call takes that way.
 
 import importlib.util
 import os
+import threading
 from importlib.machinery import ExtensionFileLoader
 from typing import Any
 
@@ -29,6 +30,7 @@ calls: Any = None
 
 _why_not: str | None = None
 _admitted: set[torch.device] = set()
+_loading = threading.Lock()
 
 
 def status() -> str:
@@ -45,8 +47,9 @@ def admit(scores: Tensor) -> None:
     if torch.compiler.is_compiling() or not scores.is_cuda or scores.device in _admitted:
         return
     _admitted.add(scores.device)
-    if calls is None and _why_not is None:
-        _load()
+    with _loading:  # threads may serve one GPU each
+        if calls is None and _why_not is None:
+            _load()
     if calls is not None:
         calls.admit(scores.device, True, dispatch.has_room_for_attention(scores))
 

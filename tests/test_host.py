@@ -4,7 +4,8 @@ Here ops serve CPU tensors, which they compute by the reference.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_errors import CASES, VALID
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import host
+from megasoftmax import dispatch, host
 from megasoftmax.build import library
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
@@ -142,26 +144,46 @@ def of_attention() -> dict[str, dict[str, Any]]:
     }
 
 
-def call(name: str, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The results that may have gradients, and those gradients, twice differentiated if softmax."""
+def forward(
+    name: str, options: dict[str, Any], wants: Collection[str] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
+    """The results, what has a gradient by its name, and a loss. `wants`: those names, if not all.
+
+    As a side effect the options' tensors require those gradients.
+    """
     torch.manual_seed(1)
     if name == "attention":
-        tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
+        given = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
     else:
-        tensors = [normal(2, 3, 4, 5)]
-    function = getattr(megasoftmax, name)
-    results = function(*tensors, **options)
+        given = [normal(2, 3, 4, 5)]
+    names = {"softmax": ["scores"], "softmax_topk": ["logits"]}.get(name, ["query", "key", "value"])
+    bias = options.get("bias")
+    extra = {"bias": getattr(bias, "table", bias), "sink": options.get("sink")}
+    leaves = dict(zip(names, given, strict=True)) | {
+        key: each for key, each in extra.items() if isinstance(each, Tensor) and each.requires_grad
+    }
+    if wants is not None:
+        leaves = {key: each.requires_grad_(key in wants) for key, each in leaves.items()}
+        leaves = {key: leaves[key] for key in wants}
+    results = getattr(megasoftmax, name)(*given, **options)
     results = [results] if isinstance(results, Tensor) else list(results)
-    extra = [options.get("bias"), options.get("sink")]
-    extra = [each.table if hasattr(each, "table") else each for each in extra]
-    leaves = tensors + [each for each in extra if isinstance(each, Tensor) and each.requires_grad]
     loss = sum(
         (each.float() * torch.randn(each.shape)).nan_to_num(neginf=0).sum()
         for each in results
         if each.requires_grad
     )
+    assert isinstance(loss, Tensor)
+    return results, leaves, loss
+
+
+def call(
+    name: str, options: dict[str, Any], wants: Collection[str] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The results that may have gradients, and those gradients, twice differentiated if softmax."""
+    results, named, loss = forward(name, options, wants)
+    leaves = list(named.values())
     found = list(torch.autograd.grad(loss, leaves, create_graph=name != "attention"))
-    if name == "softmax":
+    if name == "softmax" and any(each.requires_grad for each in found):
         once = sum((each.double() ** 2).sum() for each in found)
         found += torch.autograd.grad(once, leaves, allow_unused=True)
     return results, [each for each in found if each is not None]
@@ -186,6 +208,67 @@ def test_same_bits_as_through_python(
     expected = in_python(call, name, options | {"fused": True})
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "wants"),
+    [
+        *(("softmax", wants) for wants in ("scores", "bias", "sink")),
+        *(("attention", wants) for wants in ("query", "key", "value", "bias", "sink")),
+    ],
+)
+def test_gradient_of_one_argument(
+    name: str, wants: str, served: list[bool], in_python: Callable[..., Any]
+):
+    shape = (3, 4, 5) if name == "softmax" else (4, 6, 7)
+    options = {"bias": normal(*shape), "sink": normal(shape[0])}
+    found = call(name, options, [wants])
+    assert served == [True]
+    expected = in_python(call, name, options | {"fused": True}, [wants])
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+class BackwardOps(torch.utils._python_dispatch.TorchDispatchMode):
+    """What backward ops are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith(f"{NAMESPACE}::") and "backward" in function.name():
+            self.given.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+def given_to_backward(name: str, options: dict[str, Any]) -> list[Any]:
+    _, leaves, loss = forward(name, options)
+    with BackwardOps() as ops:
+        torch.autograd.grad(loss, list(leaves.values()))
+    (given,) = ops.given
+    # The values of the bias of a softmax mean nothing.
+    return [
+        (each.shape, each.dtype) if name == "softmax" and i == 5 and each is not None else each
+        for i, each in enumerate(given)
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}: {case}" for name, case in ALL])
+def test_backward_ops_are_given_the_same(
+    name: str, case: str, served: list[bool], in_python: Callable[..., Any]
+):
+    """Of limits that only save the kernels work, the gradients tell nothing."""
+    options = MAKE[name]()[case]
+    found = given_to_backward(name, options)
+    assert served == [True]
+    expected = in_python(given_to_backward, name, options | {"fused": True})
+    for actual, wanted in zip(found, expected, strict=True):
+        assert type(actual) is type(wanted)
+        if isinstance(actual, Tensor):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert actual == wanted
 
 
 @pytest.mark.parametrize("case", of_attention())
@@ -233,6 +316,13 @@ def test_bad_input_is_declined(name: str, case: str, expectation: Any, served: l
         assert served in ([], [False])
     else:
         assert name == "attention"  # what was wrong was a type that is now that of the query
+
+
+@pytest.mark.parametrize("argument", ["scale", "sink"])
+def test_integers_beyond_floats_are_declined(argument: str, served: list[bool]):
+    with pytest.raises((OverflowError, RuntimeError)):
+        megasoftmax.softmax(torch.randn(2, 3), **{argument: 10**400})
+    assert served == [False]
 
 
 NUMBERS = st.sampled_from([0, 1, -1, 0.5, 1.0, True, None, 3e38, float("nan"), "1"])
@@ -308,6 +398,16 @@ def test_what_is_served_is_valid(name: str, served: list[bool], in_python: Calla
 # What another way must take
 
 
+def test_topk_leaves_the_gradient_of_a_bias_to_python(
+    served: list[bool], in_python: Callable[..., Any]
+):
+    options = {"k": 2, "bias": normal(5)}
+    found = call("softmax_topk", options)
+    assert served == [False]
+    for actual, wanted in zip(found, in_python(call, "softmax_topk", options), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
 def test_transforms_of_functions_are_declined(served: list[bool]):
     scores = torch.randn(3, 2, 4, 5)
     softmax = megasoftmax.softmax
@@ -334,6 +434,112 @@ def test_subclasses_and_other_devices_are_declined(served: list[bool]):
     assert served == [False] * 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": torch.tensor(2.0)},
+        {"bias": torch.tensor(1.0)},
+        {"bias": normal(4, 1)},  # nothing sums its gradient along a row
+        {"window": [1, 0]},
+        {"visible": (torch.zeros(4, dtype=torch.int64), None)},
+        {"sink": torch.zeros(3, dtype=torch.float64)},
+        {"dropout": 0.5, "seed": torch.tensor([1])},
+        {"dtype": torch.float64},
+        {"dim": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_only_python_serves_is_declined(options: dict[str, Any], served: list[bool]):
+    scores = torch.randn(2, 3, 4, 5)
+    found = megasoftmax.softmax(scores, **options)
+    assert served == [False]
+    torch.testing.assert_close(found, megasoftmax.softmax(scores, **options, fused=False))
+
+
+SIXTEEN_BITS = functools.partial(torch.zeros, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        {"key": torch.zeros(4, 2, 7, 8, dtype=torch.float16)},
+        {"value": torch.zeros(4, 2, 7, 8, dtype=torch.float16)},
+        {"key": SIXTEEN_BITS(1, 2, 7, 8)},
+        {"value": SIXTEEN_BITS(1, 2, 7, 8)},
+        {"value": SIXTEEN_BITS(4, 1, 7, 8)},
+        {"value": SIXTEEN_BITS(4, 2, 6, 8)},
+        {"key": SIXTEEN_BITS(4, 2, 7, 16)},
+        {"key": SIXTEEN_BITS(4, 3, 7, 8), "value": SIXTEEN_BITS(4, 3, 7, 8)},
+        {"bias": SIXTEEN_BITS(3, 1, 1, 1)},
+        {"bias": SIXTEEN_BITS(1, 3, 1, 1)},
+        {"bias": SIXTEEN_BITS(2, 2, 3, 7)},
+        {"bias": megasoftmax.RelativeBias(torch.zeros(4, 1))},
+        {"sink": torch.zeros(6)},
+        {"visible": (torch.zeros(1, 1, 7, dtype=torch.int32), None)},
+        {"seed": torch.zeros(1, dtype=torch.int32)},
+        {"seed": torch.zeros(2, dtype=torch.int64)},
+        {"dropout": -0.1},
+    ],
+    ids=lambda misfit: " and ".join(misfit),
+)
+def test_misfits_of_attention_are_declined(misfit: dict[str, Any], served: list[bool]):
+    given = dict.fromkeys(("key", "value"), SIXTEEN_BITS(4, 2, 7, 8)) | misfit
+    with pytest.raises((TypeError, ValueError)):
+        megasoftmax.attention(SIXTEEN_BITS(4, 4, 6, 8), **given)
+    assert served == [False]
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [
+        ({"scale": 1e4}, {"scale": 1.0001e4}),
+        ({"scale": 1e-30}, {"scale": 0.0}),
+        ({"dropout": 31744 / 32768}, {"dropout": 31745 / 32768}),
+        ({"dim": 256}, {"dim": 257}),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_limits_of_attention(inside: dict[str, Any], outside: dict[str, Any], served: list[bool]):
+    for options in (inside, outside):
+        tensor = SIXTEEN_BITS(1, 1, 2, options.pop("dim", 8))
+        megasoftmax.attention(tensor, tensor, tensor, **options)
+    assert served == [True, False]
+
+
+def test_limits_of_topk(served: list[bool]):
+    for k in (256, 257):
+        megasoftmax.softmax_topk(torch.randn(1, 300), k)
+    with pytest.raises(TypeError, match="group"):
+        megasoftmax.softmax_topk(torch.randn(1, 300), 2, group="world")
+    assert served == [True, False, False]
+
+
+def test_devices_are_admitted(module: Any, served: list[bool]):
+    """For attention too only where its tiles have room."""
+    tensor = SIXTEEN_BITS(1, 1, 2, 8)
+    for rows, attention in ((True, False), (False, False)):
+        module.admit(CPU, rows, attention)
+        megasoftmax.softmax(tensor)
+        megasoftmax.softmax_topk(tensor, 1)
+        megasoftmax.attention(tensor, tensor, tensor)
+    assert served == [True, True, False, False, False, False]
+
+
+def test_other_types_and_lazy_views_are_declined(served: list[bool]):
+    negated = torch.randn(2, 3, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    megasoftmax.softmax(negated)
+    megasoftmax.softmax(torch.randn(2, 3), bias=negated)
+    megasoftmax.softmax(torch.randn(2, 3, dtype=torch.float64), dtype=torch.float32)
+    assert served == [False] * 3
+
+
+def test_windows_beyond_64_bits_are_declined(served: list[bool]):
+    with pytest.raises(ValueError, match="window"):
+        megasoftmax.softmax(torch.randn(2, 3), window=(-(2**64), 0))
+    assert served == [False]
+
+
 def test_parameters_are_served(served: list[bool]):
     megasoftmax.softmax(torch.nn.Parameter(torch.randn(2, 3)))
     assert served == [True]
@@ -345,6 +551,26 @@ def test_compiled_code_does_without(served: list[bool]):
     compiled = torch.compile(megasoftmax.softmax, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(scores), scores.softmax(-1))
     assert served == []
+
+
+def test_compiled_code_outlasts_loading(module: Any, monkeypatch: pytest.MonkeyPatch):
+    """It is not compiled again when the first call outside of it has run fused."""
+    torch.compiler.reset()
+    scores = torch.randn(1, 2, 3, 4)
+
+    def all_functions(scores: Tensor) -> tuple[Any, ...]:
+        return (
+            megasoftmax.softmax(scores),
+            megasoftmax.softmax_topk(scores, 2),
+            megasoftmax.attention(scores, scores, scores),
+        )
+
+    compiled = torch.compile(all_functions, fullgraph=True, backend="eager")
+    monkeypatch.setattr(host, "calls", None)
+    compiled(scores)
+    monkeypatch.setattr(host, "calls", module)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(scores)
 
 
 def test_traced_modules_have_the_op(served: list[bool]):
@@ -364,7 +590,7 @@ def test_dispatch_modes_see_the_op(served: list[bool]):
 
     scores = normal(2, 3)
     with Mode():
-        megasoftmax.softmax(scores, fused=None)
+        megasoftmax.softmax(scores)
     assert served == [False]
     probabilities = megasoftmax.softmax(scores)
     with Mode():
@@ -372,14 +598,22 @@ def test_dispatch_modes_see_the_op(served: list[bool]):
     assert f"{NAMESPACE}::softmax_backward" in seen
 
 
+def test_traces_before_autograd_are_declined(served: list[bool]):
+    """Another dispatch mode than those of the test above."""
+    make_fx(lambda x: megasoftmax.softmax(x), pre_dispatch=True)(torch.randn(2, 3))
+    assert served == [False]
+
+
 def test_autocast(served: list[bool]):
     query = torch.randn(1, 2, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         megasoftmax.attention(query, query, query)
+        other = query.half()
+        assert megasoftmax.attention(other, other, other).dtype == torch.bfloat16
         half = query.bfloat16()
         output = megasoftmax.attention(half, half, half)
         assert megasoftmax.softmax(half).dtype == torch.bfloat16  # float32 on a GPU alone
-    assert served == [False, True, True]
+    assert served == [False, False, True, True]
     assert output.equal(megasoftmax.attention(half, half, half, fused=False))
 
 
@@ -445,6 +679,34 @@ def test_gradients_of_one_of_several_results(served: list[bool]):
             assert actual.equal(expected_one)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("softmax", "all"), ("softmax_topk", "all"), ("attention", "sink"), ("attention", "table")],
+)
+def test_compiled_autograd(name: str, case: str, served: list[bool]):
+    """It reads what a node has saved."""
+    options = MAKE[name]()[case]
+    _, leaves, loss = forward(name, options)
+    expected = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert served == [True]
+    for leaf, wanted in zip(leaves.values(), expected, strict=True):
+        torch.testing.assert_close(leaf.grad, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_deterministic_algorithms(served: list[bool]):
+    query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        output = megasoftmax.attention(query, query, query)
+        with BackwardOps() as ops:
+            output.float().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [given[-1] for given in ops.given] == [True]
+
+
 def test_bias_may_change_before_the_backward(served: list[bool]):
     scores, bias = normal(2, 3), normal(3)
     loss = (megasoftmax.softmax(scores, bias=bias) ** 2).sum()
@@ -498,6 +760,25 @@ def test_why_it_is_not_there(
     host._load()
     assert host.calls is None
     assert reason in host.status()
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_gpus_are_admitted_once(monkeypatch: pytest.MonkeyPatch):
+    admitted = []
+
+    def load() -> None:
+        assert host._loading.locked()  # by one thread at a time
+        assert host.calls is None
+        calls = SimpleNamespace(admit=lambda *given: admitted.append(given))
+        monkeypatch.setattr(host, "calls", calls)
+
+    monkeypatch.setattr(host, "_load", load)
+    monkeypatch.setattr(host, "_admitted", set())
+    monkeypatch.setattr(dispatch, "has_room_for_attention", lambda scores: scores.device.index == 1)
+    gpus = [torch.device("cuda", index) for index in (0, 1)]
+    for device in (*gpus, *gpus, CPU):
+        host.admit(SimpleNamespace(device=device, is_cuda=device.type == "cuda"))
+    assert admitted == [(gpus[0], True, False), (gpus[1], True, True)]
 
 
 @pytest.mark.usefixtures("module")

@@ -6,7 +6,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <array>
 #include <cmath>
@@ -67,10 +66,8 @@ bool is_relative(PyObject* bias) {
 
 bool is_transformed() {
   const auto& included = c10::impl::tls_local_dispatch_key_set().included_;
-  return included.has(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         included.has(DispatchKey::Python) || included.has(DispatchKey::Functionalize) ||
-         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
-         torch::jit::tracer::isTracing();
+  return !c10::default_included_set.has_all(included) ||
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
 bool is_plain(const Tensor& tensor) {
@@ -145,11 +142,10 @@ int64_t Reader::count(PyObject* object) {
 
 double Reader::number(PyObject* object) {
   if (PyFloat_CheckExact(object)) return PyFloat_AS_DOUBLE(object);
-  double value = NAN;
-  if (PyLong_CheckExact(object)) {
-    value = PyLong_AsDouble(object);
-    if (PyErr_Occurred()) PyErr_Clear();  // it is too large, and so is the -1 that came
-    decline_unless(std::abs(value) < 1e9);
+  double value = PyLong_CheckExact(object) ? PyLong_AsDouble(object) : NAN;
+  if (value == -1 && PyErr_Occurred()) {  // too large
+    PyErr_Clear();
+    value = NAN;
   }
   decline_unless(!std::isnan(value));
   return value;

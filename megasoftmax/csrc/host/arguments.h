@@ -26,8 +26,8 @@ struct Admission {
 void admit(at::Device device, Admission admission);
 Admission admission_of(at::Device device);
 
-// Whether autograd must record more than one backward pass, transforms of functions are active, or
-// calls are traced.
+// Whether calls of this thread are traced or transformed: by a dispatch mode, torch.func,
+// torch.jit.trace or forward-mode differentiation.
 bool is_transformed();
 
 // A strided tensor of no subclass and no transform.

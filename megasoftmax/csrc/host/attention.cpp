@@ -6,7 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
 #include <cmath>
+#include <tuple>
 
 #include "../kernels/attention/limits.h"
 #include "../kernels/common/tensors.h"
@@ -184,8 +186,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments) {
   const std::optional<Tensor> bias =
       options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target);
-  options.scale =
-      scale_ == Py_None ? 1 / std::sqrt(static_cast<double>(query.size(3))) : reader.number(scale_);
+  options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
   options.is_causal = reader.flag(causal_);
   options.window = reader.window(window_);
   options.visible = reader.visible(visible_, target.slice(0, 3));

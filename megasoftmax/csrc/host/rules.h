@@ -2,8 +2,9 @@
 // What the rules of autograd share.
 
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+
+#include <vector>
 
 #include "arguments.h"
 

@@ -2,7 +2,6 @@
 // megasoftmax/autograd/softmax.py.
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -62,10 +61,14 @@ struct Softmax : torch::autograd::Function<Softmax> {
         {probabilities, wants_sink ? lse : Tensor(), wants_sink ? *sink : Tensor(),
          options.visible.first.value_or(Tensor()), options.visible.end.value_or(Tensor())});
     // Of the bias only shape and type matter: it is not kept, and may change before the backward.
-    context->saved_data["options"] = c10::ivalue::Tuple::create(
-        {options.scale, options.is_causal, options.window.left, options.window.right,
-         scores.scalar_type(), options.return_lse, wants_bias ? bias->sizes().vec() : c10::IValue(),
-         wants_bias ? c10::IValue(bias->scalar_type()) : c10::IValue()});
+    // The sizes are a tuple, because compiled autograd takes no list within one.
+    std::vector<c10::IValue> bias_sizes;
+    if (wants_bias) bias_sizes.assign(bias->sizes().begin(), bias->sizes().end());
+    context->saved_data["options"] =
+        c10::ivalue::Tuple::create({options.scale, options.is_causal, options.window.left,
+                                    options.window.right, scores.scalar_type(), options.return_lse,
+                                    wants_bias ? c10::IValue(bias->scalar_type()) : c10::IValue(),
+                                    c10::ivalue::Tuple::create(std::move(bias_sizes))});
     return {probabilities, lse};
   }
 
@@ -79,8 +82,10 @@ struct Softmax : torch::autograd::Function<Softmax> {
     const bool wants_bias = !given[6].isNone(), wants_sink = sink.defined();
     c10::IValue bias;
     if (wants_bias) {
-      const auto type = static_cast<ScalarType>(given[7].toInt());
-      bias = at::empty({}, probabilities.options().dtype(type)).expand(given[6].toIntVector());
+      std::vector<int64_t> sizes;
+      for (const c10::IValue& size : given[7].toTupleRef().elements())
+        sizes.push_back(size.toInt());
+      bias = at::empty({}, probabilities.options().dtype(given[6].toScalarType())).expand(sizes);
     }
     const Stack results = run_backward(kSoftmaxBackward,
                                        {gradient,
