@@ -66,7 +66,7 @@ def _load() -> None:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except (BuildError, ImportError, OSError) as error:
+    except (BuildError, ImportError, OSError, ValueError) as error:
         _why_not = str(error)
         return
     bind(module)
