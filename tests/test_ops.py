@@ -386,6 +386,26 @@ def test_vmap_of_the_plain_op(device):
     torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: megasoftmax.softmax(x),
+        lambda x: megasoftmax.softmax(x, scale=2.0, causal=True, sink=0.5),
+        lambda x: megasoftmax.softmax(x, dim=1),
+        lambda x: megasoftmax.softmax(x, dropout=0.5, seed=torch.tensor([3], device=x.device)),
+        lambda x: megasoftmax.softmax_topk(x, 2)[0],
+        lambda x: megasoftmax.attention(x, x, x),
+        lambda x: megasoftmax.attention(x, x, x, causal=True, sink=0.5),
+    ],
+    ids=["softmax", "options", "columns", "dropout", "topk", "attention", "attention with options"],
+)
+def test_many_gradients_at_a_time(function, device):
+    """Autograd vmaps the backward pass by a vmap of its own, which is not that of torch.func."""
+    x = torch.randn(1, 2, 3, 4, device=device)
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(function, x, vectorize=True), jacobian(function, x))
+
+
 @pytest.mark.parametrize("batched", ["scores", "sink", "all"])
 def test_gradients_per_example(softmax, device, batched):
     """vmap of grad: bias and sink get a gradient for each example, shared or not."""

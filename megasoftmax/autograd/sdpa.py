@@ -25,6 +25,7 @@ from megasoftmax.reference.softmax import (
     excluded_by_window,
     union,
 )
+from megasoftmax.reference.transforms import is_of_many_gradients
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # 2 us less than the op of that name
@@ -135,7 +136,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor) -> Any:
         query, key, value, added, output, lse = ctx.saved_tensors
         causal, scale = ctx.parameters
-        if not is_differentiated() and not torch._C._are_functorch_transforms_active():
+        is_transformed = (
+            is_differentiated()
+            or torch._C._are_functorch_transforms_active()
+            or is_of_many_gradients(d_output)
+        )
+        if not is_transformed:
             found = _BACKWARD(
                 *(d_output, query, key, value, output, lse, 0.0, causal),
                 attn_mask=added,

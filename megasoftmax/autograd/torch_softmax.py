@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import is_differentiated
 from megasoftmax.autograd.softmax import REFERENCE, call_backward
+from megasoftmax.reference.transforms import is_of_many_gradients
 
 
 class _Softmax(torch.autograd.Function):
@@ -32,9 +33,10 @@ class _Softmax(torch.autograd.Function):
         if is_differentiated():
             assert call_backward is not None
             return call_backward(REFERENCE, *arguments)[0]
-        d_scores = torch._softmax_backward_data(gradient, probabilities, -1, dtype)
-        if math.isfinite(d_scores.sum().item()):
-            return d_scores
+        if not is_of_many_gradients(gradient):
+            d_scores = torch._softmax_backward_data(gradient, probabilities, -1, dtype)
+            if math.isfinite(d_scores.sum().item()):
+                return d_scores
         return REFERENCE.backward(*arguments)[0]
 
 

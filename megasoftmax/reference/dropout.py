@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from megasoftmax.reference.transforms import refuses_out
+
 STEPS = 2**15  # the values of the 15 bits that decide an entry
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -41,7 +43,7 @@ def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
 def drop_(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
     """The same in place."""
     weights.mul_(factor(dropout))
-    if torch.compiler.is_compiling():  # torch 2.11 loses what goes to an op's output argument
+    if refuses_out(weights):
         return weights.copy_(torch.where(keep, weights, 0))
     return torch.where(keep, weights, weights.new_zeros(()), out=weights)
 

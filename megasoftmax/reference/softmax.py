@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax.reference.dropout import drop_, kept_of_scores
+from megasoftmax.reference.transforms import refuses_out
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -345,7 +346,8 @@ def softmax_dropout_backward(
     )
     p = probabilities_again(given, lse, in_place=True)
     keep = kept_of_scores(seed, dropout, scores)
-    g = drop_(torch.empty_like(p).copy_(gradient), keep, dropout)
+    copy = gradient.to(p.dtype, copy=True, memory_format=torch.contiguous_format)
+    g = drop_(copy, keep, dropout)
     _clear_(g, keep=p)
     return _backward_(
         *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
@@ -551,7 +553,7 @@ def _clear_(values: Tensor, keep: Tensor) -> None:
 
     In one pass, which is the one that the gradient of relu takes.
     """
-    if torch.compiler.is_compiling():  # torch 2.11 loses what goes to an op's output argument
+    if refuses_out(values):
         values.copy_(torch.ops.aten.threshold_backward(values, keep, 0))
     else:
         torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
