@@ -78,6 +78,28 @@ def test_compiled_code_can_ask_why(dtype, device):
     assert function(query).equal(query + len(expected))
 
 
+@pytest.mark.parametrize(
+    ("function", "tensors", "others"),
+    [
+        (megasoftmax.softmax, 1, ()),
+        (megasoftmax.softmax_topk, 1, (2,)),
+        (megasoftmax.attention, 3, ()),
+    ],
+)
+def test_compiled_code_can_ask_why_on_a_cpu(function, tensors, others):
+    """Nothing is patched: it also looks for the compiled part."""
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def ask(given: Tensor) -> Tensor:
+        return given + len(megasoftmax.why_not_fused(function, *[given] * tensors, *others))
+
+    given = torch.randn(1, 2, 3, 8)
+    reasons = megasoftmax.why_not_fused(function, *[given] * tensors, *others)
+    assert len(reasons) > 0
+    assert ask(given).equal(given + len(reasons))
+
+
 @pytest.mark.gpu
 def test_compiled_adapters_ask_why():
     query = torch.randn(1, 2, 3, 8, device="cuda")

@@ -68,6 +68,9 @@ def status() -> Status:
     return Status(False, reason="it is built when the first CUDA tensor comes")
 
 
+status._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
+
+
 def plans() -> ctypes.CDLL:
     """What tells how launches run: the compiled part, or its plans compiled alone, without CUDA.
 
