@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOATING = (*DTYPES, torch.float64)
 
 # Kernels multiply it by log2(e).
-_TINIEST, _LARGEST = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
+SCALES = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
 MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
@@ -300,7 +300,8 @@ def _dtype(name: str, dtype: torch.dtype) -> Reason | None:
 
 def _scale(scale: float) -> Reason | None:
     """Kernels compare raw scores and apply the scale to their differences."""
-    if _TINIEST <= abs(scale) <= _LARGEST:
+    tiniest, largest = SCALES
+    if tiniest <= abs(scale) <= largest:
         return None
     return Reason("scale", str(scale), "a normal float32, not 0, below 2.3e38")
 
@@ -313,7 +314,7 @@ def _attention_dtype(dtype: torch.dtype) -> Reason | None:
 
 def _attention_scale(scale: float) -> Reason | None:
     most = _attention_limit("kMaxScale")
-    if _TINIEST <= scale <= most:
+    if SCALES[0] <= scale <= most:
         return None
     return Reason("scale", str(scale), f"a normal float32 from 0 to {most}")
 

@@ -75,7 +75,7 @@ def _load() -> None:
 
 def bind(module: Any) -> None:
     """Gives the module what it needs of this package, the ops that it calls first of all."""
-    module.bind(NAMESPACE, _backward, RelativeBias)
+    module.bind(NAMESPACE, _backward, RelativeBias, *dispatch.SCALES)
 
 
 def _backward(name: str, *args: Any) -> Any:

@@ -645,7 +645,7 @@ def test_checkpoints(reentrant: bool, served: list[bool]):
         query.grad = None
     for plain, again in zip(*found, strict=True):
         assert plain.equal(again)
-    assert all(served)
+    assert served in ([True] * 2, [True] * 3)  # the second computation may stop early
 
 
 def test_saved_tensors_pass_hooks(served: list[bool]):

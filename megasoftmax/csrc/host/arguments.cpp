@@ -20,7 +20,7 @@ using c10::DispatchKeySet;
 
 constexpr int kMaxGpus = 64;
 std::array<Admission, 1 + kMaxGpus> admissions;
-PyObject* relative_bias_type = nullptr;
+Package bound;
 
 // Of the CPU, which only tests admit, and of each GPU; -1 for others.
 int place_of(at::Device device) {
@@ -55,13 +55,16 @@ Admission admission_of(at::Device device) {
   return place >= 0 ? admissions[place] : Admission{};
 }
 
-void set_relative_bias(PyObject* type) {
-  Py_INCREF(type);
-  Py_XSETREF(relative_bias_type, type);
+void set_package(Package package) {
+  Py_XINCREF(package.relative_bias);
+  Py_XDECREF(bound.relative_bias);
+  bound = package;
 }
 
+const Package& package() { return bound; }
+
 bool is_relative(PyObject* bias) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(bias)) == relative_bias_type;
+  return reinterpret_cast<PyObject*>(Py_TYPE(bias)) == bound.relative_bias;
 }
 
 bool is_transformed() {
@@ -217,8 +220,9 @@ void Reader::check_rows(const Tensor& scores, double scale, bool is_limited) {
   const int64_t columns = scores.size(-1), queries = rank > 1 ? scores.size(-2) : 1;
   int64_t batches = 1;
   for (int64_t i = 0; i < rank - 2; ++i) batches *= scores.size(i);
-  decline_unless(is_of_rows(scores.scalar_type()) && std::abs(scale) >= kTiniestScale &&
-                 std::abs(scale) <= kLargestScale && std::max(batches, queries) <= kMaxIndex &&
+  decline_unless(is_of_rows(scores.scalar_type()) && std::abs(scale) >= bound.tiniest_scale &&
+                 std::abs(scale) <= bound.largest_scale &&
+                 std::max(batches, queries) <= kMaxIndex &&
                  columns + (is_limited ? columns + queries : 0) <= kMaxIndex);
 }
 

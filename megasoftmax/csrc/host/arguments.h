@@ -8,8 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <Python.h>
 
-#include <initializer_list>
-#include <limits>
 #include <optional>
 
 namespace megasoftmax::host {
@@ -50,12 +48,17 @@ struct Sink {
   std::optional<double> value;
 };
 
-// What kernels multiply raw scores by: a normal float32, also times log2(e).
-inline constexpr double kTiniestScale = std::numeric_limits<float>::min();
-inline constexpr double kLargestScale = 0.69 * std::numeric_limits<float>::max();
+// What Python says of calls, once.
+struct Package {
+  PyObject* relative_bias = nullptr;  // the class
+  // Magnitudes of the scales that kernels take.
+  double tiniest_scale = 0, largest_scale = 0;
+};
 
-// The class RelativeBias, and whether an object is one.
-void set_relative_bias(PyObject* type);
+void set_package(Package package);
+const Package& package();
+
+// Whether an object is a RelativeBias.
 bool is_relative(PyObject* bias);
 
 class Reader {

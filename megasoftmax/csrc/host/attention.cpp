@@ -205,7 +205,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments) {
     reader.decline_unless(options.seed->scalar_type() == at::kLong && options.seed->numel() == 1);
   reader.decline_unless(options.dropout >= 0 &&
                         options.dropout <= static_cast<double>(kMaxDropped) / kDropoutSteps);
-  reader.decline_unless(options.scale >= kTiniestScale && options.scale <= kMaxScale);
+  reader.decline_unless(options.scale >= package().tiniest_scale && options.scale <= kMaxScale);
   if (reader.has_declined()) return {};
   return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse};
 }
