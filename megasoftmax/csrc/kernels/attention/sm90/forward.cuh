@@ -58,10 +58,10 @@ struct HopperMemory {
 template <int kQueries, int kKeys, bool kIsPlain>
 class TilesOfBlock {
  public:
-  int key, end;  // the first key of the tile at hand; none is left from `end` on
-  int step;      // how many the block took before
+  int key, end;   // the first key of the tile at hand; none is left from `end` on
+  uint32_t step;  // how many the block took before
 
-  __device__ TilesOfBlock(const AttentionParams& params, const TileOfQueries& block, int step)
+  __device__ TilesOfBlock(const AttentionParams& params, const TileOfQueries& block, uint32_t step)
       : step(step) {
     const int last_query = min(block.first_query + kQueries, params.queries) - 1;
     end = visible_keys(params, last_query).end;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
   }
   __syncthreads();
   WorkOfBlock work(params);
-  int first_step = 0;
+  uint32_t first_step = 0;
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
       }
       ++done;
       const auto fill = [&](uint32_t shared, const CUtensorMap& map, Barrier there, Barrier used,
-                            int step, int key) {
+                            uint32_t step, int key) {
         used.wait((step / kStages & 1) ^ 1);
         if (!is_first) return;
         there.arrive_and_expect(Memory::kKeyBytes);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
         fill(memory.values(stage), maps.value, memory.values_are_there(stage),
              memory.values_are_used(stage), tiles.step, tiles.key);
       }
-      first_step = tiles.step;
+      first_step = uniform(tiles.step);
     }
     return;
   }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
   const auto release = [&](Barrier barrier) {
     if (lane == 0) barrier.arrive();
   };
-  const auto wait_for = [&](auto&& barrier_of_stage, int step) {
+  const auto wait_for = [&](auto&& barrier_of_stage, uint32_t step) {
     barrier_of_stage(step % kStages).wait(step / kStages & 1);
   };
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
@@ -223,23 +223,23 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
     OnlineSoftmax<1> softmax(params.scale);
 
     const auto start_scores = [&](int stage) {
+      const uint64_t a = matrix_at(memory.queries(warpgroup), 16),
+                     b = matrix_at(memory.keys(stage), 16);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
         const int panel = step / 4, offset = step % 4 * 32;
-        start_product<T>(
-            scores[0],
-            matrix_at(memory.queries(warpgroup) + panel * Memory::kQueryPanelBytes + offset, 16),
-            matrix_at(memory.keys(stage) + panel * Memory::kPanelBytes + offset, 16), step > 0);
+        start_product<T>(scores[0], moved(a, panel * Memory::kQueryPanelBytes + offset),
+                         moved(b, panel * Memory::kPanelBytes + offset), step > 0);
       }
       end_products();
     };
     const auto start_output = [&](int stage) {
+      const uint64_t b = matrix_at(memory.values(stage), Memory::kPanelBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        start_product<T>(output[0], weights[step],
-                         matrix_at(memory.values(stage) + step * 16 * 128, Memory::kPanelBytes));
+        start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
       end_products();
     };
     // Scores become weights; the output before is to be scaled by `factors`.
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
       weigh(tiles);
       round_weights();
       for (tiles.advance(params, block); tiles.are_left(); tiles.advance(params, block)) {
-        const int stage = tiles.step % kStages, before = tiles.step - 1;
+        const uint32_t stage = tiles.step % kStages, before = tiles.step - 1;
         wait_for(keys_are_there, tiles.step);
         start_scores(stage);
         wait_for(values_are_there, before);
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
         round_weights();
       }
       release(memory.queries_are_used());
-      const int last = tiles.step - 1;
+      const uint32_t last = tiles.step - 1;
       wait_for(values_are_there, last);
       start_output(last % kStages);
       wait_for_products<0>();
@@ -317,7 +317,9 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
     } else {
       release(memory.queries_are_used());
     }
-    first_step = tiles.step;
+    // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
+    // each product would compute anew where its matrices lie.
+    first_step = uniform(tiles.step);
 
     const float sink = sink_logit(params.sink, block.head);
     const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
