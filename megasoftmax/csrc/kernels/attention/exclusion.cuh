@@ -182,12 +182,15 @@ struct Excluded {
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
     find<kKeysInRows, kIsPlain>(params, batch, head, first_query, first_key, is_cut,
-                                [&](int query, bool has_ranges) {
+                                [&](int query, int, bool has_ranges) {
+                                  if (query >= params.queries) return KeyRange{0, 0};
                                   return has_ranges ? visible_keys(params, batch, head, query)
                                                     : visible_keys(params, query);
                                 });
   }
-  // The same; keys_of(query, has_ranges) tells what a query sees, by range if that may matter.
+  // The same; keys_of(query, offset, has_ranges) tells what a query sees, by range if that may
+  // matter, and nothing of one beyond the tensor. It is this lane's `offset` queries from its
+  // first.
   template <bool kKeysInRows, bool kIsPlain, class KeysOf>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut,
@@ -215,16 +218,15 @@ struct Excluded {
       is_mixed = is_mixed && params.visible.are_given();
     }
     if (!is_cut && !is_mixed) return;
-    const auto range_of = [&](int query) {
-      if (query >= params.queries) return KeyRange{0, 0};
-      return keys_of(query, is_mixed);
+    const auto range_of = [&](int lane_query, int offset) {
+      return keys_of(first_query + lane_query + offset, offset, is_mixed);
     };
     if constexpr (kKeysInRows) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
-          const KeyRange visible = range_of(first_query + mine.column + column_offset(n, right));
+          const KeyRange visible = range_of(mine.column, column_offset(n, right));
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -239,7 +241,7 @@ struct Excluded {
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const KeyRange visible = range_of(first_query + mine.row + row_offset(m, 2 * half));
+          const KeyRange visible = range_of(mine.row, row_offset(m, 2 * half));
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
 #pragma unroll

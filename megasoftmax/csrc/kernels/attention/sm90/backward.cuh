@@ -202,6 +202,17 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
       excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
   };
+  // What every 32nd query of a tile sees: lanes ask each other, so that a tile waits for memory
+  // once.
+  [[maybe_unused]] KeyRange ranges[kQueries / 32];
+  const bool has_ranges = !kIsPlain && params.visible.are_given();
+  const auto find_ranges = [&](int head, int query) {
+#pragma unroll
+    for (int i = 0; i < kQueries / 32; ++i) {
+      const int row = query + 32 * i + lane;
+      ranges[i] = row < params.queries ? visible_keys(params, batch, head, row) : KeyRange{0, 0};
+    }
+  };
   // From this lane's first column on.
   const auto rows_of = [&](int stage) {
     return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
@@ -276,6 +287,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
 #pragma unroll 1
   for (int step = 0; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
+    if (has_ranges) find_ranges(head, query);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     start_scores(weights, memory.keys(), memory.queries(stage));
     start_scores(gradients, memory.values(), memory.gradients(stage));
@@ -285,8 +297,16 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
 #pragma unroll
       for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
-        excluded[panel].template find<true, kIsPlain>(params, batch, head, query + 64 * panel,
-                                                      warp_key, is_cut);
+        excluded[panel].template find<true, kIsPlain>(
+            params, batch, head, query + 64 * panel, warp_key, is_cut,
+            [&](int seeing, int offset, bool) {
+              if (!has_ranges)
+                return seeing < params.queries ? visible_keys(params, seeing) : KeyRange{0, 0};
+              const KeyRange& of_lane = ranges[panel * 2 + offset / 32];
+              const int source = FirstElement().column + offset % 32;
+              return KeyRange{__shfl_sync(~0u, of_lane.begin, source),
+                              __shfl_sync(~0u, of_lane.end, source)};
+            });
     }
     wait_for_products<1>();
     touch(weights);

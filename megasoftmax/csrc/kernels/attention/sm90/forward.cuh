@@ -251,9 +251,9 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
           Excluded<1, kN / 2> excluded;
           excluded.template find<false, kIsPlain>(
               params, block.batch, block.head, warp_query, tiles.key + half * kNoteTile, is_cut,
-              [&](int query, bool has_ranges) {
-                if (!has_ranges) return visible_keys(params, query);
-                return query - warp_query < 8 ? ranges[0] : ranges[1];
+              [&](int query, int offset, bool has_ranges) {
+                if (query >= params.queries) return KeyRange{0, 0};
+                return has_ranges ? ranges[offset / 8] : visible_keys(params, query);
               });
           excluded.apply(reinterpret_cast<Accumulators<1, kN / 2>&>(scores[0][half * (kN / 2)]),
                          -INFINITY);
