@@ -35,13 +35,15 @@ class Dropping {
         head_(static_cast<uint32_t>(batch * params.heads + head)),
         seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))) {}
 
-  // Of this lane's first pair of 16 queries and 32 keys, and of those further on.
+  // Of this lane's first pair of 16 queries and 32 keys, and of those further on. The first query
+  // is a multiple of 16, the first key too: the lane changes nothing but the place.
   __device__ RandomPairs pairs(int first_query, int first_key) const {
     const FirstElement mine;
     const auto words = [&](int right) {
       const int row = mine.row, column = mine.column + right;
-      return random_words(seed_, head_, first_query + (kKeysInRows ? column : row),
-                          first_key + (kKeysInRows ? row : column));
+      return RandomWords(static_cast<uint32_t>(first_key) / 32,
+                         static_cast<uint32_t>(first_query) / 16, head_,
+                         kKeysInRows ? column * 8 + row : row * 8 + column, seed_);
     };
     return {words(0), words(1)};
   }

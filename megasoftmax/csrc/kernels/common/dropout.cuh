@@ -42,11 +42,4 @@ struct RandomWords {
   }
 };
 
-// The words that decide an entry: those of queries and keys that are equal in all but the bits of
-// value 8, and of keys also 16.
-__host__ __device__ inline RandomWords random_words(uint64_t seed, uint32_t head, uint32_t query,
-                                                    uint32_t key) {
-  return {key / 32, query / 16, head, query % 8 * 8 + key % 8, seed};
-}
-
 }  // namespace megasoftmax
