@@ -44,13 +44,14 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // The major number of Hopper's compute capability.
 inline constexpr int kHopperMajor = 9;
 
-// The same on Hopper, for launches without a bias: warpgroups of 64 queries each,
-// and one more that only copies. Both have their number of registers a thread.
+// The same on Hopper: warpgroups of 64 queries each, and one more that only copies. Both have their
+// number of registers a thread.
 struct AttentionHopperTile {
   int head_dim;
   int warpgroups;
   int keys;
   int copier_registers, registers;
+  int bias_stages;  // tiles of the bias in shared memory at a time
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
@@ -62,9 +63,9 @@ inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality; cuDNN has 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
-    // head dim, warpgroups, keys, registers
-    {        64,          3,  128,  32, 160},  // 430
-    {       128,          2,  128,  40, 232},  // 593
+    // head dim, warpgroups, keys, registers, bias stages
+    {        64,          3,  128,  32, 160,            2},  // 430
+    {       128,          2,  128,  40, 232,            1},  // 593
 };
 // clang-format on
 

@@ -82,13 +82,22 @@ inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t 
          (rows == 1 || tensor.query_stride != 0);
 }
 
+// They need a 16-bit bias with an entry for each query and key. The rows of its gradient begin at
+// multiples of 16 bytes, too.
+inline bool takes_hopper_bias(const AttentionParams& params) {
+  if (params.bias.data == nullptr) return true;
+  return bias_kind(params) == BiasKind::kTile && !params.is_relative && params.keys % 8 == 0 &&
+         takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
+                             params.queries);
+}
+
 // Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
 inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
   const int dim = std::max(params.head_dim, params.value_dim);
-  if (params.bias.data != nullptr || dim <= 32 || dim > 128 || params.keys == 0 ||
+  if (!takes_hopper_bias(params) || dim <= 32 || dim > 128 || params.keys == 0 ||
       !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))

@@ -178,6 +178,13 @@ __device__ inline void add_to_global(float* pair, float first, float second) {
 #endif
 }
 
+// The same of four, which begin at a multiple of 16 bytes; of Hopper and later.
+__device__ inline void add_to_global(float* four, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(four), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
+}
+
 // Stops the compiler from computing an address in shared memory anew wherever it is used.
 template <class T>
 __device__ inline T* keep_shared_address(T* pointer) {

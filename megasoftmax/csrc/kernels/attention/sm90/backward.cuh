@@ -5,8 +5,12 @@
 // weights and gradients of scores multiply gradients of outputs and queries from registers. For dQ
 // the gradients of scores lie in shared memory, too. Each warpgroup makes 64 x 64 elements of dQ
 // from all keys, and a tensor copy adds them to the sums in global memory.
+//
+// Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
+// writes where it alone has read. So the tile is that of the bias's gradient, too.
 
 #include "../../common/math.cuh"
+#include "../bias.cuh"
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../limits.h"
@@ -16,11 +20,12 @@
 namespace megasoftmax {
 
 // Boxes of 64 columns: of the queries of a tile, and of the keys. Of sums 64 rows and 32 columns.
+// Of the bias and its dense gradient the queries of a tile and 64 keys.
 struct BackwardTensorMaps {
-  CUtensorMap query, key, value, output_gradient, query_gradient_sum;
+  CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
-template <int kIndex>
+template <bool kHasBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
@@ -29,12 +34,14 @@ struct HopperBackwardMemory {
   static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 
-  // Keys; values; queries and gradients of outputs of each stage; gradients of scores of two steps,
-  // keys in rows; sums of each warpgroup; rows of each stage; barriers.
+  // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
+  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage;
+  // barriers.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
-  static constexpr int kScoreBytes = kQueryPanels * kKeyPanelBytes;
+  static constexpr int kScorePanelBytes = kQueries * 128;
+  static constexpr int kScoreBytes = kWarpgroups * kScorePanelBytes;
   static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
   static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = 2 * kKeyBytes;
@@ -42,7 +49,8 @@ struct HopperBackwardMemory {
   static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
-  static constexpr int kBytes = kBarriersAt + 8 * (1 + 2 * kStages);
+  static constexpr int kBiasBarrier = 1 + 2 * kStages;
+  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + (kHasBias ? 4 : 0));
 
   uint32_t address;
 
@@ -63,6 +71,10 @@ struct HopperBackwardMemory {
   __device__ Barrier keys_are_there() const { return barrier(0); }
   __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
   __device__ Barrier stage_is_used(int stage) const { return barrier(1 + kStages + stage); }
+  __device__ Barrier bias_is_there(int buffer) const { return barrier(kBiasBarrier + buffer); }
+  __device__ Barrier scores_are_used(int buffer) const {
+    return barrier(kBiasBarrier + 2 + buffer);
+  }
 };
 
 // Writes 64 x 64 results of a warpgroup to two panels of 32 columns, swizzled as tensor copies read
@@ -88,12 +100,36 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   }
 }
 
-template <class T, bool kIsPlain, int kIndex>
-__global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
+// Adds gradients of scores, a tile in shared memory, to those of a bias that several share: a warp
+// takes rows of 128 keys.
+template <class T, int kQueries>
+__device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
+                                                     const char* panels, int bias_batch,
+                                                     int bias_head, int first_query,
+                                                     int first_key) {
+  const int thread = thread_index_anew() % 256, lane = thread % 32, warp = thread / 32;
+  const int key = first_key + 4 * lane;
+  if (key >= params.keys) return;
+  const int64_t first_row =
+      (bias_batch * params.bias_heads() + bias_head) * params.queries + first_query;
+  float* const gradient = static_cast<float*>(params.bias_gradient) + first_row * params.keys + key;
+  const char* const panel = panels + lane / 16 * (kQueries * 128) + lane % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < kQueries / 8; ++i) {
+    const int row = warp + 8 * i;
+    if (first_query + row >= params.queries) break;
+    const auto four = *reinterpret_cast<const Pack<T, 4>*>(
+        panel + Tile<T, kQueries, 64>::offset(row, lane % 16 / 2));
+    add_to_global(gradient + int64_t{row} * params.keys, four[0], four[1], four[2], four[3]);
+  }
+}
+
+template <class T, bool kHasBias, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                      const __grid_constant__ BackwardTensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Memory = HopperBackwardMemory<kIndex>;
+  using Memory = HopperBackwardMemory<kHasBias, kIndex>;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = kDim / 8;
@@ -107,6 +143,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
       memory.stage_is_there(stage).init(1);
       memory.stage_is_used(stage).init(4 * kWarpgroups);
     }
+    if constexpr (kHasBias) {
+      for (int buffer = 0; buffer < 2; ++buffer) {
+        memory.bias_is_there(buffer).init(1);
+        memory.scores_are_used(buffer).init(1);
+      }
+    }
     publish_barriers();
   }
   __syncthreads();
@@ -114,6 +156,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
   params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+  const auto bias_entry = [&](int head, int& bias_batch, int& bias_head) {
+    int rest;
+    params.batches_per_bias.split(batch, bias_batch, rest);
+    params.heads_per_bias.split(head, bias_head, rest);
+  };
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
@@ -131,17 +178,31 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
       const int stage = step % kStages;
       memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
-      if (!is_first) continue;
-      const Barrier there = memory.stage_is_there(stage);
-      const int rows = min(kQueries, params.queries - tiles.query);
-      const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
-      there.arrive_and_expect(2 * Memory::kQueryBytes + row_bytes);
-      copy(memory.queries(stage), maps.query, there, kQueries, tiles.head, tiles.query);
-      copy(memory.gradients(stage), maps.output_gradient, there, kQueries, tiles.head, tiles.query);
-      start_copy_of_bytes(
-          memory.rows(stage),
-          params.rows_of_backward + params.row_index(batch, tiles.head, tiles.query), row_bytes,
-          there);
+      if (is_first) {
+        const Barrier there = memory.stage_is_there(stage);
+        const int rows = min(kQueries, params.queries - tiles.query);
+        const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
+        there.arrive_and_expect(2 * Memory::kQueryBytes + row_bytes);
+        copy(memory.queries(stage), maps.query, there, kQueries, tiles.head, tiles.query);
+        copy(memory.gradients(stage), maps.output_gradient, there, kQueries, tiles.head,
+             tiles.query);
+        start_copy_of_bytes(
+            memory.rows(stage),
+            params.rows_of_backward + params.row_index(batch, tiles.head, tiles.query), row_bytes,
+            there);
+      }
+      if constexpr (kHasBias) {
+        const int buffer = step % 2;
+        memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
+        if (!is_first) continue;
+        const Barrier there = memory.bias_is_there(buffer);
+        there.arrive_and_expect(Memory::kScoreBytes);
+        int bias_batch, bias_head;
+        bias_entry(tiles.head, bias_batch, bias_head);
+        for (int i = 0; i < kWarpgroups; ++i)
+          start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
+                            first_key + 64 * i, tiles.query, bias_head, bias_batch);
+      }
     }
     return;
   }
@@ -186,14 +247,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     end_products();
   };
   const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores) {
-    const uint64_t a = matrix_at(scores + query_panel * Memory::kKeyPanelBytes, 16),
+    const uint64_t a = matrix_at(scores + query_panel * 64 * 128, 16),
                    b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
     begin_products();
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      const int offset = step * 16 * 128;
-      start_product<T, true>(sum, moved(a, offset), moved(b, offset), step > 0);
-    }
+    for (int step = 0; step < kKeys / 16; ++step)
+      start_product<T, true>(sum, moved(a, step / 4 * Memory::kScorePanelBytes + step % 4 * 32),
+                             moved(b, step * 16 * 128), step > 0);
     end_products();
   };
   const auto exclude = [&](const Excluded<1, 8>(&excluded)[Memory::kQueryPanels],
@@ -219,14 +279,25 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
                                                   stage * Memory::kRowBytes) +
            FirstElement().column;
   };
+  // Gradients of scores of this warpgroup's keys.
+  using Panel = Tile<T, kQueries, 64>;
+  const auto panel_of = [&](int buffer) {
+    return Panel{memory.scores(buffer) + warpgroup * Memory::kScorePanelBytes};
+  };
   // Scores become weights; negative where dropout drops them.
-  const auto weigh = [&](int stage, int head, int query) {
+  const auto weigh = [&](int stage, int step, int head, int query) {
+    if constexpr (kHasBias) {
+      memory.bias_is_there(step % 2).wait(step / 2 & 1);
+      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+               TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
+    }
+    const float to_logit = kHasBias ? 1.f : params.scale;
     const RowOfBackward* const rows = rows_of(stage);
 #pragma unroll
     for (int i = 0; i < 4 * kN; ++i) {
       const RowOfBackward& row = rows[column_offset(i / 4, i)];
       float& weight = weights[i / 4][i % 4];
-      weight = exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
+      weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.max), kLog2E, -row.log2_sum));
     }
     if (!kIsPlain && params.dropout.seed != nullptr) {
       const Dropping<true> dropping(params, batch, head);
@@ -271,15 +342,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
       }
     }
   };
-  // To where products of both warpgroups find them, keys in rows.
-  const auto share_gradients = [&](uint32_t buffer) {
-    using Panel = Tile<T, kKeys, 64>;
-    const FragmentsDown<Panel> first(Panel{buffer}, warp_key - first_key);
+  // To where products of both warpgroups find them.
+  const auto share_gradients = [&](int buffer) {
+    const uint32_t first = FragmentsAcross<Panel>(panel_of(buffer), 0).address ^ warp_in_group * 32;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       as_matrix_a<T>(rounded_gradients[step], gradients, step);
-      store_matrices((first.address ^ step % 4 * 32) + step / 4 * Memory::kKeyPanelBytes,
-                     rounded_gradients[step]);
+      const uint32_t (&pairs)[4] = rounded_gradients[step];
+      store_matrices_transposed(first + step * 16 * 128, {pairs[0], pairs[1], pairs[2], pairs[3]});
     }
   };
 
@@ -310,7 +380,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     }
     wait_for_products<1>();
     touch(weights);
-    weigh(stage, head, query);
+    weigh(stage, step, head, query);
     exclude(excluded, weights);
     if constexpr (kIsEarly) {
       multiply_weights_of(stage);
@@ -322,14 +392,30 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
     find_score_gradients_of(stage);
     exclude(excluded, gradients);
     if constexpr (!kIsEarly) multiply_weights_of(stage);
-    share_gradients(memory.scores(step % 2));
+    share_gradients(step % 2);
     publish_writes();
-    if (is_first_of_group) wait_for_reads_of_sums();
+    if (is_first_of_group) wait_for_reads_of_stores();
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
     sync_warpgroups<kWarpgroups>();
+    if constexpr (kHasBias) {
+      if (step > 0 && warpgroup == 0 && is_first_of_group)
+        memory.scores_are_used((step - 1) % 2).arrive();
+      if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
+        start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
+                           batch);  // with the sums that follow
+    }
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
+    if constexpr (kHasBias) {
+      if (params.bias_gradient_kind == BiasGradient::kShared) {
+        int bias_batch, bias_head;
+        bias_entry(head, bias_batch, bias_head);
+        add_to_bias_gradient<T, kQueries>(
+            params, shared_memory + Memory::kScoresAt + step % 2 * Memory::kScoreBytes, bias_batch,
+            bias_head, query, first_key);
+      }
+    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -342,7 +428,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
         start_sum_of_box(maps.query_gradient_sum,
                          memory.sums(warpgroup) + i * Memory::kSumPanelBytes,
                          64 * column_panel + 32 * i, query + 64 * query_panel, head, batch);
-      end_sums();
+      end_stores();
     }
     wait_for_products<0>();
     touch(key_gradient);
@@ -351,7 +437,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kIndex>::kThreads, 1)
   }
 
   // Through what held sums.
-  if (is_first_of_group) wait_for_reads_of_sums();
+  if (is_first_of_group) wait_for_reads_of_stores();
   sync_warpgroup(warpgroup);
   using Rows = Tile<T, 64, kDim>;
   static_assert(Rows::kBytes <= Memory::kSumBytes);

@@ -31,6 +31,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const int64_t blocks = std::min(items, most_blocks);
   params.tiles = Divider(tiles);
   params.tiled_batches = Divider(params.batches);
+  params.is_batch_first = params.bias.data != nullptr && params.batches_per_bias.divisor > 1;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, Together::kNot, 1, stream, params, maps);
 }
@@ -47,63 +48,106 @@ inline cudaError_t make_map_of_keys(CUtensorMap& map, const AttentionParams& par
                          box_rows);
 }
 
+inline cudaError_t make_map_of_bias(CUtensorMap& map, const AttentionParams& params,
+                                    const Strided& tensor, int box_rows) {
+  return make_tensor_map(map, tensor, params.bias_batches(), params.bias_heads(), params.queries,
+                         params.keys, box_rows);
+}
+
+// Calls body.operator()<has_bias>().
+template <class Body>
+cudaError_t with_bias(const AttentionParams& params, Body&& body) {
+  return params.bias.data != nullptr ? body.template operator()<true>()
+                                     : body.template operator()<false>();
+}
+
 template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream, bool& is_there) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    using Memory = HopperMemory<kIndex>;
-    static const bool has_kernels = has_code(attention_hopper_forward_kernel<T, false, kIndex>) &&
-                                    has_code(attention_hopper_forward_kernel<T, true, kIndex>);
-    is_there = has_kernels;
-    if (!is_there) return cudaSuccess;
-    int most_blocks = INT32_MAX;
-    if (shares_blocks(params))
-      MEGASOFTMAX_RETURN_IF_ERROR(attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
-    const auto kernel = is_plain(params) ? attention_hopper_forward_kernel<T, true, kIndex>
-                                         : attention_hopper_forward_kernel<T, false, kIndex>;
-    // Before the maps: it gives a new thread its context.
-    MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-    TensorMaps maps;
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-    return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
-                            most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
+    return with_bias(params, [&]<bool kHasBias>() {
+      using Memory = HopperMemory<kHasBias, kIndex>;
+      static const bool has_kernels =
+          has_code(attention_hopper_forward_kernel<T, kHasBias, false, kIndex>) &&
+          has_code(attention_hopper_forward_kernel<T, kHasBias, true, kIndex>);
+      is_there = has_kernels;
+      if (!is_there) return cudaSuccess;
+      int most_blocks = INT32_MAX;
+      if (shares_blocks(params))
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+      const auto kernel = is_plain(params)
+                              ? attention_hopper_forward_kernel<T, kHasBias, true, kIndex>
+                              : attention_hopper_forward_kernel<T, kHasBias, false, kIndex>;
+      // Before the maps: it gives a new thread its context.
+      MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+      TensorMaps maps;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+      if constexpr (kHasBias)
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
+      return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
+                              most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
+    });
   });
+}
+
+// A contiguous tensor [..., heads, rows, columns].
+inline Strided contiguous(void* data, DType type, int64_t heads, int64_t rows, int64_t columns) {
+  Strided tensor;
+  tensor.data = data;
+  tensor.type = type;
+  tensor.query_stride = columns;
+  tensor.head_stride = rows * columns;
+  tensor.batch_stride = heads * tensor.head_stride;
+  return tensor;
 }
 
 template <class T>
 cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
                                                cudaStream_t stream, bool& is_there) {
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
-    using Memory = HopperBackwardMemory<kIndex>;
-    static const bool has_kernels = has_code(attention_hopper_backward_kernel<T, false, kIndex>) &&
-                                    has_code(attention_hopper_backward_kernel<T, true, kIndex>);
-    is_there = has_kernels;
-    if (!is_there) return cudaSuccess;
-    Strided sums;
-    sums.data = params.query_gradient_sum;
-    sums.query_stride = params.head_dim;
-    sums.head_stride = int64_t{params.queries} * sums.query_stride;
-    sums.batch_stride = params.heads * sums.head_stride;
-    BackwardTensorMaps maps;
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
-    MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(
-        maps.output_gradient, params, params.output_gradient, params.value_dim, Memory::kQueries));
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-    return launch_with_maps(is_plain(params) ? attention_hopper_backward_kernel<T, true, kIndex>
-                                             : attention_hopper_backward_kernel<T, false, kIndex>,
-                            divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                            Memory::kThreads, Memory::kBytes, stream, params, maps);
+    return with_bias(params, [&]<bool kHasBias>() {
+      using Memory = HopperBackwardMemory<kHasBias, kIndex>;
+      static const bool has_kernels =
+          has_code(attention_hopper_backward_kernel<T, kHasBias, false, kIndex>) &&
+          has_code(attention_hopper_backward_kernel<T, kHasBias, true, kIndex>);
+      is_there = has_kernels;
+      if (!is_there) return cudaSuccess;
+      const Strided sums = contiguous(params.query_gradient_sum, DType::kFloat32, params.heads,
+                                      params.queries, params.head_dim);
+      BackwardTensorMaps maps;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
+      MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient, params,
+                                                      params.output_gradient, params.value_dim,
+                                                      Memory::kQueries));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+      if constexpr (kHasBias) {
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+        if (params.bias_gradient_kind == BiasGradient::kDense) {
+          const Strided gradient = contiguous(params.bias_gradient, params.bias.type, params.heads,
+                                              params.queries, params.keys);
+          MEGASOFTMAX_RETURN_IF_ERROR(
+              make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
+        }
+      }
+      return launch_with_maps(is_plain(params)
+                                  ? attention_hopper_backward_kernel<T, kHasBias, true, kIndex>
+                                  : attention_hopper_backward_kernel<T, kHasBias, false, kIndex>,
+                              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
+                              Memory::kThreads, Memory::kBytes, stream, params, maps);
+    });
   });
 }
 

@@ -7,6 +7,7 @@
 // runs.
 
 #include "../../common/vector.cuh"
+#include "../bias.cuh"
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../limits.h"
@@ -17,12 +18,12 @@
 
 namespace megasoftmax {
 
-// Boxes of 64 columns: of 64 queries, and of the keys of a tile.
+// Boxes of 64 columns: of 64 queries, and of the keys of a tile. Of the bias 64 queries and keys.
 struct TensorMaps {
-  CUtensorMap query, key, value;
+  CUtensorMap query, key, value, bias;
 };
 
-template <int kIndex>
+template <bool kHasBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
@@ -30,21 +31,30 @@ struct HopperMemory {
   static constexpr int kThreads = kTile.threads(), kStages = 2;
   static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
 
-  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; barriers.
+  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
+  // each stage and warpgroup; barriers.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
   static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kResultsAt = kValuesAt + kStages * kKeyBytes;
-  static constexpr int kBarriersAt = kResultsAt + kWarpgroups * kQueryBytes;
-  static constexpr int kBytes = kBarriersAt + 8 * (2 + 4 * kStages);
+  static constexpr int kBiasAt = kResultsAt + kWarpgroups * kQueryBytes;
+  static constexpr int kBiasStages = kTile.bias_stages;
+  static constexpr int kBiasPanelBytes = 64 * 128, kBiasBytes = kKeys / 64 * kBiasPanelBytes;
+  static constexpr int kBiasTiles = kHasBias ? kBiasStages * kWarpgroups : 0;
+  static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
+  static constexpr int kBiasBarrier = 2 + 4 * kStages;
+  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
 
   uint32_t address;
 
   __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
   __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kKeyBytes; }
+  __device__ uint32_t bias(int stage, int warpgroup) const {
+    return address + kBiasAt + (stage * kWarpgroups + warpgroup) * kBiasBytes;
+  }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier queries_are_there() const { return barrier(0); }
   __device__ Barrier queries_are_used() const { return barrier(1); }
@@ -52,6 +62,12 @@ struct HopperMemory {
   __device__ Barrier values_are_there(int stage) const { return barrier(2 + kStages + stage); }
   __device__ Barrier keys_are_used(int stage) const { return barrier(2 + 2 * kStages + stage); }
   __device__ Barrier values_are_used(int stage) const { return barrier(2 + 3 * kStages + stage); }
+  __device__ Barrier bias_is_there(int stage, int warpgroup) const {
+    return barrier(kBiasBarrier + 2 * (stage * kWarpgroups + warpgroup));
+  }
+  __device__ Barrier bias_is_used(int stage, int warpgroup) const {
+    return barrier(kBiasBarrier + 2 * (stage * kWarpgroups + warpgroup) + 1);
+  }
 };
 
 // The tiles of keys that a block takes, one after the other.
@@ -110,12 +126,12 @@ class WorkOfBlock {
   int count_;
 };
 
-template <class T, bool kIsPlain, int kIndex>
-__global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
+template <class T, bool kHasBias, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
     attention_hopper_forward_kernel(const __grid_constant__ AttentionForwardParams params,
                                     const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Memory = HopperMemory<kIndex>;
+  using Memory = HopperMemory<kHasBias, kIndex>;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kKeys / 8, kColumns = kDim / 8, kSteps = kKeys / 16;
@@ -132,6 +148,10 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
       memory.values_are_there(stage).init(1);
       memory.keys_are_used(stage).init(4 * kWarpgroups);
       memory.values_are_used(stage).init(4 * kWarpgroups);
+    }
+    for (int i = 0; i < Memory::kBiasTiles; ++i) {
+      memory.bias_is_there(i / kWarpgroups, i % kWarpgroups).init(1);
+      memory.bias_is_used(i / kWarpgroups, i % kWarpgroups).init(4);
     }
     publish_barriers();
   }
@@ -167,11 +187,30 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
         there.arrive_and_expect(Memory::kKeyBytes);
         copy(shared, map, there, kKeys, key_head, key);
       };
+      [[maybe_unused]] int bias_head, bias_batch;
+      if constexpr (kHasBias) {
+        params.heads_per_bias.split(block.head, bias_head, rest);
+        params.batches_per_bias.split(block.batch, bias_batch, rest);
+      }
+      const auto fill_bias = [&](uint32_t step, int key) {
+        const int stage = step % Memory::kBiasStages;
+        for (int i = 0; i < kWarpgroups; ++i) {
+          memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
+          if (!is_first) continue;
+          const Barrier there = memory.bias_is_there(stage, i);
+          there.arrive_and_expect(Memory::kBiasBytes);
+          for (int panel = 0; panel < kKeys / 64; ++panel)
+            start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
+                              there, key + 64 * panel, block.first_query + 64 * i, bias_head,
+                              bias_batch);
+        }
+      };
       Tiles tiles(params, block, first_step);
       for (; tiles.are_left(); tiles.advance(params, block)) {
         const int stage = tiles.step % kStages;
         fill(memory.keys(stage), maps.key, memory.keys_are_there(stage),
              memory.keys_are_used(stage), tiles.step, tiles.key);
+        if constexpr (kHasBias) fill_bias(tiles.step, tiles.key);
         fill(memory.values(stage), maps.value, memory.values_are_there(stage),
              memory.values_are_used(stage), tiles.step, tiles.key);
       }
@@ -244,6 +283,19 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
     };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
+      if constexpr (kHasBias) {
+        const int stage = tiles.step % Memory::kBiasStages;
+        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+        using Panel = Tile<T, 64, 64>;
+#pragma unroll
+        for (int panel = 0; panel < kKeys / 64; ++panel)
+          add_bias(reinterpret_cast<Accumulators<1, 8>&>(scores[0][panel * 8]), params.scale,
+                   TileBias<T, false, Panel>(
+                       Panel{memory.bias(stage, warpgroup) + panel * Memory::kBiasPanelBytes},
+                       16 * warp_in_group, 0));
+        __syncwarp();  // all lanes have read theirs
+        release(memory.bias_is_used(stage, warpgroup));
+      }
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
 #pragma unroll
@@ -260,8 +312,8 @@ __global__ void __launch_bounds__(HopperMemory<kIndex>::kThreads, 1)
         }
       }
       factors[0] = factors[1] = 1.f;
-      softmax.template weigh<false>(scores,
-                                    [&](int, int half, float factor) { factors[half] = factor; });
+      softmax.template weigh<kHasBias>(
+          scores, [&](int, int half, float factor) { factors[half] = factor; });
       if (!kIsPlain && params.dropout.seed != nullptr) {
         const Dropping<false> dropping(params, block.batch, block.head);
         dropping.template for_each_word<1, kN>(

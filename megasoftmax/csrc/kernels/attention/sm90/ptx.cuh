@@ -76,7 +76,16 @@ __device__ inline void publish_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts to add a box in shared memory to a tensor in global memory, but for what lies beyond it.
+// Starts to write a box in shared memory to a tensor in global memory, but for what lies beyond it.
+__device__ inline void start_store_of_box(const CUtensorMap& map, uint32_t shared, int column,
+                                          int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(&map),
+      "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// The same, added to what is there.
 __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared, int column,
                                         int row, int head, int batch) {
   asm volatile(
@@ -85,9 +94,9 @@ __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared,
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-__device__ inline void end_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the sums that this thread started have read shared memory.
-__device__ inline void wait_for_reads_of_sums() {
+__device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the stores and sums that this thread started have read shared memory.
+__device__ inline void wait_for_reads_of_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
@@ -111,11 +120,12 @@ __device__ inline void sync_warpgroups() {
   asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
 }
 
-// Writes four 8x8 matrices of 16-bit elements, as load_matrices reads them.
-__device__ inline void store_matrices(uint32_t shared, const uint32_t (&matrices)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
-               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
-               : "memory");
+// Writes four 8x8 matrices of 16-bit elements, as load_matrices_transposed reads them.
+__device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t (&matrices)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      : "memory");
 }
 
 // What comes before products that follow: registers are as they should be.
@@ -166,25 +176,24 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
   "%56, %57, %58, %59, %60, %61, %62, %63}"
 
 // Starts results = a b^T, or += where is_sum: a 64 x 16 and b of kN * 8 rows and 16 columns, both
-// in shared memory; or kAreTransposed, a of 16 rows and 64 columns, and b 16 rows and kN * 8
-// columns.
-template <class T, bool kAreTransposed = false, int kN>
+// in shared memory; or kIsTransposed, b of 16 rows and kN * 8 columns.
+template <class T, bool kIsTransposed = false, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
                                               int is_sum) {
   static_assert(kN == 8 || kN == 16);
 #define MEGASOFTMAX_PRODUCT_64(type)                                                           \
   asm volatile(                                                                                \
       "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
-      "." type " " MEGASOFTMAX_OF_32 ", %32, %33, p, 1, 1, %35, %35;}"                         \
+      "." type " " MEGASOFTMAX_OF_32 ", %32, %33, p, 1, 1, 0, %35;}"                           \
       : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4)                                 \
-      : "l"(a), "l"(b), "r"(is_sum), "n"(kAreTransposed))
+      : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
 #define MEGASOFTMAX_PRODUCT_128(type)                                                           \
   asm volatile(                                                                                 \
       "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
-      "." type " " MEGASOFTMAX_OF_64 ", %64, %65, p, 1, 1, %67, %67;}"                          \
+      "." type " " MEGASOFTMAX_OF_64 ", %64, %65, p, 1, 1, 0, %67;}"                            \
       : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4), MEGASOFTMAX_16(results, 8),     \
         MEGASOFTMAX_16(results, 12)                                                             \
-      : "l"(a), "l"(b), "r"(is_sum), "n"(kAreTransposed))
+      : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
   if constexpr (std::is_same_v<T, __half>) {
     if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("f16");
     if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("f16");
