@@ -37,7 +37,13 @@ struct BiasRows {
     return static_cast<const T*>(first) + query * query_stride;
   }
   __device__ float operator()(int query, int key) const {
-    const int64_t offset = query * query_stride + key * key_stride;
+    return at(query * query_stride + key * key_stride);
+  }
+  // Of a relative bias: the entry of all queries and keys so far apart.
+  __device__ float at_distance(int distance) const { return at(distance * key_stride); }
+
+ private:
+  __device__ float at(int64_t offset) const {
     return type == DType::kFloat32 ? static_cast<const float*>(first)[offset]
                                    : to_float(static_cast<const T*>(first)[offset]);
   }
@@ -62,10 +68,8 @@ struct FloatBiasTile {
     const int thread = thread_index_anew();
     if (is_relative) {
       for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
-        // The entry of any query and key of the diagonal.
         const int distance = i - (kQueries - 1) + first_key - first_query;
-        const int query = max(-distance, 0), key = max(distance, 0);
-        values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
+        values[i] = distance > -queries && distance < keys ? bias.at_distance(distance) : 0.f;
       }
       return;
     }
@@ -99,6 +103,67 @@ struct FloatBiasTile {
     return values + (is_relative ? kQueries - 1 : 0) + query * pitch();
   }
   __device__ int pitch() const { return is_relative ? -1 : kPitch; }
+};
+
+// A relative bias of a tile of scores as float32 in shared memory: an entry for each diagonal, from
+// that of the last row and the first column on. Scores have queries in rows, or keys. Entry i of a
+// second copy is entry i + 1, so that any two neighbours are an aligned pair in one of the copies.
+template <bool kKeysInRows, int kRows, int kColumns>
+struct DiagonalTile {
+  static constexpr int kCount = kRows + kColumns - 1, kLastRow = kRows - 1;
+  // Rows read one copy and the other in turn: those lie 16 banks apart.
+  static constexpr int kPitch = divide_up(kCount, 32) * 32 + 16;
+  static constexpr int kBytes = 2 * kPitch * 4;
+
+  float* values;
+
+  // By so many threads, which call `wait` before they write. Distances that no query and key of the
+  // tensor have become 0.
+  template <int kThreads, class T, class Wait>
+  __device__ __forceinline__ void fill(int thread, const BiasRows<T>& bias, int first_query,
+                                       int first_key, int queries, int keys, Wait&& wait) const {
+    constexpr int kEach = divide_up(kCount, kThreads);
+    float entries[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int offset = thread + j * kThreads - kLastRow;
+      const int distance = (kKeysInRows ? -offset : offset) + first_key - first_query;
+      entries[j] = distance > -queries && distance < keys ? bias.at_distance(distance) : 0.f;
+    }
+    wait();
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int i = thread + j * kThreads;
+      if (i >= kCount) continue;
+      values[i] = entries[j];
+      values[kPitch + i - 1] = entries[j];  // the first one to the padding of the first copy
+    }
+  }
+};
+
+// The same of a lane, for scores from `row` and `column` of the tile on. A row has the entries that
+// the row 8 before has 8 columns before.
+template <class Tile>
+struct DiagonalBias {
+  const float2* first;
+
+  __device__ DiagonalBias(const Tile& tile, int row, int column) {
+    const FirstElement mine;
+    const int i = column + mine.column - row - mine.row + Tile::kLastRow;
+    first = reinterpret_cast<const float2*>(tile.values + (i % 2 == 0 ? i : Tile::kPitch + i - 1));
+  }
+  __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
+    const float2 above = pair(n - 2 * m), below = pair(n - 2 * m - 1), next = pair(n - 2 * m + 1);
+    left[0] = above.x;
+    left[1] = above.y;
+    left[2] = below.x;
+    left[3] = below.y;
+    right[0] = next.x;
+    right[1] = next.y;
+    right[2] = above.x;
+    right[3] = above.y;
+  }
+  __device__ float2 pair(int n) const { return first[4 * n]; }
 };
 
 // The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of

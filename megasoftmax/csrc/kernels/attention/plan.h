@@ -82,11 +82,23 @@ inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t 
          (rows == 1 || tensor.query_stride != 0);
 }
 
-// They need a 16-bit bias with an entry for each query and key. The rows of its gradient begin at
-// multiples of 16 bytes, too.
+// What Hopper's kernels take as a bias.
+enum class HopperBias {
+  kNone,
+  kTile,   // by tensor copies
+  kTable,  // a relative one, of any element type and strides
+};
+
+inline HopperBias hopper_bias(const AttentionParams& params) {
+  if (params.bias.data == nullptr) return HopperBias::kNone;
+  return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
+}
+
+// Tensor copies need a 16-bit bias with an entry for each query and key. The rows of its gradient
+// begin at multiples of 16 bytes, too.
 inline bool takes_hopper_bias(const AttentionParams& params) {
-  if (params.bias.data == nullptr) return true;
-  return bias_kind(params) == BiasKind::kTile && !params.is_relative && params.keys % 8 == 0 &&
+  if (hopper_bias(params) != HopperBias::kTile) return true;
+  return bias_kind(params) == BiasKind::kTile && params.keys % 8 == 0 &&
          takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
                              params.queries);
 }

@@ -25,7 +25,7 @@ struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
-template <bool kHasBias, int kIndex>
+template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
@@ -35,8 +35,8 @@ struct HopperBackwardMemory {
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
-  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage;
-  // barriers.
+  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
+  // table gives each stage; barriers.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
@@ -48,12 +48,19 @@ struct HopperBackwardMemory {
   static constexpr int kScoresAt = kStagesAt + kStages * 2 * kQueryBytes;
   static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
-  static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
+  using Diagonals = DiagonalTile<true, kKeys, kQueries>;
+  static constexpr int kDiagonalsAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kBarriersAt =
+      kDiagonalsAt + (kBias == HopperBias::kTable ? kStages * Diagonals::kBytes : 0);
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
-  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + (kHasBias ? 4 : 0));
+  static constexpr int kBytes =
+      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 4));
 
   uint32_t address;
 
+  __device__ static Diagonals diagonals(char* memory, int stage) {
+    return {reinterpret_cast<float*>(memory + kDiagonalsAt + stage * Diagonals::kBytes)};
+  }
   __device__ uint32_t keys() const { return address; }
   __device__ uint32_t values() const { return address + kValuesAt; }
   __device__ uint32_t queries(int stage) const {
@@ -124,12 +131,13 @@ __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardPara
   }
 }
 
-template <class T, bool kHasBias, bool kIsPlain, int kIndex>
-__global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThreads, 1)
+template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                      const __grid_constant__ BackwardTensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Memory = HopperBackwardMemory<kHasBias, kIndex>;
+  using Memory = HopperBackwardMemory<kBias, kIndex>;
+  constexpr bool kHasTile = kBias == HopperBias::kTile, kHasTable = kBias == HopperBias::kTable;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = kDim / 8;
@@ -140,10 +148,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
   if (threadIdx.x == 0) {
     memory.keys_are_there().init(1);
     for (int stage = 0; stage < kStages; ++stage) {
-      memory.stage_is_there(stage).init(1);
+      memory.stage_is_there(stage).init(kHasTable ? 2 : 1);
       memory.stage_is_used(stage).init(4 * kWarpgroups);
     }
-    if constexpr (kHasBias) {
+    if constexpr (kHasTile) {
       for (int buffer = 0; buffer < 2; ++buffer) {
         memory.bias_is_there(buffer).init(1);
         memory.scores_are_used(buffer).init(1);
@@ -164,7 +172,22 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      if constexpr (kHasTable) {
+        if (threadIdx.x >= 64) return;
+        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+          const int stage = step % kStages, lane = static_cast<int>(threadIdx.x) % 32;
+          Memory::diagonals(shared_memory, stage)
+              .template fill<32>(lane, BiasRows<T>(params, batch, tiles.head), tiles.query,
+                                 first_key, params.queries, params.keys, [&] {
+                                   memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
+                                 });
+          __syncwarp();  // all lanes have written theirs
+          if (lane == 0) memory.stage_is_there(stage).arrive();
+        }
+      }
+      return;
+    }
     const bool is_first = threadIdx.x == 0;
     const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
                           int head, int row) {
@@ -191,7 +214,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
             params.rows_of_backward + params.row_index(batch, tiles.head, tiles.query), row_bytes,
             there);
       }
-      if constexpr (kHasBias) {
+      if constexpr (kHasTile) {
         const int buffer = step % 2;
         memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
         if (!is_first) continue;
@@ -286,12 +309,16 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
   };
   // Scores become weights; negative where dropout drops them.
   const auto weigh = [&](int stage, int step, int head, int query) {
-    if constexpr (kHasBias) {
+    if constexpr (kHasTile) {
       memory.bias_is_there(step % 2).wait(step / 2 & 1);
       add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
                TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
+    } else if constexpr (kHasTable) {
+      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+               DiagonalBias(Memory::diagonals(shared_memory, stage),
+                            64 * warpgroup + 16 * warp_in_group, 0));
     }
-    const float to_logit = kHasBias ? 1.f : params.scale;
+    const float to_logit = kBias == HopperBias::kNone ? params.scale : 1.f;
     const RowOfBackward* const rows = rows_of(stage);
 #pragma unroll
     for (int i = 0; i < 4 * kN; ++i) {
@@ -397,7 +424,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
     if (is_first_of_group) wait_for_reads_of_stores();
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
     sync_warpgroups<kWarpgroups>();
-    if constexpr (kHasBias) {
+    if constexpr (kHasTile) {
       if (step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
@@ -407,7 +434,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
-    if constexpr (kHasBias) {
+    if constexpr (kHasTile) {
       if (params.bias_gradient_kind == BiasGradient::kShared) {
         int bias_batch, bias_head;
         bias_entry(head, bias_batch, bias_head);

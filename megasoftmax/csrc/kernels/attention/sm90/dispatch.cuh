@@ -31,7 +31,8 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const int64_t blocks = std::min(items, most_blocks);
   params.tiles = Divider(tiles);
   params.tiled_batches = Divider(params.batches);
-  params.is_batch_first = params.bias.data != nullptr && params.batches_per_bias.divisor > 1;
+  params.is_batch_first =
+      hopper_bias(params) == HopperBias::kTile && params.batches_per_bias.divisor > 1;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, Together::kNot, 1, stream, params, maps);
 }
@@ -54,22 +55,29 @@ inline cudaError_t make_map_of_bias(CUtensorMap& map, const AttentionParams& par
                          params.keys, box_rows);
 }
 
-// Calls body.operator()<has_bias>().
+// Calls body.operator()<kind>() for what a launch has as a bias.
 template <class Body>
-cudaError_t with_bias(const AttentionParams& params, Body&& body) {
-  return params.bias.data != nullptr ? body.template operator()<true>()
-                                     : body.template operator()<false>();
+cudaError_t with_hopper_bias(const AttentionParams& params, Body&& body) {
+  switch (hopper_bias(params)) {
+    case HopperBias::kNone:
+      return body.template operator()<HopperBias::kNone>();
+    case HopperBias::kTile:
+      return body.template operator()<HopperBias::kTile>();
+    case HopperBias::kTable:
+      return body.template operator()<HopperBias::kTable>();
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream, bool& is_there) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    return with_bias(params, [&]<bool kHasBias>() {
-      using Memory = HopperMemory<kHasBias, kIndex>;
+    return with_hopper_bias(params, [&]<HopperBias kBias>() {
+      using Memory = HopperMemory<kBias, kIndex>;
       static const bool has_kernels =
-          has_code(attention_hopper_forward_kernel<T, kHasBias, false, kIndex>) &&
-          has_code(attention_hopper_forward_kernel<T, kHasBias, true, kIndex>);
+          has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
+          has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
       is_there = has_kernels;
       if (!is_there) return cudaSuccess;
       int most_blocks = INT32_MAX;
@@ -77,8 +85,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
       const auto kernel = is_plain(params)
-                              ? attention_hopper_forward_kernel<T, kHasBias, true, kIndex>
-                              : attention_hopper_forward_kernel<T, kHasBias, false, kIndex>;
+                              ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
+                              : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
       // Before the maps: it gives a new thread its context.
       MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
       TensorMaps maps;
@@ -88,7 +96,7 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-      if constexpr (kHasBias)
+      if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
       return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
                               most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
@@ -111,11 +119,11 @@ template <class T>
 cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
                                                cudaStream_t stream, bool& is_there) {
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
-    return with_bias(params, [&]<bool kHasBias>() {
-      using Memory = HopperBackwardMemory<kHasBias, kIndex>;
+    return with_hopper_bias(params, [&]<HopperBias kBias>() {
+      using Memory = HopperBackwardMemory<kBias, kIndex>;
       static const bool has_kernels =
-          has_code(attention_hopper_backward_kernel<T, kHasBias, false, kIndex>) &&
-          has_code(attention_hopper_backward_kernel<T, kHasBias, true, kIndex>);
+          has_code(attention_hopper_backward_kernel<T, kBias, false, kIndex>) &&
+          has_code(attention_hopper_backward_kernel<T, kBias, true, kIndex>);
       is_there = has_kernels;
       if (!is_there) return cudaSuccess;
       const Strided sums = contiguous(params.query_gradient_sum, DType::kFloat32, params.heads,
@@ -132,7 +140,7 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
           make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-      if constexpr (kHasBias) {
+      if constexpr (kBias == HopperBias::kTile) {
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
         if (params.bias_gradient_kind == BiasGradient::kDense) {
@@ -143,8 +151,8 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
         }
       }
       return launch_with_maps(is_plain(params)
-                                  ? attention_hopper_backward_kernel<T, kHasBias, true, kIndex>
-                                  : attention_hopper_backward_kernel<T, kHasBias, false, kIndex>,
+                                  ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
+                                  : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
                               divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
                               Memory::kThreads, Memory::kBytes, stream, params, maps);
     });

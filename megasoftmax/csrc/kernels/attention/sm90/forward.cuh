@@ -23,7 +23,7 @@ struct TensorMaps {
   CUtensorMap query, key, value, bias;
 };
 
-template <bool kHasBias, int kIndex>
+template <HopperBias kBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
@@ -32,7 +32,7 @@ struct HopperMemory {
   static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
 
   // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
-  // each stage and warpgroup; barriers.
+  // each stage and warpgroup, of a table that of each stage; barriers.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
@@ -40,20 +40,32 @@ struct HopperMemory {
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kResultsAt = kValuesAt + kStages * kKeyBytes;
   static constexpr int kBiasAt = kResultsAt + kWarpgroups * kQueryBytes;
-  static constexpr int kBiasStages = kTile.bias_stages;
-  static constexpr int kBiasPanelBytes = 64 * 128, kBiasBytes = kKeys / 64 * kBiasPanelBytes;
-  static constexpr int kBiasTiles = kHasBias ? kBiasStages * kWarpgroups : 0;
+  using Diagonals = DiagonalTile<false, kQueries, kKeys>;
+  static constexpr bool kIsTable = kBias == HopperBias::kTable;
+  static constexpr int kBiasStages = kIsTable ? kStages : kTile.bias_stages;
+  static constexpr int kBiasSharers = kIsTable ? kWarpgroups : 1;  // warpgroups with one tile of it
+  static constexpr int kBiasPanelBytes = 64 * 128;
+  static constexpr int kBiasBytes = kIsTable ? Diagonals::kBytes : kKeys / 64 * kBiasPanelBytes;
+  static constexpr int kBiasTilesOfStage = kWarpgroups / kBiasSharers;
+  static constexpr int kBiasTiles =
+      kBias == HopperBias::kNone ? 0 : kBiasStages * kBiasTilesOfStage;
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
   static constexpr int kBiasBarrier = 2 + 4 * kStages;
   static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
 
   uint32_t address;
 
+  __device__ static int bias_tile(int stage, int warpgroup) {
+    return stage * kBiasTilesOfStage + warpgroup / kBiasSharers;
+  }
+  __device__ static Diagonals diagonals(char* memory, int stage) {
+    return {reinterpret_cast<float*>(memory + kBiasAt + stage * kBiasBytes)};
+  }
   __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
   __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kKeyBytes; }
   __device__ uint32_t bias(int stage, int warpgroup) const {
-    return address + kBiasAt + (stage * kWarpgroups + warpgroup) * kBiasBytes;
+    return address + kBiasAt + bias_tile(stage, warpgroup) * kBiasBytes;
   }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier queries_are_there() const { return barrier(0); }
@@ -63,10 +75,10 @@ struct HopperMemory {
   __device__ Barrier keys_are_used(int stage) const { return barrier(2 + 2 * kStages + stage); }
   __device__ Barrier values_are_used(int stage) const { return barrier(2 + 3 * kStages + stage); }
   __device__ Barrier bias_is_there(int stage, int warpgroup) const {
-    return barrier(kBiasBarrier + 2 * (stage * kWarpgroups + warpgroup));
+    return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup));
   }
   __device__ Barrier bias_is_used(int stage, int warpgroup) const {
-    return barrier(kBiasBarrier + 2 * (stage * kWarpgroups + warpgroup) + 1);
+    return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
 };
 
@@ -126,15 +138,17 @@ class WorkOfBlock {
   int count_;
 };
 
-template <class T, bool kHasBias, bool kIsPlain, int kIndex>
-__global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
+template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_forward_kernel(const __grid_constant__ AttentionForwardParams params,
                                     const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Memory = HopperMemory<kHasBias, kIndex>;
+  using Memory = HopperMemory<kBias, kIndex>;
+  constexpr int kFillers = 3;  // the warps that fill in entries of a table
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kKeys / 8, kColumns = kDim / 8, kSteps = kKeys / 16;
+  constexpr bool kHasBias = kBias != HopperBias::kNone;
   using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
@@ -150,8 +164,8 @@ __global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
       memory.values_are_used(stage).init(4 * kWarpgroups);
     }
     for (int i = 0; i < Memory::kBiasTiles; ++i) {
-      memory.bias_is_there(i / kWarpgroups, i % kWarpgroups).init(1);
-      memory.bias_is_used(i / kWarpgroups, i % kWarpgroups).init(4);
+      memory.barrier(Memory::kBiasBarrier + 2 * i).init(Memory::kIsTable ? kFillers : 1);
+      memory.barrier(Memory::kBiasBarrier + 2 * i + 1).init(4 * Memory::kBiasSharers);
     }
     publish_barriers();
   }
@@ -161,7 +175,30 @@ __global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      if constexpr (Memory::kIsTable) {
+        for (; work.may_come(); ++work.turn) {
+          if (!work.is_left()) continue;
+          const TileOfQueries block(params, kQueries, work.number());
+          const BiasRows<T> bias(params, block.batch, block.head);
+          Tiles tiles(params, block, first_step);
+          for (; tiles.are_left(); tiles.advance(params, block)) {
+            const int stage = tiles.step % Memory::kBiasStages;
+            Memory::diagonals(shared_memory, stage)
+                .template fill<32 * kFillers>(static_cast<int>(threadIdx.x) - 32, bias,
+                                              block.first_query, tiles.key, params.queries,
+                                              params.keys, [&] {
+                                                memory.bias_is_used(stage, 0).wait(
+                                                    (tiles.step / Memory::kBiasStages & 1) ^ 1);
+                                              });
+            __syncwarp();  // all lanes have written theirs
+            if (threadIdx.x % 32 == 0) memory.bias_is_there(stage, 0).arrive();
+          }
+          first_step = uniform(tiles.step);
+        }
+      }
+      return;
+    }
     const bool is_first = threadIdx.x == 0;
     for (int done = 0; work.may_come(); ++work.turn) {
       if (!work.is_left()) continue;
@@ -188,7 +225,7 @@ __global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
         copy(shared, map, there, kKeys, key_head, key);
       };
       [[maybe_unused]] int bias_head, bias_batch;
-      if constexpr (kHasBias) {
+      if constexpr (kBias == HopperBias::kTile) {
         params.heads_per_bias.split(block.head, bias_head, rest);
         params.batches_per_bias.split(block.batch, bias_batch, rest);
       }
@@ -210,7 +247,7 @@ __global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
         const int stage = tiles.step % kStages;
         fill(memory.keys(stage), maps.key, memory.keys_are_there(stage),
              memory.keys_are_used(stage), tiles.step, tiles.key);
-        if constexpr (kHasBias) fill_bias(tiles.step, tiles.key);
+        if constexpr (kBias == HopperBias::kTile) fill_bias(tiles.step, tiles.key);
         fill(memory.values(stage), maps.value, memory.values_are_there(stage),
              memory.values_are_used(stage), tiles.step, tiles.key);
       }
@@ -286,13 +323,19 @@ __global__ void __launch_bounds__(HopperMemory<kHasBias, kIndex>::kThreads, 1)
       if constexpr (kHasBias) {
         const int stage = tiles.step % Memory::kBiasStages;
         memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-        using Panel = Tile<T, 64, 64>;
+        if constexpr (Memory::kIsTable) {
+          add_bias(scores, params.scale,
+                   DiagonalBias(Memory::diagonals(shared_memory, stage),
+                                64 * warpgroup + 16 * warp_in_group, 0));
+        } else {
+          using Panel = Tile<T, 64, 64>;
 #pragma unroll
-        for (int panel = 0; panel < kKeys / 64; ++panel)
-          add_bias(reinterpret_cast<Accumulators<1, 8>&>(scores[0][panel * 8]), params.scale,
-                   TileBias<T, false, Panel>(
-                       Panel{memory.bias(stage, warpgroup) + panel * Memory::kBiasPanelBytes},
-                       16 * warp_in_group, 0));
+          for (int panel = 0; panel < kKeys / 64; ++panel)
+            add_bias(reinterpret_cast<Accumulators<1, 8>&>(scores[0][panel * 8]), params.scale,
+                     TileBias<T, false, Panel>(
+                         Panel{memory.bias(stage, warpgroup) + panel * Memory::kBiasPanelBytes},
+                         16 * warp_in_group, 0));
+        }
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
       }
