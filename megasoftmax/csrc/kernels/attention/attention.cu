@@ -56,6 +56,20 @@ int attention_backward_keys(const AttentionParams& params) {
   return kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)].keys();
 }
 
+BiasGradient attention_bias_gradient(const AttentionBackwardParams& params, int64_t bias_queries,
+                                     int64_t bias_keys, bool is_deterministic) {
+  const BiasGradient kind = bias_gradient_kind(params, bias_queries, bias_keys, is_deterministic);
+  if (kind != BiasGradient::kShared ||
+      hopper_bias_blocks(params) != params.batches_per_bias.divisor || !may_use_hopper())
+    return kind;
+  const int tile = hopper_backward_tile(params);
+  if (tile < 0) return kind;
+  const bool is_there = params.query.type == DType::kFloat16
+                            ? attention_hopper_backward_is_there<__half>(tile, true)
+                            : attention_hopper_backward_is_there<__nv_bfloat16>(tile, true);
+  return is_there ? BiasGradient::kInCluster : kind;
+}
+
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;

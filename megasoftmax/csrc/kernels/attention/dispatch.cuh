@@ -147,12 +147,13 @@ cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t 
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream) {
-  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
-  // window leaves tiles out.
+  // Each entry of a dense gradient is written, once, where no tile is left out. In order, and in a
+  // cluster, only a window leaves tiles out.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool is_written =
       !has_window &&
       (params.bias_gradient_kind == BiasGradient::kInOrder ||
+       params.bias_gradient_kind == BiasGradient::kInCluster ||
        (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
   if (params.bias_gradient != nullptr && !is_written)
     MEGASOFTMAX_RETURN_IF_ERROR(
@@ -163,11 +164,11 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
         params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
   MEGASOFTMAX_RETURN_IF_ERROR(
       launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
-  bool is_done = false;
-  if (hopper_tile >= 0)
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        attention_hopper_backward_instance<T>(params, hopper_tile, stream, is_done));
-  if (!is_done) MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
+  const bool is_hopper = hopper_tile >= 0 && attention_hopper_backward_is_there<T>(
+                                                 hopper_tile, params.bias.data != nullptr);
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      is_hopper ? attention_hopper_backward_instance<T>(params, hopper_tile, stream)
+                : launch_backward<T>(params, stream));
   if (!has_sums) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
                      stream, params);

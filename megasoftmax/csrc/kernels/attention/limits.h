@@ -84,8 +84,8 @@ struct AttentionHopperBackwardTile {
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // head dim, queries, registers
-    {        64,     128,  24, 240},  // 420
-    {       128,      64,  24, 240},  // 556
+    {        64,     128,  32, 240},  // 420
+    {       128,      64,  32, 240},  // 556
 };
 // clang-format on
 

@@ -19,9 +19,12 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream);
-// Gradients of keys and values, and sums of those of queries. `is_there` as above.
+// Whether the code for 9.0a of a tile is there.
 template <class T>
-cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
-                                               cudaStream_t stream, bool& is_there);
+bool attention_hopper_backward_is_there(int index, bool has_bias);
+// Gradients of keys and values, and sums of those of queries.
+template <class T>
+cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, int index,
+                                               cudaStream_t stream);
 
 }  // namespace megasoftmax

@@ -50,7 +50,8 @@ struct HopperBackwardMemory {
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
-  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + (kHasBias ? 4 : 0));
+  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + (kHasBias ? 6 : 0));
+  static constexpr int kSummingWarps = 3;  // of the warpgroup that copies
 
   uint32_t address;
 
@@ -74,6 +75,9 @@ struct HopperBackwardMemory {
   __device__ Barrier bias_is_there(int buffer) const { return barrier(kBiasBarrier + buffer); }
   __device__ Barrier scores_are_used(int buffer) const {
     return barrier(kBiasBarrier + 2 + buffer);
+  }
+  __device__ Barrier gradients_are_there(int buffer) const {
+    return barrier(kBiasBarrier + 4 + buffer);
   }
 };
 
@@ -100,27 +104,41 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   }
 }
 
-// Adds gradients of scores, a tile in shared memory, to those of a bias that several share: a warp
-// takes rows of 128 keys.
-template <class T, int kQueries>
-__device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
-                                                     const char* panels, int bias_batch,
-                                                     int bias_head, int first_query,
-                                                     int first_key) {
-  const int thread = thread_index_anew() % 256, lane = thread % 32, warp = thread / 32;
-  const int key = first_key + 4 * lane;
-  if (key >= params.keys) return;
-  const int64_t first_row =
-      (bias_batch * params.bias_heads() + bias_head) * params.queries + first_query;
-  float* const gradient = static_cast<float*>(params.bias_gradient) + first_row * params.keys + key;
-  const char* const panel = panels + lane / 16 * (kQueries * 128) + lane % 2 * 8;
+// Of a bias that batches or heads share, sums over what shares an entry. The blocks of a cluster
+// have the same tile of it, each the gradients of scores of its batch in shared memory. Each block
+// adds them up for some of the rows, always in the same order, by the warps that do not copy.
+template <class T, class Memory>
+__device__ __forceinline__ void sum_over_blocks(const AttentionBackwardParams& params,
+                                                const Memory& memory, int buffer, int bias_batch,
+                                                int bias_head, int first_query, int first_key) {
+  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32 - 1;
+  const int blocks = params.bias_blocks, rows = Memory::kQueries / blocks;
+  const int chunk = lane % 16, key = first_key + 8 * chunk;
+  const int first_row = static_cast<int>(blockIdx.x) % blocks * rows + lane / 16;
+  const bool is_whole = params.bias_gradient_kind == BiasGradient::kInCluster;
+  for (int row = first_row + 2 * warp; row < first_row + rows; row += 2 * Memory::kSummingWarps) {
+    const uint32_t place = memory.scores(buffer) + chunk / 8 * Memory::kScorePanelBytes +
+                           Tile<T, Memory::kQueries, 64>::offset(row, chunk % 8);
+    float sums[8] = {};
+    for (int block = 0; block < blocks; ++block) {
+      Pack<T> eight;
+      load_from_block(eight.words, place, block);
 #pragma unroll
-  for (int i = 0; i < kQueries / 8; ++i) {
-    const int row = warp + 8 * i;
-    if (first_query + row >= params.queries) break;
-    const auto four = *reinterpret_cast<const Pack<T, 4>*>(
-        panel + Tile<T, kQueries, 64>::offset(row, lane % 16 / 2));
-    add_to_global(gradient + int64_t{row} * params.keys, four[0], four[1], four[2], four[3]);
+      for (int i = 0; i < 8; ++i) sums[i] += eight[i];
+    }
+    const int query = first_query + row;
+    if (query >= params.queries || key >= params.keys) continue;
+    const int64_t entry =
+        ((bias_batch * params.bias_heads() + bias_head) * params.queries + query) * params.keys +
+        key;
+    if (is_whole) {
+      *reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) + entry) =
+          Pack<T>::round(sums);
+    } else {
+      float* const gradient = static_cast<float*>(params.bias_gradient) + entry;
+      add_to_global(gradient, sums[0], sums[1], sums[2], sums[3]);
+      add_to_global(gradient + 4, sums[4], sums[5], sums[6], sums[7]);
+    }
   }
 }
 
@@ -137,6 +155,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
+  const bool is_summed = kHasBias && (params.bias_gradient_kind == BiasGradient::kShared ||
+                                      params.bias_gradient_kind == BiasGradient::kInCluster);
+
   if (threadIdx.x == 0) {
     memory.keys_are_there().init(1);
     for (int stage = 0; stage < kStages; ++stage) {
@@ -146,12 +167,18 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
     if constexpr (kHasBias) {
       for (int buffer = 0; buffer < 2; ++buffer) {
         memory.bias_is_there(buffer).init(1);
-        memory.scores_are_used(buffer).init(1);
+        memory.scores_are_used(buffer).init(
+            1 + (is_summed ? Memory::kSummingWarps * params.bias_blocks : 0));
+        memory.gradients_are_there(buffer).init(params.bias_blocks);
       }
     }
     publish_barriers();
   }
-  __syncthreads();
+  if (is_summed) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
   int first_key, key_head, batch;
   params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
@@ -164,7 +191,23 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      if constexpr (kHasBias) {
+        if (!is_summed) return;
+        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+          const int buffer = step % 2;
+          memory.gradients_are_there(buffer).wait_for_blocks(step / 2 & 1);
+          int bias_batch, bias_head;
+          bias_entry(tiles.head, bias_batch, bias_head);
+          sum_over_blocks<T>(params, memory, buffer, bias_batch, bias_head, tiles.query, first_key);
+          __syncwarp();  // all lanes have read
+          const int lane = static_cast<int>(threadIdx.x) % 32;
+          if (lane < params.bias_blocks) memory.scores_are_used(buffer).arrive_at(lane);
+        }
+        sync_cluster();
+      }
+      return;
+    }
     const bool is_first = threadIdx.x == 0;
     const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
                           int head, int row) {
@@ -193,7 +236,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
       }
       if constexpr (kHasBias) {
         const int buffer = step % 2;
-        memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
+        memory.scores_are_used(buffer).wait_for_blocks((step / 2 & 1) ^ 1);
         if (!is_first) continue;
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
@@ -203,6 +246,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
           start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
                             first_key + 64 * i, tiles.query, bias_head, bias_batch);
       }
+    }
+    if (is_summed) {
+      __syncwarp();
+      sync_cluster();
     }
     return;
   }
@@ -403,19 +450,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
                            batch);  // with the sums that follow
+      if (is_summed && threadIdx.x / 32 == 4 && lane < params.bias_blocks)
+        memory.gradients_are_there(step % 2).arrive_at(lane);
     }
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
-    if constexpr (kHasBias) {
-      if (params.bias_gradient_kind == BiasGradient::kShared) {
-        int bias_batch, bias_head;
-        bias_entry(head, bias_batch, bias_head);
-        add_to_bias_gradient<T, kQueries>(
-            params, shared_memory + Memory::kScoresAt + step % 2 * Memory::kScoreBytes, bias_batch,
-            bias_head, query, first_key);
-      }
-    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -451,6 +491,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kHasBias, kIndex>::kThrea
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+  if (is_summed) sync_cluster();  // other blocks have read this one's
 #endif
 }
 
