@@ -598,6 +598,22 @@ def test_dispatch_modes_see_the_op(served: list[bool]):
     assert f"{NAMESPACE}::softmax_backward" in seen
 
 
+def test_function_modes_see_the_seed(served: list[bool]):
+    """A regression of training steps tells by it what two models drop."""
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    query = normal(1, 2, 4, 8, dtype=torch.bfloat16).detach()
+    with Mode():
+        megasoftmax.attention(query, query, query, dropout=0.5)
+    assert served == [False]
+    assert torch.randint in seen
+
+
 def test_traces_before_autograd_are_declined(served: list[bool]):
     """Another dispatch mode than those of the test above."""
     make_fx(lambda x: megasoftmax.softmax(x), pre_dispatch=True)(torch.randn(2, 3))

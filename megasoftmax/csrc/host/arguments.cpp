@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
@@ -70,7 +71,8 @@ bool is_relative(PyObject* bias) {
 bool is_transformed() {
   const auto& included = c10::impl::tls_local_dispatch_key_set().included_;
   return !c10::default_included_set.has_all(included) ||
-         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
+         at::impl::torch_function_mode_enabled();
 }
 
 bool is_plain(const Tensor& tensor) {

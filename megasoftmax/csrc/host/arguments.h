@@ -24,7 +24,7 @@ struct Admission {
 void admit(at::Device device, Admission admission);
 Admission admission_of(at::Device device);
 
-// Whether calls of this thread are traced or transformed: by a dispatch mode, torch.func,
+// Whether calls of this thread are traced or transformed: by a dispatch or function mode, torch.func,
 // torch.jit.trace or forward-mode differentiation.
 bool is_transformed();
 

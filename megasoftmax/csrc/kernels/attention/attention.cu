@@ -30,6 +30,17 @@ std::atomic<bool> are_portable_alone{false};
 
 bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
 
+// The tile of Hopper's backward, where that runs, or -1.
+int hopper_backward(const AttentionBackwardParams& params) {
+  const int tile = may_use_hopper() ? hopper_backward_tile(params) : -1;
+  if (tile < 0) return -1;
+  const HopperBias bias = hopper_bias(params);
+  const bool is_there = params.query.type == DType::kFloat16
+                            ? attention_hopper_backward_is_there<__half>(tile, bias)
+                            : attention_hopper_backward_is_there<__nv_bfloat16>(tile, bias);
+  return is_there ? tile : -1;
+}
+
 }  // namespace
 
 int attention_forward_splits(const AttentionParams& params) {
@@ -52,14 +63,25 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
                  : attention_forward_instance<__nv_bfloat16>(params, stream);
 }
 
-int attention_backward_keys(const AttentionParams& params) {
-  return kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)].keys();
+int attention_backward_keys(const AttentionBackwardParams& params) {
+  return hopper_backward(params) >= 0
+             ? AttentionHopperBackwardTile::keys()
+             : kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)].keys();
+}
+
+BiasGradient attention_bias_gradient(const AttentionBackwardParams& params, int64_t bias_queries,
+                                     int64_t bias_keys, bool is_deterministic) {
+  const BiasGradient kind = bias_gradient_kind(params, bias_queries, bias_keys, is_deterministic);
+  const bool is_in_cluster = kind == BiasGradient::kShared &&
+                             hopper_bias_blocks(params) == params.batches_per_bias.divisor &&
+                             hopper_backward(params) >= 0;
+  return is_in_cluster ? BiasGradient::kInCluster : kind;
 }
 
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  const int tile = may_use_hopper() ? hopper_backward_tile(params) : -1;
+  const int tile = hopper_backward(params);
   return params.query.type == DType::kFloat16
              ? attention_backward_instance<__half>(params, tile, stream)
              : attention_backward_instance<__nv_bfloat16>(params, tile, stream);

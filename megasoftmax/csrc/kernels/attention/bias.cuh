@@ -36,14 +36,13 @@ struct BiasRows {
   __device__ const T* row(int query) const {
     return static_cast<const T*>(first) + query * query_stride;
   }
-  __device__ float operator()(int query, int key) const {
-    return at(query * query_stride + key * key_stride);
+  // Of a relative bias of such elements: the entry of queries and keys so far apart.
+  template <class Element>
+  __device__ float at_distance(int distance) const {
+    return to_float(static_cast<const Element*>(first)[distance * key_stride]);
   }
-  // Of a relative bias: the entry of all queries and keys so far apart.
-  __device__ float at_distance(int distance) const { return at(distance * key_stride); }
-
- private:
-  __device__ float at(int64_t offset) const {
+  __device__ float operator()(int query, int key) const {
+    const int64_t offset = query * query_stride + key * key_stride;
     return type == DType::kFloat32 ? static_cast<const float*>(first)[offset]
                                    : to_float(static_cast<const T*>(first)[offset]);
   }
@@ -68,8 +67,10 @@ struct FloatBiasTile {
     const int thread = thread_index_anew();
     if (is_relative) {
       for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
+        // The entry of any query and key of the diagonal.
         const int distance = i - (kQueries - 1) + first_key - first_query;
-        values[i] = distance > -queries && distance < keys ? bias.at_distance(distance) : 0.f;
+        const int query = max(-distance, 0), key = max(distance, 0);
+        values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
       }
       return;
     }
@@ -117,19 +118,24 @@ struct DiagonalTile {
 
   float* values;
 
-  // By so many threads, which call `wait` before they write. Distances that no query and key of the
-  // tensor have become 0.
+  // By so many threads, which call `wait` before they write. What lies beyond the tensor plays no
+  // part.
   template <int kThreads, class T, class Wait>
   __device__ __forceinline__ void fill(int thread, const BiasRows<T>& bias, int first_query,
                                        int first_key, int queries, int keys, Wait&& wait) const {
     constexpr int kEach = divide_up(kCount, kThreads);
     float entries[kEach];
+    const auto load = [&]<class Element>() {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int offset = thread + j * kThreads - kLastRow;
-      const int distance = (kKeysInRows ? -offset : offset) + first_key - first_query;
-      entries[j] = distance > -queries && distance < keys ? bias.at_distance(distance) : 0.f;
-    }
+      for (int j = 0; j < kEach; ++j) {
+        const int offset = thread + j * kThreads - kLastRow;
+        const int distance = (kKeysInRows ? -offset : offset) + first_key - first_query;
+        entries[j] = bias.template at_distance<Element>(min(max(distance, 1 - queries), keys - 1));
+      }
+    };
+    // Without a branch between them all loads are on their way at a time.
+    bias.type == DType::kFloat32 ? load.template operator()<float>()
+                                 : load.template operator()<T>();
     wait();
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {

@@ -107,6 +107,16 @@ cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tile
                       stream, params);
 }
 
+// The gradient of a table, where that is wanted, from sums along diagonals of tiles of kKeys keys.
+template <int kKeys>
+cudaError_t launch_diagonals(const AttentionBackwardParams& params, cudaStream_t stream) {
+  if (params.bias_gradient_kind != BiasGradient::kDiagonals) return cudaSuccess;
+  return launch_flat(
+      attention_diagonals_kernel<kKeys>,
+      params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1), 256, stream,
+      params);
+}
+
 // What rows need is there; gradients of queries may be sums yet.
 template <class T>
 cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
@@ -133,11 +143,7 @@ cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t 
           return launch_of_keys<Memory>(attention_bias_gradient_kernel<T, kBias, kIndex>,
                                         key_tiles * divide_up(params.queries, Memory::kQueries),
                                         params.bias_heads(), params.bias_batches(), stream, params);
-        if (params.bias_gradient_kind == BiasGradient::kDiagonals)
-          return launch_flat(
-              attention_diagonals_kernel<Memory::kKeys>,
-              params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1), 256,
-              stream, params);
+        return launch_diagonals<Memory::kKeys>(params, stream);
       }
       return cudaSuccess;
     });
@@ -147,12 +153,13 @@ cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t 
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream) {
-  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
-  // window leaves tiles out.
+  // Each entry of a dense gradient is written, once, where no tile is left out. In order, and in a
+  // cluster, only a window leaves tiles out.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool is_written =
       !has_window &&
       (params.bias_gradient_kind == BiasGradient::kInOrder ||
+       params.bias_gradient_kind == BiasGradient::kInCluster ||
        (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
   if (params.bias_gradient != nullptr && !is_written)
     MEGASOFTMAX_RETURN_IF_ERROR(
@@ -163,11 +170,13 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
         params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
   MEGASOFTMAX_RETURN_IF_ERROR(
       launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
-  bool is_done = false;
-  if (hopper_tile >= 0)
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        attention_hopper_backward_instance<T>(params, hopper_tile, stream, is_done));
-  if (!is_done) MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
+  if (hopper_tile >= 0) {
+    MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_backward_instance<T>(params, hopper_tile, stream));
+    constexpr int kKeys = AttentionHopperBackwardTile::keys();
+    MEGASOFTMAX_RETURN_IF_ERROR(launch_diagonals<kKeys>(params, stream));
+  } else {
+    MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
+  }
   if (!has_sums) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
                      stream, params);

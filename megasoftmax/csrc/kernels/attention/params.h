@@ -91,6 +91,7 @@ enum class BiasGradient {
   kQueries,    // its sums over keys: [batches, heads, queries], float32
   kShared,     // its sums over what shares an entry of the bias, in any order, float32
   kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
+  kInCluster,  // as dense, summed over batches that share an entry, by a cluster of Hopper's blocks
   kDiagonals,  // its sums along diagonals, tile by tile of keys
 };
 
@@ -111,7 +112,18 @@ struct AttentionBackwardParams : AttentionParams {
   BiasGradient bias_gradient_kind = BiasGradient::kNone;
   void* bias_gradient = nullptr;  // contiguous
   int64_t bias_gradient_bytes = 0;
+  int bias_blocks = 1;  // set by the launcher: blocks that sum it together, each of a batch
   float* table_gradient = nullptr;  // of diagonals: as the bias, but float32 and contiguous
 };
+
+// Sums along diagonals of a tile of kKeys keys, of which each tile has its own: [batches, heads,
+// tiles, kKeys - 1 + queries]. Number d is that of key - first key - query = d - (queries - 1).
+template <int kKeys>
+__device__ float* diagonals_of(const AttentionBackwardParams& params, int batch, int head,
+                               int first_key) {
+  const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
+  return static_cast<float*>(params.bias_gradient) +
+         ((batch * params.heads + head) * tiles + first_key / kKeys) * diagonals;
+}
 
 }  // namespace megasoftmax

@@ -180,9 +180,11 @@ __device__ inline void add_to_global(float* pair, float first, float second) {
 
 // The same of four, which begin at a multiple of 16 bytes; of Hopper and later.
 __device__ inline void add_to_global(float* four, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(four), "f"(a), "f"(b), "f"(c),
                "f"(d)
                : "memory");
+#endif
 }
 
 // Stops the compiler from computing an address in shared memory anew wherever it is used.
@@ -218,6 +220,10 @@ __device__ inline void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+__device__ inline void sync_cluster() {
+  arrive_at_cluster();
+  wait_for_cluster();
 }
 __device__ inline void store_to_cluster(void* shared, int block, uint64_t value) {
 #if __CUDA_ARCH__ >= 900

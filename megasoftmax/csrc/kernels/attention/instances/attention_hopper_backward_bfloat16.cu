@@ -1,6 +1,7 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t attention_hopper_backward_instance<__nv_bfloat16>(
-    const AttentionBackwardParams&, int, cudaStream_t, bool&);
+template bool attention_hopper_backward_is_there<__nv_bfloat16>(int, HopperBias);
+template cudaError_t attention_hopper_backward_instance<__nv_bfloat16>(AttentionBackwardParams, int,
+                                                                       cudaStream_t);
 }  // namespace megasoftmax

@@ -1,6 +1,7 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t attention_hopper_backward_instance<__half>(const AttentionBackwardParams&, int,
-                                                                cudaStream_t, bool&);
+template bool attention_hopper_backward_is_there<__half>(int, HopperBias);
+template cudaError_t attention_hopper_backward_instance<__half>(AttentionBackwardParams, int,
+                                                                cudaStream_t);
 }  // namespace megasoftmax

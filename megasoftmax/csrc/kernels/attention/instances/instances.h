@@ -5,7 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../common/vector.cuh"
-#include "../params.h"
+#include "../plan.h"
 
 namespace megasoftmax {
 
@@ -15,13 +15,16 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
 template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream, bool& is_there);
-// With the kernels of `hopper_tile`, where it is none of -1 and the code for 9.0a is there.
+// With Hopper's kernels of `hopper_tile`, or with the portable ones where it is -1.
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream);
-// Gradients of keys and values, and sums of those of queries. `is_there` as above.
+// Whether the code for 9.0a of a tile is there.
 template <class T>
-cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
-                                               cudaStream_t stream, bool& is_there);
+bool attention_hopper_backward_is_there(int index, HopperBias bias);
+// Gradients of keys and values, and sums of those of queries.
+template <class T>
+cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, int index,
+                                               cudaStream_t stream);
 
 }  // namespace megasoftmax

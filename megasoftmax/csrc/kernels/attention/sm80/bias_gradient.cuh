@@ -203,19 +203,14 @@ struct KeysBiasGradient : NoBiasGradient {
   }
 };
 
-// Sums along diagonals, each by one thread in one order. Each tile of keys has sums of its own:
-// [batches, heads, tiles, kKeys - 1 + queries], of which number d is that of key - first key -
-// query = d - (queries - 1).
+// Sums along diagonals, each by one thread in one order.
 template <class ScoreTile>
 struct DiagonalsBiasGradient : NoBiasGradient {
   __device__ static void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
                                      const char* scores) {
     constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
     const int thread = thread_index_anew();
-    const int64_t tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
-    float* const sums =
-        static_cast<float*>(params.bias_gradient) +
-        ((int64_t{at.batch} * params.heads + at.head) * tiles + at.key / kKeys) * diagonals;
+    float* const sums = diagonals_of<kKeys>(params, at.batch, at.head, at.key);
     // Key - query inside the tile.
     const int distance = thread - (kQueries - 1);
     if (distance >= kKeys) return;

@@ -25,18 +25,98 @@ struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
+// Sums along diagonals of tiles of gradients of scores, which lie as products read them, by two
+// warps. First blocks of 8 x 8 gradients that lie diagonally behind each other are added up, a row
+// of each by a thread; then the diagonals of these sums.
+template <int kKeys, int kQueries>
+struct SumsOfDiagonals {
+  static constexpr int kThreads = 64, kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
+  // Sums are followed and led by a block of zeros. Of a block 8 rows, and space: so a thread each
+  // for neighbouring diagonals reads another bank.
+  static constexpr int kBlocks = kKeyBlocks + kQueryBlocks + 1, kPitch = 72;
+  static constexpr int kBytes = kBlocks * kPitch * 4;
+  static_assert(kKeyBlocks % 8 == 0 && kQueryBlocks <= kKeyBlocks);
+
+  float* sums;
+
+  __device__ static int thread() { return thread_index_anew() % kThreads; }
+  __device__ void clear() const {
+    const int thread = this->thread();
+    sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
+  }
+  // A thread has half of a row of a pair of blocks at a time.
+  template <class T>
+  __device__ __forceinline__ void add_blocks(uint32_t scores) const {
+    constexpr uint32_t kPanelBytes = kQueries * 128, kAtATime = 4;
+    const uint32_t thread = this->thread(), row = thread / 2 % 8, half = thread % 2;
+    const uint32_t first_of_row = scores + row * 128 + half * 8;
+    float* const sums_of_row = sums + kQueryBlocks * kPitch + row * 8 + half * 4;
+#pragma unroll 1
+    for (uint32_t first = thread / 16; first < kKeyBlocks; first += kThreads / 16) {
+      float of_row[4] = {};
+      // Of the block whose keys are so many eights after its queries.
+      const auto store = [&](int distance) {
+        *reinterpret_cast<float4*>(sums_of_row + distance * kPitch) =
+            make_float4(of_row[0], of_row[1], of_row[2], of_row[3]);
+      };
+#pragma unroll 1
+      for (uint32_t begin = 0; begin < kQueryBlocks; begin += kAtATime) {
+        Pack<T, 4> fours[kAtATime];
+#pragma unroll
+        for (uint32_t i = 0; i < kAtATime; ++i) {
+          // Behind the last key comes the first one again.
+          const uint32_t chunk = (first + begin + i) % kKeyBlocks * 16;
+          load_pair(fours[i].words, first_of_row + (begin + i) * 1024 + chunk / 128 * kPanelBytes +
+                                        (chunk % 128 ^ row * 16));
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kAtATime; ++i) {
+          if (first + begin + i == kKeyBlocks) {
+            store(first);
+#pragma unroll
+            for (float& sum : of_row) sum = 0.f;
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) of_row[j] += fours[i][j];
+        }
+      }
+      store(first + kQueryBlocks > kKeyBlocks ? static_cast<int>(first) - kKeyBlocks : first);
+    }
+  }
+  // Adds them to `diagonals`, of which that of the tile's first query and key is number `first`.
+  // Each of those always gets its sums from the same thread, and so in the same order.
+  __device__ __forceinline__ void add_to(float* diagonals, int first) const {
+    const int thread = this->thread();
+    constexpr int kCount = kKeys + kQueries - 1, kEach = divide_up(kCount, kThreads);
+    static_assert(kQueries % kThreads == 0);
+#pragma unroll 1
+    for (int i = 0; i < kEach; ++i) {
+      const int number = thread + i * kThreads, diagonal = first + number - (kQueries - 1);
+      if (number >= kCount || diagonal < 0) continue;
+      const int offset = (number + 1) % 8;
+      const float* const block = sums + (number + 1) / 8 * kPitch + offset;
+      const float* const next_block = block + kPitch - 8;
+      float sum = 0.f;
+#pragma unroll
+      for (int row = 0; row < 8; ++row) sum += (row + offset < 8 ? block : next_block)[row * 9];
+      add_to_global(diagonals + diagonal, sum);
+    }
+  }
+};
+
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kPanels = kDim / 64, kQueryPanels = kQueries / 64, kStages = 2;
+  static_assert(are_there_registers(kWarpgroups, kTile.copier_registers, kTile.registers));
   static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
   // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
-  // table gives each stage; barriers.
+  // table gives each stage, and sums for its gradient; barriers.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
@@ -49,12 +129,16 @@ struct HopperBackwardMemory {
   static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
+  using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
   static constexpr int kDiagonalsAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kDiagonalSumsAt = kDiagonalsAt + kStages * Diagonals::kBytes;
   static constexpr int kBarriersAt =
-      kDiagonalsAt + (kBias == HopperBias::kTable ? kStages * Diagonals::kBytes : 0);
+      kBias == HopperBias::kTable ? kDiagonalSumsAt + DiagonalSums::kBytes : kDiagonalsAt;
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
-      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 4));
+      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6));
+  // Of the warpgroup that copies. With a table, another of its warps fills in the entries.
+  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
 
   uint32_t address;
 
@@ -82,6 +166,9 @@ struct HopperBackwardMemory {
   __device__ Barrier scores_are_used(int buffer) const {
     return barrier(kBiasBarrier + 2 + buffer);
   }
+  __device__ Barrier gradients_are_there(int buffer) const {
+    return barrier(kBiasBarrier + 4 + buffer);
+  }
 };
 
 // Writes 64 x 64 results of a warpgroup to two panels of 32 columns, swizzled as tensor copies read
@@ -107,27 +194,41 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   }
 }
 
-// Adds gradients of scores, a tile in shared memory, to those of a bias that several share: a warp
-// takes rows of 128 keys.
-template <class T, int kQueries>
-__device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
-                                                     const char* panels, int bias_batch,
-                                                     int bias_head, int first_query,
-                                                     int first_key) {
-  const int thread = thread_index_anew() % 256, lane = thread % 32, warp = thread / 32;
-  const int key = first_key + 4 * lane;
-  if (key >= params.keys) return;
-  const int64_t first_row =
-      (bias_batch * params.bias_heads() + bias_head) * params.queries + first_query;
-  float* const gradient = static_cast<float*>(params.bias_gradient) + first_row * params.keys + key;
-  const char* const panel = panels + lane / 16 * (kQueries * 128) + lane % 2 * 8;
+// Of a bias that batches or heads share, sums over what shares an entry. The blocks of a cluster
+// have the same tile of it, each the gradients of scores of its batch in shared memory. Each block
+// adds them up for some of the rows, always in the same order, by the warps that do not copy.
+template <class T, class Memory>
+__device__ __forceinline__ void sum_over_blocks(const AttentionBackwardParams& params,
+                                                const Memory& memory, int buffer, int bias_batch,
+                                                int bias_head, int first_query, int first_key) {
+  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32 - 1;
+  const int blocks = params.bias_blocks, rows = Memory::kQueries / blocks;
+  const int chunk = lane % 16, key = first_key + 8 * chunk;
+  const int first_row = static_cast<int>(blockIdx.x) % blocks * rows + lane / 16;
+  const bool is_whole = params.bias_gradient_kind == BiasGradient::kInCluster;
+  for (int row = first_row + 2 * warp; row < first_row + rows; row += 2 * Memory::kSummingWarps) {
+    const uint32_t place = memory.scores(buffer) + chunk / 8 * Memory::kScorePanelBytes +
+                           Tile<T, Memory::kQueries, 64>::offset(row, chunk % 8);
+    float sums[8] = {};
+    for (int block = 0; block < blocks; ++block) {
+      Pack<T> eight;
+      load_from_block(eight.words, place, block);
 #pragma unroll
-  for (int i = 0; i < kQueries / 8; ++i) {
-    const int row = warp + 8 * i;
-    if (first_query + row >= params.queries) break;
-    const auto four = *reinterpret_cast<const Pack<T, 4>*>(
-        panel + Tile<T, kQueries, 64>::offset(row, lane % 16 / 2));
-    add_to_global(gradient + int64_t{row} * params.keys, four[0], four[1], four[2], four[3]);
+      for (int i = 0; i < 8; ++i) sums[i] += eight[i];
+    }
+    const int query = first_query + row;
+    if (query >= params.queries || key >= params.keys) continue;
+    const int64_t entry =
+        ((bias_batch * params.bias_heads() + bias_head) * params.queries + query) * params.keys +
+        key;
+    if (is_whole) {
+      *reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) + entry) =
+          Pack<T>::round(sums);
+    } else {
+      float* const gradient = static_cast<float*>(params.bias_gradient) + entry;
+      add_to_global(gradient, sums[0], sums[1], sums[2], sums[3]);
+      add_to_global(gradient + 4, sums[4], sums[5], sums[6], sums[7]);
+    }
   }
 }
 
@@ -145,25 +246,38 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
+  const bool is_summed = kHasTile && (params.bias_gradient_kind == BiasGradient::kShared ||
+                                      params.bias_gradient_kind == BiasGradient::kInCluster);
+
   if (threadIdx.x == 0) {
     memory.keys_are_there().init(1);
     for (int stage = 0; stage < kStages; ++stage) {
       memory.stage_is_there(stage).init(kHasTable ? 2 : 1);
       memory.stage_is_used(stage).init(4 * kWarpgroups);
     }
-    if constexpr (kHasTile) {
-      for (int buffer = 0; buffer < 2; ++buffer) {
+    for (int buffer = 0; buffer < (kBias == HopperBias::kNone ? 0 : 2); ++buffer) {
+      if constexpr (kHasTile) {
         memory.bias_is_there(buffer).init(1);
-        memory.scores_are_used(buffer).init(1);
+        memory.scores_are_used(buffer).init(
+            1 + (is_summed ? Memory::kSummingWarps * params.bias_blocks : 0));
+        memory.gradients_are_there(buffer).init(params.bias_blocks);
+      } else {
+        memory.scores_are_used(buffer).init(Memory::kSummingWarps);
+        memory.gradients_are_there(buffer).init(1);
       }
     }
     publish_barriers();
   }
-  __syncthreads();
+  if (is_summed) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
   int first_key, key_head, batch;
   params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+  const bool has_diagonals = kHasTable && params.bias_gradient_kind == BiasGradient::kDiagonals;
   const auto bias_entry = [&](int head, int& bias_batch, int& bias_head) {
     int rest;
     params.batches_per_bias.split(batch, bias_batch, rest);
@@ -174,17 +288,50 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     give_registers<Memory::kTile.copier_registers>();
     if (threadIdx.x >= 32) {
       if constexpr (kHasTable) {
-        if (threadIdx.x >= 64) return;
-        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-          const int stage = step % kStages, lane = static_cast<int>(threadIdx.x) % 32;
-          Memory::diagonals(shared_memory, stage)
-              .template fill<32>(lane, BiasRows<T>(params, batch, tiles.head), tiles.query,
-                                 first_key, params.queries, params.keys, [&] {
-                                   memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
-                                 });
-          __syncwarp();  // all lanes have written theirs
-          if (lane == 0) memory.stage_is_there(stage).arrive();
+        const int warp = static_cast<int>(threadIdx.x) / 32;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (warp == 1) {
+          for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+            const int stage = step % kStages;
+            Memory::diagonals(shared_memory, stage)
+                .template fill<32>(thread_index_anew() % 32, BiasRows<T>(params, batch, tiles.head),
+                                   tiles.query, first_key, params.queries, params.keys, [&] {
+                                     memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
+                                   });
+            __syncwarp();  // all lanes have written theirs
+            if (lane == 0) memory.stage_is_there(stage).arrive();
+          }
+          return;
         }
+        if (!has_diagonals) return;
+        const typename Memory::DiagonalSums sums{
+            reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
+        sums.clear();
+        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+          const int buffer = step % 2;
+          memory.gradients_are_there(buffer).wait(step / 2 & 1);
+          sums.template add_blocks<T>(memory.scores(buffer));
+          __syncwarp();  // all lanes have read theirs
+          if (lane == 0) memory.scores_are_used(buffer).arrive();
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
+          sums.add_to(diagonals_of<kKeys>(params, batch, tiles.head, first_key),
+                      params.queries - 1 - tiles.query);
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
+        }
+      }
+      if constexpr (kHasTile) {
+        if (!is_summed) return;
+        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+          const int buffer = step % 2;
+          memory.gradients_are_there(buffer).wait_for_blocks(step / 2 & 1);
+          int bias_batch, bias_head;
+          bias_entry(tiles.head, bias_batch, bias_head);
+          sum_over_blocks<T>(params, memory, buffer, bias_batch, bias_head, tiles.query, first_key);
+          __syncwarp();  // all lanes have read
+          const int lane = static_cast<int>(threadIdx.x) % 32;
+          if (lane < params.bias_blocks) memory.scores_are_used(buffer).arrive_at(lane);
+        }
+        sync_cluster();
       }
       return;
     }
@@ -216,7 +363,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       }
       if constexpr (kHasTile) {
         const int buffer = step % 2;
-        memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
+        memory.scores_are_used(buffer).wait_for_blocks((step / 2 & 1) ^ 1);
         if (!is_first) continue;
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
@@ -226,6 +373,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
                             first_key + 64 * i, tiles.query, bias_head, bias_batch);
       }
+    }
+    if (is_summed) {
+      __syncwarp();
+      sync_cluster();
     }
     return;
   }
@@ -419,6 +570,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     find_score_gradients_of(stage);
     exclude(excluded, gradients);
     if constexpr (!kIsEarly) multiply_weights_of(stage);
+    if (has_diagonals) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);
     publish_writes();
     if (is_first_of_group) wait_for_reads_of_stores();
@@ -430,19 +582,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
                            batch);  // with the sums that follow
+      if (is_summed && threadIdx.x / 32 == 4 && lane < params.bias_blocks)
+        memory.gradients_are_there(step % 2).arrive_at(lane);
     }
+    if (has_diagonals && warpgroup == 0 && is_first_of_group)
+      memory.gradients_are_there(step % 2).arrive();
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
-    if constexpr (kHasTile) {
-      if (params.bias_gradient_kind == BiasGradient::kShared) {
-        int bias_batch, bias_head;
-        bias_entry(head, bias_batch, bias_head);
-        add_to_bias_gradient<T, kQueries>(
-            params, shared_memory + Memory::kScoresAt + step % 2 * Memory::kScoreBytes, bias_batch,
-            bias_head, query, first_key);
-      }
-    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -478,6 +625,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+  if (is_summed) sync_cluster();  // other blocks have read this one's
 #endif
 }
 

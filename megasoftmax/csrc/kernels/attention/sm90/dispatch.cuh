@@ -25,7 +25,8 @@ bool has_code(Kernel* kernel) {
 template <class Params, class Maps>
 cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
                              int64_t most_blocks, int threads, int shared_bytes,
-                             cudaStream_t stream, Params params, const Maps& maps) {
+                             cudaStream_t stream, Params params, const Maps& maps,
+                             int cluster = 1) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
@@ -34,7 +35,8 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   params.is_batch_first =
       hopper_bias(params) == HopperBias::kTile && params.batches_per_bias.divisor > 1;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, Together::kNot, 1, stream, params, maps);
+                shared_bytes, cluster > 1 ? Together::kInClusters : Together::kNot, cluster, stream,
+                params, maps);
 }
 
 // Of queries and gradients of outputs, and of keys and values.
@@ -55,10 +57,10 @@ inline cudaError_t make_map_of_bias(CUtensorMap& map, const AttentionParams& par
                          params.keys, box_rows);
 }
 
-// Calls body.operator()<kind>() for what a launch has as a bias.
+// Calls body.operator()<bias>().
 template <class Body>
-cudaError_t with_hopper_bias(const AttentionParams& params, Body&& body) {
-  switch (hopper_bias(params)) {
+cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
+  switch (bias) {
     case HopperBias::kNone:
       return body.template operator()<HopperBias::kNone>();
     case HopperBias::kTile:
@@ -73,7 +75,7 @@ template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream, bool& is_there) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(params, [&]<HopperBias kBias>() {
+    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperMemory<kBias, kIndex>;
       static const bool has_kernels =
           has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
@@ -116,16 +118,26 @@ inline Strided contiguous(void* data, DType type, int64_t heads, int64_t rows, i
 }
 
 template <class T>
-cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
-                                               cudaStream_t stream, bool& is_there) {
-  return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(params, [&]<HopperBias kBias>() {
-      using Memory = HopperBackwardMemory<kBias, kIndex>;
+bool attention_hopper_backward_is_there(int index, HopperBias bias) {
+  bool is_there = false;
+  with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       static const bool has_kernels =
           has_code(attention_hopper_backward_kernel<T, kBias, false, kIndex>) &&
           has_code(attention_hopper_backward_kernel<T, kBias, true, kIndex>);
       is_there = has_kernels;
-      if (!is_there) return cudaSuccess;
+      return cudaSuccess;
+    });
+  });
+  return is_there;
+}
+
+template <class T>
+cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, int index,
+                                               cudaStream_t stream) {
+  return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
+    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+      using Memory = HopperBackwardMemory<kBias, kIndex>;
       const Strided sums = contiguous(params.query_gradient_sum, DType::kFloat32, params.heads,
                                       params.queries, params.head_dim);
       BackwardTensorMaps maps;
@@ -143,6 +155,9 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
       if constexpr (kBias == HopperBias::kTile) {
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+        const bool is_summed = params.bias_gradient_kind == BiasGradient::kShared ||
+                               params.bias_gradient_kind == BiasGradient::kInCluster;
+        params.bias_blocks = is_summed ? hopper_bias_blocks(params) : 1;
         if (params.bias_gradient_kind == BiasGradient::kDense) {
           const Strided gradient = contiguous(params.bias_gradient, params.bias.type, params.heads,
                                               params.queries, params.keys);

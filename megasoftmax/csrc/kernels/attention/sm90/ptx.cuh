@@ -23,6 +23,24 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                  : "memory");
   }
+  // Arrives at the same barrier of a block of the cluster.
+  __device__ void arrive_at(int block) const {
+    asm volatile(
+        "{.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(address),
+        "r"(block)
+        : "memory");
+  }
+  // Until the phase of this parity is complete, at which other blocks arrive, too.
+  __device__ void wait_for_blocks(int parity) const {
+    asm volatile(
+        "{.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(address),
+        "r"(parity)
+        : "memory");
+  }
   // Until the phase of this parity is complete.
   __device__ void wait(int parity) const {
     asm volatile(
@@ -100,6 +118,25 @@ __device__ inline void wait_for_reads_of_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Of 16 bytes at the same place in the shared memory of a block of the cluster.
+__device__ inline void load_from_block(uint32_t (&words)[4], uint32_t shared, int block) {
+  asm volatile(
+      "{.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [there];}"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+      : "r"(shared), "r"(block)
+      : "memory");
+}
+
+// Of 8 bytes of shared memory.
+__device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(shared)
+               : "memory");
+}
+
 // Registers of each thread of a warpgroup.
 template <int kRegisters>
 __device__ inline void take_registers() {
@@ -118,6 +155,12 @@ __device__ inline void sync_warpgroup(int warpgroup) {
 template <int kWarpgroups>
 __device__ inline void sync_warpgroups() {
   asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
+}
+
+// Of so many other warps, by a barrier with a number of their own.
+template <int kNumber, int kWarps>
+__device__ inline void sync_warps() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(32 * kWarps) : "memory");
 }
 
 // Writes four 8x8 matrices of 16-bit elements, as load_matrices_transposed reads them.
