@@ -194,9 +194,10 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
         reasons += [f"more than {most} queries: {call.queries}"]
     head_dim = max(call.head_dim, call.value_dim)
     if plan.is_hopper:
-        reasons += ["compute capability 9.0 and no bias: Hopper's own kernels"]
+        reasons += ["compute capability 9.0: Hopper's own kernels"]
     elif call.major == limits["kHopperMajor"] and kernel != "decode":
-        refused = "a bias" if call.has_bias else f"a head dimension of {head_dim}"
+        is_odd = call.has_bias and call.keys % 8 != 0
+        refused = f"a bias of {call.keys} keys" if is_odd else f"a head dimension of {head_dim}"
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
     reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]
     return "; ".join(reasons)

@@ -25,15 +25,6 @@ struct AttentionExplanation {
 
 namespace {
 
-// A tensor as the bindings make them, of no address.
-Strided contiguous(int64_t heads, int64_t rows, int64_t columns) {
-  Strided tensor;
-  tensor.query_stride = columns;
-  tensor.head_stride = rows * columns;
-  tensor.batch_stride = heads * rows * columns;
-  return tensor;
-}
-
 void explain_hopper_forward(const AttentionParams& params, const AttentionHopperTile& tile,
                             int64_t multiprocessors, AttentionExplanation& found) {
   found.is_hopper = 1;
@@ -116,8 +107,13 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   params.key = contiguous(call->key_heads, call->keys, call->head_dim);
   params.value = contiguous(call->key_heads, call->keys, call->value_dim);
   params.output_gradient = contiguous(call->heads, call->queries, call->value_dim);
-  float given = 0;  // something that is there; its content plays no part
-  if (call->has_bias != 0) params.bias.data = &given;
+  alignas(16) float given = 0;  // something that is there; its content plays no part
+  params.batches_per_bias = Divider(call->batches);
+  if (call->has_bias != 0) {
+    params.bias = contiguous(call->heads, call->queries, call->keys);
+    params.bias.batch_stride = 0;
+    params.bias.data = &given;
+  }
   params.query_gradient_sum = &given;
 
   const bool is_hopper = call->major == kHopperMajor;

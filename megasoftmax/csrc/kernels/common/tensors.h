@@ -27,6 +27,16 @@ struct Strided {
   }
 };
 
+// The strides of a contiguous tensor [..., heads, rows, columns].
+inline Strided contiguous(int64_t heads, int64_t rows, int64_t columns) {
+  Strided tensor;
+  tensor.query_stride = columns;
+  tensor.head_stride = rows * columns;
+  tensor.batch_stride = heads * tensor.head_stride;
+  tensor.column_stride = 1;
+  return tensor;
+}
+
 // An integer for each row, of any strides; absent when data is null.
 struct RowNumbers {
   const int* data = nullptr;

@@ -106,17 +106,6 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
   });
 }
 
-// A contiguous tensor [..., heads, rows, columns].
-inline Strided contiguous(void* data, DType type, int64_t heads, int64_t rows, int64_t columns) {
-  Strided tensor;
-  tensor.data = data;
-  tensor.type = type;
-  tensor.query_stride = columns;
-  tensor.head_stride = rows * columns;
-  tensor.batch_stride = heads * tensor.head_stride;
-  return tensor;
-}
-
 template <class T>
 bool attention_hopper_backward_is_there(int index, HopperBias bias) {
   bool is_there = false;
@@ -138,8 +127,8 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperBackwardMemory<kBias, kIndex>;
-      const Strided sums = contiguous(params.query_gradient_sum, DType::kFloat32, params.heads,
-                                      params.queries, params.head_dim);
+      Strided sums = contiguous(params.heads, params.queries, params.head_dim);
+      sums.data = params.query_gradient_sum;
       BackwardTensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
@@ -159,8 +148,9 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
                                params.bias_gradient_kind == BiasGradient::kInCluster;
         params.bias_blocks = is_summed ? hopper_bias_blocks(params) : 1;
         if (params.bias_gradient_kind == BiasGradient::kDense) {
-          const Strided gradient = contiguous(params.bias_gradient, params.bias.type, params.heads,
-                                              params.queries, params.keys);
+          Strided gradient = contiguous(params.heads, params.queries, params.keys);
+          gradient.data = params.bias_gradient;
+          gradient.type = params.bias.type;
           MEGASOFTMAX_RETURN_IF_ERROR(
               make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
         }
