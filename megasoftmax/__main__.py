@@ -211,6 +211,9 @@ def explain_call(
     bias: Annotated[
         bool, typer.Option("--bias", help="attention: with a bias [1, heads, queries, keys].")
     ] = False,
+    relative: Annotated[
+        bool, typer.Option("--relative", help="attention: with a relative bias of each head.")
+    ] = False,
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s of a copy. Default: as known of the GPU.")
     ] = None,
@@ -236,7 +239,8 @@ def explain_call(
                     causal=causal,
                     window=_window(window),
                     masked=masked,
-                    bias=bias or bias_gradient,
+                    bias=bias or (bias_gradient and not relative),
+                    relative=relative,
                     bias_gradient=bias_gradient,
                     backward=backward or bias_gradient,
                     dtype=_dtype(dtype or "bf16"),

@@ -563,8 +563,9 @@ MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "block
 
 
 def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
-    """Hopper's own kernels take no bias and few head dimensions; the others run there too."""
-    are_there = kernels == "portable" or (bias == "none" and dim in HOPPER_DIMS)
+    """Hopper's own kernels take few biases and head dimensions; the others run there too."""
+    is_own = bias in ("none", "relative") and dim in HOPPER_DIMS
+    are_there = kernels == "portable" or is_own
     return (bias == "none") == (bias_dtype is None) and are_there
 
 

@@ -352,16 +352,84 @@ def test_decoding(heads: tuple[int, int], keys: int, queries: int, dtype: torch.
         check(q, k, v, causal=True, window=(300, 0), what=f"{dims}, window")
 
 
+def _table(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """Of 4 heads, where heads do not share it."""
+    entries = queries + keys - 1
+    shape = {"one": (1, entries), "per batch": (2, 4, entries)}.get(kind, (4, entries))
+    if kind == "float32":
+        dtype = torch.float32
+    if kind == "every third entry":
+        return normal(4, 3 * entries, device="cuda", dtype=dtype, seed=4)[:, 1::3]
+    if kind == "heads last":
+        return normal(entries, 4, device="cuda", dtype=dtype, seed=4).T
+    return normal(*shape, device="cuda", dtype=dtype, seed=4)
+
+
 @gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize(
+    "lengths", [(17, 1), (63, 65), (129, 127), (192, 128), (193, 391), (448, 64), (130, 900)]
+)
+def test_tables_over_any_number_of_tiles(
+    lengths: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    """At the ends of tiles of 64, 128 and 192 queries and of 64 and 128 keys."""
+    q, k, v = tensors("cuda", dtype, lengths=lengths, dims=(dim, dim))
+    limits: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (70, 3)})
+    for kind in ("16 bits", "float32", "one", "per batch", "every third entry", "heads last"):
+        bias = RelativeBias(_table(kind, *lengths, dtype).requires_grad_())
+        for limit in limits if kind == "float32" else limits[:1]:
+            check(q, k, v, bias=bias, **limit, what=f"{kind}, {limit}")
+        if kind == "16 bits":
+            mask = coin(2, 1, *lengths, device="cuda")
+            check(q, k, v, bias=bias, mask=mask, sink=0.5, what=f"{kind}, mask")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tables_of_grouped_heads(dim: int) -> None:
+    """A block of keys takes the queries of several heads in turn. Their tables differ."""
+    q, k, v = tensors(
+        "cuda", torch.bfloat16, heads=(6, 2), lengths=(300, 260), dims=(dim, dim), batch=4
+    )
+    for shape in ((6, 559), (2, 3, 559), (4, 6, 559)):
+        bias = normal(*shape, device="cuda", dtype=torch.bfloat16, seed=4).requires_grad_()
+        check(q, k, v, bias=RelativeBias(bias), causal=True, what=f"{shape}")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
+    """Also without torch.use_deterministic_algorithms."""
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(1000, 900), dims=(dim, dim))
+    table = normal(4, 1899, device="cuda", seed=4).requires_grad_()
+    output = attention_on("cuda", q.dtype)(q, k, v, bias=RelativeBias(table), causal=True)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    runs = [torch.autograd.grad(output, table, gradient, retain_graph=True)[0] for _ in range(4)]
+    assert runs[0].abs().max() > 0
+    for run in runs[1:]:
+        assert bits_equal(run, runs[0])
+
+
+@gpu
+@pytest.mark.parametrize("has_table", [False, True])
 @pytest.mark.parametrize("dim", [32, 33, 128, 129])
-def test_kernels_are_those_that_were_asked_for(dim: int, kernels: str) -> None:
+def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernels: str) -> None:
     """By their names: else tests of both kinds could test one of them twice."""
     inputs = [
         each.requires_grad_()
         for each in tensors("cuda", torch.bfloat16, lengths=(70, 70), dims=(dim, dim))
     ]
+    bias = None
+    if has_table:
+        inputs.append(normal(4, 139, device="cuda", seed=4).requires_grad_())
+        bias = RelativeBias(inputs[-1])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        output = attention_on("cuda", torch.bfloat16)(*inputs)
+        output = attention_on("cuda", torch.bfloat16)(*inputs[:3], bias=bias)
         torch.autograd.grad(output, inputs, torch.randn_like(output))
         torch.cuda.synchronize()
     names = " ".join({event.name for event in profiler.events()})
@@ -705,15 +773,16 @@ def test_large_biases(queries: int, kind: str, magnitude: float, device: str) ->
 
 
 @gpu
+@pytest.mark.parametrize("dim", [64, 160])
 @pytest.mark.parametrize("queries", [4096, 20_000, 100_000])
-def test_slopes_over_long_distances(queries: int) -> None:
+def test_slopes_over_long_distances(queries: int, dim: int) -> None:
     """ALiBi down to logits of -30,000, from which the products of queries and keys must be told."""
     slopes = torch.tensor([0.3, 0.05], device="cuda")
     distances = torch.arange(1 - queries, 16, device="cuda").abs()
     bias = RelativeBias(-slopes[:, None] * distances)
     for dtype in HALVES:
         q, k, v = tensors(
-            "cuda", dtype, batch=1, heads=(2, 2), lengths=(queries, 16), dims=(160, 160)
+            "cuda", dtype, batch=1, heads=(2, 2), lengths=(queries, 16), dims=(dim, dim)
         )
         check(q, k, v, bias=bias)
 

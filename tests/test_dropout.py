@@ -332,21 +332,22 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("bias", ["none", "dense", "table"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_kernels_drop_what_the_reference_drops(dim, has_bias, in_order):
+def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
     def results(fused: bool, dropout: float) -> tuple[Tensor, ...]:
-        given = {"bias": bias, "dropout": dropout, "seed": seed_of(11, "cuda")}
+        biases = {"none": None, "dense": entries, "table": RelativeBias(table)}
+        given = {"bias": biases[bias], "dropout": dropout, "seed": seed_of(11, "cuda")}
         output = attention(query, key, value, **given, fused=fused)
-        inputs = (query, key, value, bias) if has_bias else (query, key, value)
+        leaves = {"none": (), "dense": (entries,), "table": (table,)}
+        inputs = (query, key, value, *leaves[bias])
         return output, *torch.autograd.grad(output.float().sin().sum(), inputs)
 
-    sizes = (2, 4, 200, dim), (2, 2, 300, dim), (2, 2, 300, dim), (1, 4, 200, 300)
-    query, key, value, bias = (
+    sizes = (2, 4, 200, dim), (2, 2, 300, dim), (2, 2, 300, dim), (1, 4, 200, 300), (4, 499)
+    query, key, value, entries, table = (
         normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, size in enumerate(sizes)
     )
-    bias = bias if has_bias else None
     torch.use_deterministic_algorithms(in_order)
     try:
         for dropout in (0.3, 0.96):

@@ -50,7 +50,9 @@ HEAD_DIMS = [8, 31, 32, 33, 64, 65, 100, 128, 129, 256]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("call", [{"major": 8}, {"major": 10}, {"bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{"major": 8}, {"major": 10}, {"bias": True, "keys": 1001}], ids=str
+)
 def test_tiles_of_portable_attention_are_those_of_the_table(
     call: dict[str, Any], head_dim: int
 ) -> None:
@@ -86,7 +88,7 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
         assert f"Hopper's own do not take a head dimension of {padded}" in found.why
         return
     assert (found.kernel, back.kernel) == ("forward", "backward")
-    assert "compute capability 9.0 and no bias" in found.why
+    assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
         map(int, row[:3]) for row in forward_table if int(row[0]) >= padded
@@ -101,6 +103,24 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert (back.tile_queries, back.tile_keys, back.slices) == (queries, 128, 1)
     assert back.blocks == 2 * 3 * -(-3000 // 128)
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 129])
+def test_relative_biases_run_on_hopper(head_dim: int) -> None:
+    """With as many keys as tensor copies of a dense bias do not take."""
+    options: dict[str, Any] = {"keys": 1001, "relative": True}
+    found = explain_attention(2, 6, 1000, head_dim, **options)
+    back = explain_attention(2, 6, 1000, head_dim, **options, backward=True)
+    both = explain_attention(2, 6, 1000, head_dim, **options, backward=True, bias_gradient=True)
+    assert found.hopper == back.hopper == both.hopper == (32 < head_dim <= 128)
+    without = explain_attention(2, 6, 1000, head_dim, keys=1001)
+    entries = 6 * (1000 + 1001 - 1)
+    assert found.bytes_read == without.bytes_read + 2 * entries
+    assert both.bytes_read == back.bytes_read
+    assert both.bytes_written == back.bytes_written + 2 * entries
+    tiles = -(-1001 // both.tile_keys)
+    sums = 2 * 6 * tiles * (both.tile_keys - 1 + 1000)
+    assert both.workspace_bytes == back.workspace_bytes + 4 * sums
 
 
 def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
@@ -205,6 +225,7 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"window": (-2, 0)}, "window: expected sides of -1"),
         ({"bias_gradient": True, "bias": True}, "bias_gradient: only the backward pass"),
         ({"bias_gradient": True, "backward": True}, "bias_gradient: only the backward pass"),
+        ({"bias": True, "relative": True}, "relative: a call has one bias"),
     ],
 )
 def test_attention_that_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -346,8 +367,10 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_command_of_attention(run: Any) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_command_of_attention(run: Any, relative: bool) -> None:
     options = ["--causal", "--key-heads=2", "--keys=4096", "--bias-gradient", "--tflops=500"]
+    options += ["--relative"] if relative else []
     result = run("2x4x1024x64", "--function=attention", *options)
     assert result.exit_code == 0, result.output
     found = explain_attention(
@@ -358,19 +381,20 @@ def test_command_of_attention(run: Any) -> None:
         keys=4096,
         key_heads=2,
         causal=True,
-        bias=True,
+        bias=not relative,
+        relative=relative,
         bias_gradient=True,
         backward=True,
     )
     text = words(result.output)
-    assert text.startswith("kernel backward, portable ")
+    assert text.startswith("kernel backward, Hopper ")
     assert f"tiles {found.tile_queries} x {found.tile_keys}, queries x keys" in text
     assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
     assert f"reads {found.bytes_read:,} bytes at least" in text
     assert f"writes {found.bytes_written:,} bytes at least" in text
     time = found.microseconds(H200.bytes_per_second, 5e14)
     assert f"expected time {time:.1f} µs on NVIDIA H200" in text
-    assert "27% of 500 TFLOP/s, as given" in text
+    assert f"{HOPPER_BACKWARD_SHARE:.0%} of 500 TFLOP/s, as given" in text
 
 
 def test_command_of_attention_on_other_gpus(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

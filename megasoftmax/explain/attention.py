@@ -74,6 +74,7 @@ def explain_attention(
     window: Window | None = None,
     masked: bool = False,
     bias: bool = False,
+    relative: bool = False,
     bias_gradient: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -88,6 +89,7 @@ def explain_attention(
         causal, window: as in `megasoftmax.attention`.
         masked: with a bool mask, [batches, 1, queries, keys].
         bias: with a bias [1, heads, queries, keys] in `dtype`.
+        relative: with a `RelativeBias` whose table is [heads, queries + keys - 1] in `dtype`.
         bias_gradient: the backward pass computes that of the bias.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16 or bfloat16.
@@ -105,14 +107,18 @@ def explain_attention(
     counts = {"batches": batches, "heads": heads, "queries": queries, "head_dim": head_dim}
     counts |= {"keys": keys, "key_heads": key_heads, "value_dim": value_dim}
     limits = window_of(causal, window)
-    _check(counts, limits, bias_gradient and not (backward and bias), dtype)
+    if bias and relative:
+        raise ValueError("relative: a call has one bias")
+    has_bias = bias or relative
+    _check(counts, limits, bias_gradient and not (backward and has_bias), dtype)
     padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
     call = _Call(
         **(counts | padded),
         # Sides that reach all keys limit nothing. The bindings drop them too.
         window_left=limits[0] if limits[0] < keys - 1 else -1,
         window_right=limits[1] if limits[1] < queries - 1 else -1,
-        has_bias=bias,
+        has_bias=has_bias,
+        is_relative=relative,
         is_backward=backward,
         multiprocessors=multiprocessors,
         major=major,
@@ -123,16 +129,22 @@ def explain_attention(
     pairs = batches * heads * visible_entries(limits, queries, keys)
     size = dtype.itemsize
     rows = batches * heads * queries
+    workspace_bytes = plan.workspace_bytes
+    if relative and bias_gradient:  # sums along diagonals, of each tile of keys
+        diagonals = plan.tile_keys - 1 + queries
+        workspace_bytes += batches * heads * -(-keys // plan.tile_keys) * diagonals * 4
     query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
     key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
     bias_bytes = heads * visible_entries(limits, queries, keys) * size if bias else 0
+    table_bytes = heads * (queries + keys - 1) * size if relative else 0
     mask_bytes = batches * visible_entries(limits, queries, keys) if masked else 0
-    read = query_bytes + key_value_bytes + bias_bytes + mask_bytes
+    read = query_bytes + key_value_bytes + bias_bytes + table_bytes + mask_bytes
     statistics_bytes = rows * _STATISTICS_BYTES
     if backward:
         read += 2 * output_bytes + statistics_bytes  # the output and its gradient
         written = query_bytes + key_value_bytes
-        written += heads * queries * keys * size if bias_gradient else 0
+        written += heads * queries * keys * size if bias and bias_gradient else 0
+        written += table_bytes if bias_gradient else 0
         flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
     else:
         written = output_bytes + statistics_bytes
@@ -150,7 +162,7 @@ def explain_attention(
         slices=plan.slices,
         threads=plan.threads,
         blocks=plan.blocks,
-        workspace_bytes=plan.workspace_bytes,
+        workspace_bytes=workspace_bytes,
         pairs=pairs,
         bytes_read=read,
         bytes_written=written,
@@ -164,7 +176,7 @@ def explain_attention(
 class _Call(ctypes.Structure):
     _fields_ = integers(
         *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-        *("window_left", "window_right", "has_bias", "is_backward"),
+        *("window_left", "window_right", "has_bias", "is_relative", "is_backward"),
         *("multiprocessors", "major"),
     )
 
@@ -196,7 +208,7 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
     elif call.major == limits["kHopperMajor"] and kernel != "decode":
-        is_odd = call.has_bias and call.keys % 8 != 0
+        is_odd = call.has_bias and not call.is_relative and call.keys % 8 != 0
         refused = f"a bias of {call.keys} keys" if is_odd else f"a head dimension of {head_dim}"
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
     reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]

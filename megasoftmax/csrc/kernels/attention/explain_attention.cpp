@@ -8,7 +8,7 @@ namespace megasoftmax {
 struct AttentionCall {
   int64_t batches, heads, key_heads, queries, keys, head_dim, value_dim;
   int64_t window_left, window_right;  // -1: no limit
-  int64_t has_bias, is_backward;
+  int64_t has_bias, is_relative, is_backward;
   int64_t multiprocessors, major;  // of the device, and of its compute capability
 };
 
@@ -113,6 +113,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
     params.bias = contiguous(call->heads, call->queries, call->keys);
     params.bias.batch_stride = 0;
     params.bias.data = &given;
+    params.is_relative = call->is_relative != 0;
   }
   params.query_gradient_sum = &given;
 
