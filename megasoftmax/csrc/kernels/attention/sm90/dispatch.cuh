@@ -159,7 +159,8 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
                                   ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
                                   : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
                               divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                              Memory::kThreads, Memory::kBytes, stream, params, maps);
+                              Memory::kThreads, Memory::kBytes, stream, params, maps,
+                              params.bias_blocks);
     });
   });
 }
