@@ -44,13 +44,6 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // The major number of Hopper's compute capability.
 inline constexpr int kHopperMajor = 9;
 
-// Do warpgroups and one that copies find their registers a thread? All together must not take more
-// than a block begins with: else they wait for registers forever.
-constexpr bool are_there_registers(int warpgroups, int copier_registers, int registers) {
-  const int first = 65536 / (128 * (warpgroups + 1)) / 8 * 8;
-  return copier_registers + warpgroups * registers <= first * (warpgroups + 1);
-}
-
 // The same on Hopper: warpgroups of 64 queries each, and one more that only copies. Both have their
 // number of registers a thread.
 struct AttentionHopperTile {

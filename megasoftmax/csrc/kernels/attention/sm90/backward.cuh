@@ -110,7 +110,6 @@ struct HopperBackwardMemory {
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kPanels = kDim / 64, kQueryPanels = kQueries / 64, kStages = 2;
-  static_assert(are_there_registers(kWarpgroups, kTile.copier_registers, kTile.registers));
   static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 

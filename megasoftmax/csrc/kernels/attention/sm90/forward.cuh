@@ -29,7 +29,6 @@ struct HopperMemory {
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
   static constexpr int kThreads = kTile.threads(), kStages = 2;
-  static_assert(are_there_registers(kWarpgroups, kTile.copier_registers, kTile.registers));
   static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
 
   // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
