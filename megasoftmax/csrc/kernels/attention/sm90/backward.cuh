@@ -44,6 +44,12 @@ struct SumsOfDiagonals {
     const int thread = this->thread();
     sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
   }
+  // The diagonals of a tile of keys and all queries. A thread clears those that it adds to, so that
+  // nothing else orders the two.
+  __device__ static void clear(float* diagonals, int queries) {
+    for (int i = (thread() + queries) % kThreads; i < kKeys - 1 + queries; i += kThreads)
+      diagonals[i] = 0.f;
+  }
   // A thread has half of a row of a pair of blocks at a time.
   template <class T>
   __device__ __forceinline__ void add_blocks(uint32_t scores) const {
@@ -306,6 +312,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         const typename Memory::DiagonalSums sums{
             reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
         sums.clear();
+        const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+        for (int head = key_head * heads; head < (key_head + 1) * heads; ++head)
+          sums.clear(diagonals_of<kKeys>(params, batch, head, first_key), params.queries);
         for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
           const int buffer = step % 2;
           memory.gradients_are_there(buffer).wait(step / 2 & 1);

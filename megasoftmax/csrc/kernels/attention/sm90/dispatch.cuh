@@ -155,12 +155,11 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
               make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
         }
       }
-      return launch_with_maps(is_plain(params)
-                                  ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
-                                  : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
-                              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                              Memory::kThreads, Memory::kBytes, stream, params, maps,
-                              params.bias_blocks);
+      return launch_with_maps(
+          is_plain(params) ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
+                           : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
+          divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX, Memory::kThreads,
+          Memory::kBytes, stream, params, maps, params.bias_blocks);
     });
   });
 }
