@@ -56,6 +56,14 @@ struct AttentionHopperTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
 };
+// A block has the registers of its launch, the same number for each thread, a multiple of 8. A
+// warpgroup that asks for more than the others left would wait for ever.
+template <class Tile>
+constexpr bool shares_registers(const Tile& tile) {
+  const int registers = 65536 / tile.threads() / 8 * 8;
+  return 128 * (tile.copier_registers + tile.warpgroups * tile.registers) <=
+         tile.threads() * registers;
+}
 // Where tiles of queries see at most so many tiles of keys, a block takes several, one after the
 // other: that hides their beginnings and ends. Else each has a block of its own, which balances
 // better.

@@ -8,6 +8,9 @@
 //
 // Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
 // writes where it alone has read. So the tile is that of the bias's gradient, too.
+//
+// With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
+// the last two sum the gradients of scores along diagonals, while the next tile runs.
 
 #include "../../common/math.cuh"
 #include "../bias.cuh"
@@ -117,6 +120,7 @@ struct HopperBackwardMemory {
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kPanels = kDim / 64, kQueryPanels = kQueries / 64, kStages = 2;
   static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
+  static_assert(shares_registers(kTile));
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
@@ -142,8 +146,7 @@ struct HopperBackwardMemory {
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6));
-  // Of the warpgroup that copies. With a table, another of its warps fills in the entries.
-  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
+  static constexpr int kSummingWarps = 2;  // of the gradient of a table; they would be idle
 
   uint32_t address;
 
@@ -201,38 +204,41 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
 
 // Of a bias that batches or heads share, sums over what shares an entry. The blocks of a cluster
 // have the same tile of it, each the gradients of scores of its batch in shared memory. Each block
-// adds them up for some of the rows, always in the same order, by the warps that do not copy.
-template <class T, class Memory>
+// adds them up for some of the rows, always in the same order.
+template <class T, int kBlocks, class Memory>
 __device__ __forceinline__ void sum_over_blocks(const AttentionBackwardParams& params,
                                                 const Memory& memory, int buffer, int bias_batch,
                                                 int bias_head, int first_query, int first_key) {
-  const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32 - 1;
-  const int blocks = params.bias_blocks, rows = Memory::kQueries / blocks;
-  const int chunk = lane % 16, key = first_key + 8 * chunk;
-  const int first_row = static_cast<int>(blockIdx.x) % blocks * rows + lane / 16;
-  const bool is_whole = params.bias_gradient_kind == BiasGradient::kInCluster;
-  for (int row = first_row + 2 * warp; row < first_row + rows; row += 2 * Memory::kSummingWarps) {
-    const uint32_t place = memory.scores(buffer) + chunk / 8 * Memory::kScorePanelBytes +
-                           Tile<T, Memory::kQueries, 64>::offset(row, chunk % 8);
-    float sums[8] = {};
-    for (int block = 0; block < blocks; ++block) {
-      Pack<T> eight;
-      load_from_block(eight.words, place, block);
+  constexpr int kRows = Memory::kQueries / kBlocks, kAtATime = kBlocks < 4 ? kBlocks : 4;
+  const int first_row = static_cast<int>(blockIdx.x) % kBlocks * kRows;
+  int bias_heads, rest;
+  params.heads_per_bias.split(static_cast<int>(params.heads), bias_heads, rest);
+  const int64_t bias_row =
+      int64_t{bias_batch * bias_heads + bias_head} * params.queries + first_query + first_row;
+  const int end = min(kRows, params.queries - first_query - first_row);
+#pragma unroll 1
+  for (int row = thread_index_anew() / 32 - 4; row < end; row += 4 * Memory::kWarpgroups) {
+    const int lane = thread_index_anew() % 32, key = 4 * lane;
+    const uint32_t place = memory.scores(buffer) + lane / 16 * Memory::kScorePanelBytes +
+                           Tile<T, Memory::kQueries, 64>::offset(first_row + row, lane % 16 / 2) +
+                           lane % 2 * 8;
+    float sums[4] = {};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] += eight[i];
+    for (int block = 0; block < kBlocks; block += kAtATime) {
+      Pack<T, 4> fours[kAtATime];
+#pragma unroll
+      for (int i = 0; i < kAtATime; ++i) load_from_block(fours[i].words, place, block + i);
+#pragma unroll
+      for (int i = 0; i < 4 * kAtATime; ++i) sums[i % 4] += fours[i / 4][i % 4];
     }
-    const int query = first_query + row;
-    if (query >= params.queries || key >= params.keys) continue;
-    const int64_t entry =
-        ((bias_batch * params.bias_heads() + bias_head) * params.queries + query) * params.keys +
-        key;
-    if (is_whole) {
-      *reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) + entry) =
-          Pack<T>::round(sums);
+    if (first_key + key >= params.keys) continue;
+    const int64_t entry = (bias_row + row) * params.keys + first_key + key;
+    if (params.bias_gradient_kind == BiasGradient::kInCluster) {
+      *reinterpret_cast<Pack<T, 4>*>(static_cast<T*>(params.bias_gradient) + entry) =
+          Pack<T, 4>::round(sums);
     } else {
-      float* const gradient = static_cast<float*>(params.bias_gradient) + entry;
-      add_to_global(gradient, sums[0], sums[1], sums[2], sums[3]);
-      add_to_global(gradient + 4, sums[4], sums[5], sums[6], sums[7]);
+      add_to_global(static_cast<float*>(params.bias_gradient) + entry, sums[0], sums[1], sums[2],
+                    sums[3]);
     }
   }
 }
@@ -263,8 +269,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     for (int buffer = 0; buffer < (kBias == HopperBias::kNone ? 0 : 2); ++buffer) {
       if constexpr (kHasTile) {
         memory.bias_is_there(buffer).init(1);
-        memory.scores_are_used(buffer).init(
-            1 + (is_summed ? Memory::kSummingWarps * params.bias_blocks : 0));
+        memory.scores_are_used(buffer).init(is_summed ? 4 * kWarpgroups * params.bias_blocks : 1);
         memory.gradients_are_there(buffer).init(params.bias_blocks);
       } else {
         memory.scores_are_used(buffer).init(Memory::kSummingWarps);
@@ -327,20 +332,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
         }
       }
-      if constexpr (kHasTile) {
-        if (!is_summed) return;
-        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-          const int buffer = step % 2;
-          memory.gradients_are_there(buffer).wait_for_blocks(step / 2 & 1);
-          int bias_batch, bias_head;
-          bias_entry(tiles.head, bias_batch, bias_head);
-          sum_over_blocks<T>(params, memory, buffer, bias_batch, bias_head, tiles.query, first_key);
-          __syncwarp();  // all lanes have read
-          const int lane = static_cast<int>(threadIdx.x) % 32;
-          if (lane < params.bias_blocks) memory.scores_are_used(buffer).arrive_at(lane);
-        }
-        sync_cluster();
-      }
       return;
     }
     const bool is_first = threadIdx.x == 0;
@@ -354,20 +345,19 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       copy(memory.values(), maps.value, memory.keys_are_there(), kKeys, key_head, first_key);
     }
     for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+      const int head = tiles.head, query = tiles.query;
       const int stage = step % kStages;
       memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
       if (is_first) {
         const Barrier there = memory.stage_is_there(stage);
-        const int rows = min(kQueries, params.queries - tiles.query);
+        const int rows = min(kQueries, params.queries - query);
         const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
         there.arrive_and_expect(2 * Memory::kQueryBytes + row_bytes);
-        copy(memory.queries(stage), maps.query, there, kQueries, tiles.head, tiles.query);
-        copy(memory.gradients(stage), maps.output_gradient, there, kQueries, tiles.head,
-             tiles.query);
-        start_copy_of_bytes(
-            memory.rows(stage),
-            params.rows_of_backward + params.row_index(batch, tiles.head, tiles.query), row_bytes,
-            there);
+        copy(memory.queries(stage), maps.query, there, kQueries, head, query);
+        copy(memory.gradients(stage), maps.output_gradient, there, kQueries, head, query);
+        start_copy_of_bytes(memory.rows(stage),
+                            params.rows_of_backward + params.row_index(batch, head, query),
+                            row_bytes, there);
       }
       if constexpr (kHasTile) {
         const int buffer = step % 2;
@@ -376,15 +366,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
         int bias_batch, bias_head;
-        bias_entry(tiles.head, bias_batch, bias_head);
+        bias_entry(head, bias_batch, bias_head);
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
-                            first_key + 64 * i, tiles.query, bias_head, bias_batch);
+                            first_key + 64 * i, query, bias_head, bias_batch);
       }
-    }
-    if (is_summed) {
-      __syncwarp();
-      sync_cluster();
     }
     return;
   }
@@ -539,9 +525,28 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
   };
 
+  // Its share of the gradient of the bias, of a step.
+  const auto sum_tile = [&](int step, int head, int query) {
+    const int buffer = step % 2;
+    memory.gradients_are_there(buffer).wait_for_blocks(step / 2 & 1);
+    int bias_batch, bias_head;
+    bias_entry(head, bias_batch, bias_head);
+    const auto sum = [&]<int kBlocks>() {
+      sum_over_blocks<T, kBlocks>(params, memory, buffer, bias_batch, bias_head, query, first_key);
+    };
+    if (params.bias_blocks == 1) sum.template operator()<1>();
+    if (params.bias_blocks == 2) sum.template operator()<2>();
+    if (params.bias_blocks == 4) sum.template operator()<4>();
+    if (params.bias_blocks == 8) sum.template operator()<8>();
+    __syncwarp();  // all lanes have read
+    if (lane < params.bias_blocks) memory.scores_are_used(buffer).arrive_at(lane);
+  };
+
   memory.keys_are_there().wait(0);
+  int step = 0;
+  [[maybe_unused]] int head_before = 0, query_before = 0;
 #pragma unroll 1
-  for (int step = 0; tiles.are_left(); ++step) {
+  for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (has_ranges) find_ranges(head, query);
     memory.stage_is_there(stage).wait(step / kStages & 1);
@@ -585,7 +590,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
     sync_warpgroups<kWarpgroups>();
     if constexpr (kHasTile) {
-      if (step > 0 && warpgroup == 0 && is_first_of_group)
+      if (!is_summed && step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
@@ -598,6 +603,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
+    if constexpr (kHasTile) {
+      // While products run. Meanwhile the other blocks have made theirs.
+      if (is_summed && step > 0) sum_tile(step - 1, head_before, query_before);
+      head_before = head;
+      query_before = query;
+    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -616,6 +627,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     touch(key_gradient);
     __syncwarp();  // all lanes have read its rows
     if (lane == 0) memory.stage_is_used(stage).arrive();
+  }
+
+  if constexpr (kHasTile) {
+    if (is_summed && step > 0) sum_tile(step - 1, head_before, query_before);
   }
 
   // Through what held sums.

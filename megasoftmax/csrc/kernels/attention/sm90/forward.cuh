@@ -29,6 +29,7 @@ struct HopperMemory {
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
   static constexpr int kThreads = kTile.threads(), kStages = 2;
+  static_assert(shares_registers(kTile));
   static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
 
   // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
@@ -318,26 +319,36 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
       end_products();
     };
-    // Scores become weights; the output before is to be scaled by `factors`.
-    const auto weigh = [&](const Tiles& tiles) {
+    // While products run.
+    [[maybe_unused]] LoadedBias<T, kSteps> bias;
+    const auto load_bias = [&](const Tiles& tiles) {
       if constexpr (kHasBias) {
         const int stage = tiles.step % Memory::kBiasStages;
         memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-        if constexpr (Memory::kIsTable) {
-          add_bias(scores, params.scale,
-                   DiagonalBias(Memory::diagonals(shared_memory, stage),
-                                64 * warpgroup + 16 * warp_in_group, 0));
-        } else {
+        if constexpr (!Memory::kIsTable) {
           using Panel = Tile<T, 64, 64>;
+          const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
+                                               16 * warp_in_group);
 #pragma unroll
-          for (int panel = 0; panel < kKeys / 64; ++panel)
-            add_bias(reinterpret_cast<Accumulators<1, 8>&>(scores[0][panel * 8]), params.scale,
-                     TileBias<T, false, Panel>(
-                         Panel{memory.bias(stage, warpgroup) + panel * Memory::kBiasPanelBytes},
-                         16 * warp_in_group, 0));
+          for (int step = 0; step < kSteps; ++step)
+            load_matrices(bias.packs[step].words,
+                          (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
+          __syncwarp();  // all lanes have read theirs
+          release(memory.bias_is_used(stage, warpgroup));
         }
+      }
+    };
+    // Scores become weights; the output before is to be scaled by `factors`.
+    const auto weigh = [&](const Tiles& tiles) {
+      if constexpr (Memory::kIsTable) {
+        const int stage = tiles.step % Memory::kBiasStages;
+        add_bias(scores, params.scale,
+                 DiagonalBias(Memory::diagonals(shared_memory, stage),
+                              64 * warpgroup + 16 * warp_in_group, 0));
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
+      } else if constexpr (kHasBias) {
+        add_bias(scores, params.scale, bias);
       }
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
@@ -377,6 +388,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     if (tiles.are_left()) {
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
+      load_bias(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       release(memory.keys_are_used(tiles.step % kStages));
@@ -388,6 +400,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
+        load_bias(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         release(memory.keys_are_used(stage));

@@ -118,13 +118,13 @@ __device__ inline void wait_for_reads_of_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Of 16 bytes at the same place in the shared memory of a block of the cluster.
-__device__ inline void load_from_block(uint32_t (&words)[4], uint32_t shared, int block) {
+// 8 bytes at the same place in the shared memory of a block of the cluster.
+__device__ inline void load_from_block(uint32_t (&words)[2], uint32_t shared, int block) {
   asm volatile(
       "{.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [there];}"
-      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+      "mapa.shared::cluster.u32 there, %2, %3;\n"
+      "ld.shared::cluster.v2.b32 {%0, %1}, [there];}"
+      : "=r"(words[0]), "=r"(words[1])
       : "r"(shared), "r"(block)
       : "memory");
 }
