@@ -19,6 +19,7 @@ namespace megasoftmax {
 
 // Without dropout.
 struct AllEntries {
+  template <int kEntries>
   struct Kept {
     template <class T, int kElements>
     __device__ void drop(int, Pack<T, kElements>&) const {}
@@ -33,7 +34,7 @@ struct AllEntries {
     return 1.f;
   }
   template <int kLanes, bool kIsPair, int kElements, int kChunks>
-  __device__ Kept of_batch(int, int) const {
+  __device__ Kept<kElements * kChunks> of_batch(int, int) const {
     return {};
   }
 };
@@ -81,6 +82,8 @@ class KeptEntries {
  public:
   template <int kElements>
   using Grid = BlockGrid<kElements>;
+  template <int kEntries>
+  using Kept = KeptBits<kEntries>;
 
   template <class Params>
   __device__ KeptEntries(const Params& params, const RowIndex& index)
@@ -102,11 +105,10 @@ class KeptEntries {
   template <int kLanes, bool kIsPair, int kElements, int kChunks>
   __device__ KeptBits<kElements * kChunks> of_batch(int first, int end) const {
     static_assert(!kIsPair || kLanes == 16);
-    using Kept = KeptBits<kElements * kChunks>;
     constexpr int kStep = kPlaces / kElements;  // lanes for 8 columns
     constexpr int kCallsPerWord = kIsPair ? 4 : 8;
     constexpr int kCalls = kElements * kChunks * kCallsPerWord / 32;
-    static_assert(kCalls % 2 == 0 && (kIsPair || Kept::kWords == 1));
+    static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kChunks <= 32));
     constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -133,7 +135,7 @@ class KeptEntries {
     };
     const auto two_calls = [&](int number) { return call(number) | call(number + 1); };
 
-    Kept kept = {};
+    KeptBits<kElements * kChunks> kept = {};
 #pragma unroll
     for (int number = 0; number < kCalls; number += 2) {
       if (number / 2 * kColumnsOfTwoCalls < columns)

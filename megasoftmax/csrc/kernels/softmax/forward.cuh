@@ -117,6 +117,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   using Owner = RowOwner<kShape>;
   using Entries = EntriesOf<Mask>;
   using Row = RowPlace<kElements, typename Entries::template Grid<kElements>>;
+  using Kept = typename Entries::template Kept<kElements * kChunks>;
   using Reader = RowReader<T, kElements, true>;
   // With a bias, logits are made anew of scores and bias in the pass that writes, and a few chunks
   // at a time: they need registers. Without one shared memory keeps them, in the type of the
@@ -245,7 +246,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       const auto probability = [&](float z) {
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
       };
-      const auto store = [&](int at, const auto& kept, int i, float (&p)[kElements]) {
+      const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
         replace_special(params, denominator, part.bounds, logits.mask, at, p);
         auto pack = writer.round(p);
         kept.drop(i, pack);
@@ -253,7 +254,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       };
       const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
         const int first = first_of(row, part, unit, batch), column = column_of(first);
-        const auto kept_entries =
+        const Kept kept_entries =
             entries.template of_batch<32, false, kElements, kChunks>(first, part.bounds.end);
         float p[kElements];
         if constexpr (Bias::kPresent) {
