@@ -121,7 +121,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
       fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
                    begin + kBatch, owner.thread(), kShape.threads_per_row);
       with_writer([&](const auto& writer) {
-        writer.template fill_behind<kStride, kChunks>(column, written_end);
+        writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
       });
     }
     if constexpr (Inputs::kDrops) {

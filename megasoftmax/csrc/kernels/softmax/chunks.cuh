@@ -150,9 +150,19 @@ struct RowWriter {
     }
   }
   // Zeros to those of the chunks at column, column + kStride, ... that begin at `begin` or later.
-  template <int kStride, int kChunks>
+  // kMayBeEven: rows of whole chunks have a path of their own.
+  template <int kStride, int kChunks, bool kMayBeEven = false>
   __device__ void fill_behind(int column, int begin) const {
     constexpr float kZeros[kElements] = {};
+    if (kMayBeEven && columns.end % kElements == 0) {
+      T* const target = keep_in_register(row + column);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = column + i * kStride;
+        if (at >= begin && at < columns.end) store_whole(target + i * kStride, kZeros);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
                  first_column + kBatch, owner.thread(), kShape.threads_per_row);
     with_writer([&](const auto& writer) {
-      writer.template fill_behind<kStride, kChunks>(column, written_end);
+      writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
     });
   }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
