@@ -46,17 +46,21 @@ struct Logits {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       if (!kInside && first + i * kStride >= extent.end) continue;
-      const bool is_inside = extent.inside.contains(first + i * kStride, kStride);
-      const int at = column + i * kStride;
-      if (!kInside && !is_inside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
+      const auto convert = [&] {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
-        if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
-      }
-      if (kInside || is_inside ||
-          (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at)))
+        for (int j = 0; j < kElements; ++j) {
+          z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
+          if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
+        }
+      };
+      if (extent.inside.contains(first + i * kStride, kStride)) {
+        convert();
         continue;
+      }
+      const int at = column + i * kStride;
+      if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
+      convert();
+      if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
     }
