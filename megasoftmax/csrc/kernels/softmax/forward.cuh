@@ -54,7 +54,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     });
   };
   float z[kChunks][kElements];
-  const int column = first_column + owner.thread() * kElements;
+  int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
   // The lanes of a pair write whole groups of chunks.
@@ -69,6 +69,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
       first_column, end);
+  // Else the columns of all chunks would stay in registers.
+  if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
   logits.template of<kStride, false>(params, first_column, extent, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
   accumulate<kStride>(mine, true, largest<kStride>(z, first_column, end), z, first_column, end,
