@@ -47,7 +47,7 @@ struct BlockGrid : ChunkGrid<kElements> {
     return {ChunkGrid<kElements>::aligned_to(first_element)};
   }
   __device__ int begin(const Bounds& bounds) const {
-    return bounds.begin / kDropoutColumns * kDropoutColumns - this->phase;
+    return (bounds.begin & -kDropoutColumns) - this->phase;
   }
 };
 
@@ -111,7 +111,7 @@ class KeptEntries {
     static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kChunks <= 32));
     constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const int first_block =
         static_cast<int>(static_cast<unsigned>(first + kDropoutColumns - 1) / kDropoutColumns);
     const int phase = first_block * kDropoutColumns - first;

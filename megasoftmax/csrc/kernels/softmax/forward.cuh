@@ -188,11 +188,10 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       Pack<T> raw[kBiasChunks];
       load_kept(kept(place) + from * 32, raw);
       first += from * kStride;
-      const Extent extent{first, part.bounds.end, {}};
       if (scores.inside.contains(first, kBiasChunks * kStride)) {
-        logits.template of<kStride, true>(params, first, extent, column_of(first), raw, z);
+        logits.template of<kStride, true>(params, first, column_of(first), raw, z);
       } else {
-        logits.template of<kStride, false>(params, first, extent, column_of(first), raw, z);
+        logits.template of<kStride, false>(params, first, column_of(first), raw, z);
       }
     };
     const auto sum_batch = [&](int unit, int batch, int place, float& before) {

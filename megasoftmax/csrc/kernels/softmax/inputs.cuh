@@ -54,7 +54,7 @@ struct ProbabilitiesMadeAgain {
                        Pack<T> (&scores)[kChunks]) const {
     constexpr int kStride = kLanes * kElements;
     const int first = extent.first_column, end = extent.end;
-    const int column = first + static_cast<int>(threadIdx.x) % kLanes * kElements;
+    const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
     const auto kept = entries.template of_batch<kLanes, kIsPair, kElements, kChunks>(first, end);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {

@@ -66,6 +66,13 @@ struct Logits {
     }
   }
 
+  // The same of a row that is not one of a pair.
+  template <int kStride, bool kInside, class Params, int kChunks>
+  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
+                     float (&z)[kChunks][kElements]) const {
+    of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
+  }
+
   // The same without a bias, in the type of the scores.
   template <int kStride, bool kInside, int kChunks>
   __device__ void prepare(const ForwardParams& params, int column, Pack<T> (&raw)[kChunks]) const {
