@@ -105,6 +105,48 @@ def test_softmax_drops_the_entries_of_the_reference(shape, device):
     assert torch.equal(kept_by_softmax(shape, 0.3, 9, device), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [40, 257, 512, 520, 1017, 1024, 1032, 2053])
+@pytest.mark.parametrize(
+    "limits", ["nothing", "causal", "window", "window without an end", "ranges"]
+)
+def test_rows_that_see_less_drop_the_same(limits, columns, dtype, device):
+    """Kernels give two queries that lie 8 apart to one warp, and begin at a block of 32 columns."""
+    numbers = torch.arange(2 * 3 * 43, device=device, dtype=torch.int32).view(2, 3, 43)
+    first, end = numbers * 37 % columns, numbers * 91 % (columns + 1)
+    options = {
+        "nothing": {},
+        "causal": {"causal": True},
+        "window": {"window": (100, 0)},
+        "window without an end": {"window": (300, -1)},
+        "ranges": {"visible": (first, end)},
+    }[limits]
+    # Heads of 43 queries, some of which have no neighbour 8 further, and of one.
+    for queries in (43, 1):
+        if queries == 1 and limits == "ranges":
+            continue
+        scores, weights = (
+            normal(2, 3, queries, columns, device=device, dtype=dtype, seed=i) for i in range(2)
+        )
+        scores.requires_grad_()
+        found = []
+        for fused in (None, False):
+            p, lse = softmax(
+                scores,
+                **options,
+                dropout=0.3,
+                seed=seed_of(5, device),
+                return_lse=True,
+                fused=fused,
+            )
+            gradient = torch.autograd.grad((p * weights).sum() + lse.sin().nansum(), scores)
+            found.append((p, lse, *gradient))
+        assert torch.equal(found[0][0] != 0, found[1][0] != 0)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        for actual, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("queries", [1, 16, 17, 65, 200])
 @pytest.mark.parametrize("keys", [1, 31, 64, 300])
 def test_attention_drops_what_softmax_drops(queries, keys, device):

@@ -12,6 +12,11 @@ __host__ __device__ constexpr Integer divide_up(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
+template <class Integer>
+__host__ __device__ constexpr Integer round_up(Integer a, Integer multiple) {
+  return divide_up(a, multiple) * multiple;
+}
+
 // Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31
 // bits.
 struct Divider {

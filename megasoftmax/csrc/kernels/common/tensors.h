@@ -78,6 +78,9 @@ struct SinkLogit {
 
 // The values of the 15 random bits of an entry.
 inline constexpr uint32_t kDropoutSteps = 32768;
+// Eight calls of Philox decide kDropoutColumns columns of kDropoutRows rows, which lie
+// kDropoutRowDistance apart, see dropout.cuh.
+inline constexpr int kDropoutRows = 2, kDropoutRowDistance = 8, kDropoutColumns = 32;
 
 // Dropout of probabilities: an entry is dropped where its random bits are below the threshold.
 struct Dropout {

@@ -75,15 +75,16 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
   using Biases = BiasGradientOf<kShape, kElements>;
+  using Grid = typename Inputs::Entries::template Grid<kElements>;
+  constexpr bool kIsPair = Inputs::kDrops && !Biases::kPresent && kShape.may_hold_pairs();
   RowOwner<kShape> owner;
   const int columns = static_cast<int>(params.shape.columns);
   RowIndex owner_index = row_of_block(schedule, kShape.rows_per_block);
-  owner_index.query += owner.row_in_block();
-  const bool is_owner = owner_index.query < static_cast<int>(params.bias_shape.queries);
-  if (!is_owner) {
-    if (kShape.rows_per_block == 1) return;
-    owner_index.query = static_cast<int>(params.bias_shape.queries) - 1;  // writes nothing
-  }
+  bool is_owner;
+  if (!find_query<kShape, kIsPair>(owner.row_in_block(),
+                                   static_cast<int>(params.bias_shape.queries), owner_index.query,
+                                   is_owner))
+    return;
   Biases biases(params, owner_index.row(params.bias_shape));
   const RowsOfOwner<Biases::kPresent> rows(params, owner_index);
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const Bounds bounds = Bounds::of<true>(params, index);
     // With a bias gradient every row of the owner must put a column into the same chunk, and odd
     // rows are partial throughout.
-    const auto grid = ChunkGrid<kElements>::aligned_to(Biases::kPresent ? 0 : first_element);
+    const auto grid = Grid::aligned_to(Biases::kPresent ? 0 : first_element);
     const bool is_dense = !Biases::kPresent && params.is_dense;
     using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
     const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns);
@@ -107,27 +108,32 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
                                                   !Biases::kPresent || columns % kElements == 0));
       });
     };
-    const int begin = Biases::kPresent ? 0 : grid.begin(bounds);
+    Extent extent = extent_of<kIsPair>(grid, bounds);
+    if (Biases::kPresent) extent.first_column = 0;
+    const int begin = extent.first_column, end = extent.end;
     const int column = begin + owner.thread() * kElements;
     Pack<T> g[kChunks], p[kChunks];
     gradients.template load<kStride>(column, g);
     probabilities.template load<kStride>(column, p);
+    // The lanes of a pair write whole groups of chunks.
+    const int written_end = kIsPair ? round_up(end - begin, kStride) + begin : bounds.end;
     if (is_row) {  // while the loads are in flight
       fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
                    begin + kBatch, owner.thread(), kShape.threads_per_row);
       with_writer([&](const auto& writer) {
-        writer.template fill_behind<kStride, kChunks>(column, bounds.end);
+        writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
       });
     }
     if constexpr (Inputs::kDrops) {
       const Inputs inputs(params, index, bounds, grid);
-      inputs.template make<kShape.threads_per_row>(begin, g, p);
+      inputs.template make<kShape.threads_per_row, kIsPair>(extent, g, p);
     }
     float mine = 0.f;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (begin + i * kStride >= bounds.end) continue;
-      clear_outside(p[i], column + i * kStride, bounds);
+      if (begin + i * kStride >= end) continue;
+      if (!extent.inside.contains(begin + i * kStride, kStride))
+        clear_outside(p[i], column + i * kStride, bounds);
       mine += dot(g[i], p[i]);
     }
     const float factor = Inputs::factor(params);
@@ -135,10 +141,23 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
                                owner.thread() == 0 && is_row);
     if (!is_row) continue;
     with_writer([&](const auto& writer) {
+      if (kIsPair && columns % kElements == 0 && isfinite(d)) {
+        auto* const target = keep_in_register(writer.row + column);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          if (begin + i * kStride >= end) continue;
+          float dz[kElements];
+          logits_gradient(g[i], p[i], factor, d, true, dz);
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) dz[j] *= params.scale;
+          if (column + i * kStride < columns) writer.store_whole(target + i * kStride, dz);
+        }
+        return;
+      }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
-        if (at >= bounds.end) continue;
+        if (at >= written_end) continue;
         float dz[kElements], dx[kElements];
         logits_gradient(g[i], p[i], factor, d, false, dz);
 #pragma unroll
@@ -161,7 +180,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Owner = RowOwner<kShape>;
-  using Row = RowPlace<kElements>;
+  using Row = RowPlace<kElements, typename Inputs::Entries::template Grid<kElements>>;
   using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
   static_assert(!Biases::kPresent || !kTakesTurns);
   constexpr int kSlots = kRingBytes / static_cast<int>(2 * sizeof(Pack<T>)) / kChunksPerBatch;
@@ -230,7 +249,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         Pack<T> g[kChunks], p[kChunks];
         load_kept(packs, g);
         load_kept(packs + kChunksPerBatch, p);
-        inputs.template make<32>(first, g, p);
+        inputs.template make<32, false>({first, part.bounds.end, {}}, g, p);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           packs[i * 32] = g[i];

@@ -13,6 +13,7 @@ namespace megasoftmax {
 // Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase).
 template <int kElements>
 struct ChunkGrid {
+  static constexpr int kChunkElements = kElements;
   int phase;
 
   __device__ static ChunkGrid aligned_to(int64_t first_element) {
@@ -27,6 +28,13 @@ struct ChunkGrid {
     return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements)
                                      : begin(bounds);
   }
+};
+
+// Where the first chunk of a row begins and the visible columns end, and which columns are visible
+// for certain; of a pair of rows, of both together. Chunks that lanes read at a time form a group.
+struct Extent {
+  int first_column, end;
+  Bounds inside;
 };
 
 // Loads chunks of kElements values from a row with any stride. With kMayOverhang, chunks at the
@@ -122,11 +130,19 @@ struct RowWriter {
         columns{0, columns},
         whole_chunks(whole_chunks) {}
 
+  __device__ static Pack<T, kElements> round(const float (&values)[kElements]) {
+    return Pack<T, kElements>::round(values);
+  }
+  __device__ static void store_whole(T* at, const Pack<T, kElements>& pack) {
+    store_streaming(at, pack);
+  }
   __device__ static void store_whole(T* at, const float (&values)[kElements]) {
-    store_streaming(at, Pack<T, kElements>::round(values));
+    store_whole(at, round(values));
   }
   __device__ void store(int column, const float (&values)[kElements]) const {
-    const auto pack = Pack<T, kElements>::round(values);
+    store(column, round(values));
+  }
+  __device__ void store(int column, const Pack<T, kElements>& pack) const {
     if (whole_chunks && columns.contains(column, kElements)) {
       store_streaming(row + column, pack);
     } else {
@@ -134,9 +150,19 @@ struct RowWriter {
     }
   }
   // Zeros to those of the chunks at column, column + kStride, ... that begin at `begin` or later.
-  template <int kStride, int kChunks>
+  // kMayBeEven: rows of whole chunks have a path of their own.
+  template <int kStride, int kChunks, bool kMayBeEven = false>
   __device__ void fill_behind(int column, int begin) const {
     constexpr float kZeros[kElements] = {};
+    if (kMayBeEven && columns.end % kElements == 0) {
+      T* const target = keep_in_register(row + column);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int at = column + i * kStride;
+        if (at >= begin && at < columns.end) store_whole(target + i * kStride, kZeros);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;

@@ -18,8 +18,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
                         const Shape& shape, int64_t queries_per_tile, const Plan& plan,
                         cudaStream_t stream, const Params& params) {
   constexpr int64_t kMaxYZ = 65535;
-  const int rows_per_block = kernel_shape.rows_per_block;
-  const int64_t blocks = divide_up<int64_t>(shape.queries, rows_per_block);
+  const int64_t blocks = blocks_of_queries(kernel_shape, plan.kind, shape.queries);
   Schedule schedule = plan.schedule;
   if (kernel_shape.takes_turns || (schedule.blocks_per_row > 1 && !schedule.is_cluster)) {
     int64_t resident = 0;  // as many as run at a time
@@ -42,7 +41,8 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
   }
   schedule.units = Divider(schedule.blocks_per_row);
   const bool is_spread = schedule.blocks_per_row > 1 && !schedule.is_cluster;
-  const int64_t wanted = is_spread ? blocks : divide_up<int64_t>(queries_per_tile, rows_per_block);
+  const int64_t wanted =
+      is_spread ? blocks : blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));
   schedule.blocks_per_tile = static_cast<int>(per_tile);
   schedule.tiles = Divider(divide_up(blocks, per_tile));

@@ -1,37 +1,90 @@
 #pragma once
 // Dropout of a row: which of its entries are kept, as common/dropout.cuh says.
 //
-// One call of Philox decides 4 entries of a row, 8 columns apart, and so 8 calls decide 32
-// consecutive columns, a block. The lanes of a row share out the calls of the blocks that the row
-// sees, and each then fetches the bits of its chunks by a shuffle (Philox 6 instructions per entry,
-// all else 5).
+// One call of Philox decides 2 x 4 entries, 8 rows and 8 columns apart. So 8 calls decide a block,
+// 32 consecutive columns, of both rows. The lanes share out the calls of the blocks that rows see.
+// A lane then has entries of one column of 8, and exchanges bits with others until it has those of
+// its chunks, 8 consecutive columns: two or three shuffles for 32 entries. Chunks begin at blocks.
+//
+// Lanes have one row together, of which they use half of the words; or, where 16 lanes have a row,
+// the lanes of a warp have two rows, 8 apart, and use all words.
 
-#include <algorithm>
+#include <climits>
 
 #include "../common/dropout.cuh"
 #include "../common/ptx.cuh"
-#include "params.h"
+#include "chunks.cuh"
 
 namespace megasoftmax {
 
 // Without dropout.
 struct AllEntries {
+  template <int kEntries>
+  struct Kept {
+    template <class T, int kElements>
+    __device__ void drop(int, Pack<T, kElements>&) const {}
+  };
+  template <int kElements>
+  using Grid = ChunkGrid<kElements>;
+
   template <class Params>
   __device__ AllEntries(const Params&, const RowIndex&) {}
   template <class Params>
   __device__ static constexpr float factor(const Params&) {
     return 1.f;
   }
-  template <int kLanes, int kElements, int kChunks>
-  __device__ uint32_t of_batch(int, int) const {
-    return 0;
+  template <int kLanes, bool kIsPair, int kElements, int kChunks>
+  __device__ Kept<kElements * kChunks> of_batch(int, int) const {
+    return {};
   }
-  template <int kElements>
-  __device__ static void drop(uint32_t, float (&)[kElements]) {}
+};
+
+// Chunks of a row from the beginning of a block on: the columns of block b begin at 32 * b, and of
+// a row that is not aligned so do those behind the phase.
+template <int kElements>
+struct BlockGrid : ChunkGrid<kElements> {
+  __device__ static BlockGrid aligned_to(int64_t first_element) {
+    return {ChunkGrid<kElements>::aligned_to(first_element)};
+  }
+  __device__ int begin(const Bounds& bounds) const {
+    return (bounds.begin & -kDropoutColumns) - this->phase;
+  }
+};
+
+// Bits of a lane's entries. Entry j of chunk i has number e = i * kElements + j, and bit e / 4 % 8
+// of byte e % 4 of word e / 32.
+template <int kEntries>
+struct KeptBits {
+  static constexpr int kWords = (kEntries + 31) / 32;
+  uint32_t words[kWords];
+
+  // Zeros to the lanes of a pack, chunk i, that are dropped.
+  template <class T, int kElements>
+  __device__ void drop(int i, Pack<T, kElements>& pack) const {
+#pragma unroll
+    for (int j = 0; j < kElements; j += 4) {
+      const int four = (i * kElements + j) / 4;
+      const uint32_t signs = words[kWords == 1 ? 0 : four / 8] << (7 - four % 8);
+      if constexpr (sizeof(T) == 4) {
+        pack.words[j] &= spread_signs<0x0000>(signs);
+        pack.words[j + 1] &= spread_signs<0x1111>(signs);
+        pack.words[j + 2] &= spread_signs<0x2222>(signs);
+        pack.words[j + 3] &= spread_signs<0x3333>(signs);
+      } else {
+        pack.words[j / 2] &= spread_signs<0x1100>(signs);
+        pack.words[j / 2 + 1] &= spread_signs<0x3322>(signs);
+      }
+    }
+  }
 };
 
 class KeptEntries {
  public:
+  template <int kElements>
+  using Grid = BlockGrid<kElements>;
+  template <int kEntries>
+  using Kept = KeptBits<kEntries>;
+
   template <class Params>
   __device__ KeptEntries(const Params& params, const RowIndex& index)
       : seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))),
@@ -46,84 +99,126 @@ class KeptEntries {
     return params.dropout.factor;
   }
 
-  // Bit i * kElements + j: is entry j of this lane's chunk i kept? kLanes lanes, of a whole warp or
-  // of parts that are alike, take the chunks from column `first` on in turn. Unspecified from `end`
-  // on.
-  template <int kLanes, int kElements, int kChunks>
-  __device__ uint32_t of_batch(int first, int end) const {
-    static_assert(kLanes >= kPlaces && kLanes <= 32 && kElements * kChunks <= kBlock);
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const int first_block = first >> kBlockBits;  // before column 0 there is one too
-    const int blocks =
-        __reduce_max_sync(kAllLanes, ((end + kBlock - 1) >> kBlockBits) - first_block);
+  // Of the chunks from column `first` of a BlockGrid on, which kLanes lanes take in turn;
+  // unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is the same
+  // for both.
+  template <int kLanes, bool kIsPair, int kElements, int kChunks>
+  __device__ KeptBits<kElements * kChunks> of_batch(int first, int end) const {
+    static_assert(!kIsPair || kLanes == 16);
+    constexpr int kStep = kPlaces / kElements;  // lanes for 8 columns
+    constexpr int kCallsPerWord = kIsPair ? 4 : 8;
+    constexpr int kCalls = kElements * kChunks * kCallsPerWord / 32;
+    static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kChunks <= 32));
+    constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
-    // As many lanes as there are decide a block together, 2^shared; lane b << shared has block b.
-    const int shared = min(max(__clz(blocks - 1) - __clz(kLanes - 1), 0), kPlaceBits);
-    const int block = first_block + (lane >> shared), own = lane & ((1 << shared) - 1);
-    uint32_t mine = 0;
-#pragma unroll 2
-    for (int i = 0; i < kPlaces >> shared; ++i) {
-      const int place = (i << shared) + own;
-      mine |= kept_at(block, place) << place;
-    }
-#pragma unroll 1
-    for (int distance = 1; distance < 1 << shared; distance *= 2)
-      mine |= __shfl_xor_sync(kAllLanes, mine, distance);
-    // Chunks that do not begin at the beginning of a block may reach one more than there are lanes.
-    uint32_t behind = 0;
-    if (blocks > kLanes) {
-      const uint32_t kept = kept_at(first_block + kLanes, lane % kPlaces);
-      const int first_lane = static_cast<int>(threadIdx.x) % 32 - lane;
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint32_t found = __ballot_sync(kAllLanes, (kept >> step * kPlaces & 1) != 0);
-        behind |= (found >> first_lane & 0xff) << step * kPlaces;
-      }
-    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int first_block =
+        static_cast<int>(static_cast<unsigned>(first + kDropoutColumns - 1) / kDropoutColumns);
+    const int phase = first_block * kDropoutColumns - first;
+    const int columns = __reduce_max_sync(kAllLanes, end - first);
 
-    const auto bits_of = [&](int number) {
-      const uint32_t bits = __shfl_sync(kAllLanes, mine, number << shared, kLanes);
-      return number < kLanes ? bits : behind;
+    // Which calls this lane makes. Its chunks are those of lane / kStep % 4 of the steps of a
+    // block.
+    const int own_block = first_block + lane % (kIsPair ? 16 * kStep : kLanes) / (4 * kStep);
+    const int own_place = lane / kStep % 4 +
+                          4 * (kStep == 2 ? lane % 2
+                               : kIsPair  ? lane / 16
+                                          : 0) -
+                          phase;
+    const auto call = [&](int number) {
+      constexpr bool kIsSplit = !kIsPair && kStep == 1;  // two calls for a chunk of a lane
+      const int block = own_block + (kIsPair    ? number * 4
+                                     : kIsSplit ? (number >> 1) * (kLanes / 4)
+                                                : number * (kLanes / 8));
+      return bits_of_call<kIsPair>(block, (own_place + (kIsSplit ? (number & 1) * 4 : 0)) & 7,
+                                   number);
     };
-    const bool straddles = __any_sync(kAllLanes, first % kElements != 0);
-    uint32_t kept = 0;
+    const auto two_calls = [&](int number) { return call(number) | call(number + 1); };
+
+    KeptBits<kElements * kChunks> kept = {};
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int offset = first - first_block * kBlock + (i * kLanes + lane) * kElements;
-      const int number = offset >> kBlockBits;
-      const uint32_t low = bits_of(number), high = straddles ? bits_of(number + 1) : 0;
-      const uint32_t bits = __funnelshift_r(low, high, offset);  // modulo 32
-      kept |= (bits & ((1u << kElements) - 1)) << i * kElements;
+    for (int number = 0; number < kCalls; number += 2) {
+      if (number / 2 * kColumnsOfTwoCalls < columns)
+        kept.words[number / kCallsPerWord] |= two_calls(number);
+    }
+#pragma unroll
+    for (uint32_t& word : kept.words) word = exchanged<kIsPair, kStep>(word);
+    if (phase > 0) {
+      // The first entries of 8 columns are found 8 columns on: those of the lane before are theirs,
+      // and of the first lane those of the last lane's chunk before. Its first chunk shows them
+      // only in a batch that is not the row's first.
+      constexpr int kBits = kElements / 4;  // of a chunk in a byte
+      constexpr uint32_t kLow = 0x01010101u * ((1 << kBits) - 1);
+      uint32_t firsts = 0;
+#pragma unroll
+      for (int j = 0; j < kElements - 1; ++j)
+        firsts |= j < phase ? (kElements == 8 ? 0x55u : 0xffu) << (j / 4 + j % 4 * 8) : 0u;
+      const auto of_lane_before = [&](uint32_t word) {
+        return __shfl_sync(kAllLanes, word, (lane - kStep) & (kLanes - 1), kLanes);
+      };
+      uint32_t before = kIsPair ? 0 : of_lane_before(exchanged<kIsPair, kStep>(two_calls(-2)));
+#pragma unroll
+      for (uint32_t& word : kept.words) {
+        const uint32_t same = of_lane_before(word);
+        const uint32_t shifted = (same << kBits & ~kLow) | (before >> (8 - kBits) & kLow);
+        if (lane % kStep == 0)
+          word = (word & ~firsts) | ((lane % kLanes == 0 ? shifted : same) & firsts);
+        before = same;
+      }
     }
     return kept;
   }
 
-  // Zeros where the lowest bits of `kept` are not set.
-  template <int kElements>
-  __device__ static void drop(uint32_t kept, float (&values)[kElements]) {
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) values[j] = (kept >> j & 1) != 0 ? values[j] : 0.f;
-  }
-
  private:
-  static constexpr int kBlockBits = 5, kBlock = 1 << kBlockBits;   // columns of a block
-  static constexpr int kPlaceBits = 3, kPlaces = 1 << kPlaceBits;  // calls for it
+  static constexpr int kPlaces = 8;  // calls for a block
   static constexpr unsigned kAllLanes = 0xffffffffu;
 
-  // Bits 0, 8, 16 and 24: are the entries of a block at `place` and every 8 columns on kept?
-  __device__ uint32_t kept_at(int block, int place) const {
+  // Byte s of the result is of the entries of a block at `place` and 8 * s columns on: the bit of
+  // this call, or of a pair two bits, of the lower row and of the one 8 further.
+  template <bool kIsPair>
+  __device__ uint32_t bits_of_call(int block, int place, int number) const {
     const RandomWords words(static_cast<uint32_t>(block), query_ / 16, head_,
                             query_ % 8 * 8 + static_cast<uint32_t>(place), seed_);
-    const bool is_low = query_ / 8 % 2 == 0;
-    const uint32_t first = is_low ? words.words[0] : words.words[2],
-                   second = is_low ? words.words[1] : words.words[3];
     // The sum of a half has its highest bit where the entry is kept.
     const auto sums = [&](uint32_t word) { return (word & 0x7fff7fff) + complement_; };
-    return bytes_of_signs(sums(first), sums(second)) & 0x01010101;
+    const auto bytes = [&](uint32_t first, uint32_t second, int bit) {
+      return bytes_of_signs(sums(first), sums(second)) & 0x01010101u << bit;
+    };
+    if constexpr (kIsPair) {
+      return bytes(words.words[0], words.words[1], number % 4 * 2) |
+             bytes(words.words[2], words.words[3], number % 4 * 2 + 1);
+    } else {
+      const bool is_low = query_ / 8 % 2 == 0;
+      return bytes(is_low ? words.words[0] : words.words[2],
+                   is_low ? words.words[1] : words.words[3], number & 7);
+    }
+  }
+
+  // From entries of a column of 8, in bytes of steps, to those of a step, in bytes of columns: the
+  // number of the byte, and of a pair the lowest bit of that of the bit, change places with bits of
+  // the number of the lane.
+  template <bool kIsPair, int kStep>
+  __device__ static uint32_t exchanged(uint32_t word) {
+    const auto lane = static_cast<uint32_t>(threadIdx.x) % 32;
+    const auto other = [&](int distance) { return __shfl_xor_sync(kAllLanes, word, distance); };
+    word = __byte_perm(word, other(2 * kStep), (lane & 2 * kStep) == 0 ? 0x5410 : 0x3276);
+    word = __byte_perm(word, other(kStep), (lane & kStep) == 0 ? 0x6240 : 0x3715);
+    if constexpr (kIsPair) {
+      const bool is_lower = lane < 16;
+      const uint32_t own = is_lower ? 0x55555555u : 0xaaaaaaaau, from = other(16);
+      word = (word & own) | (__funnelshift_l(from, from, is_lower ? 1 : 31) & ~own);
+    }
+    return word;
   }
 
   uint64_t seed_;
   uint32_t complement_, head_, query_;
 };
+
+// Pairs of queries take turns in this order: 0, 8, 1, 9, 2 ... of each 16.
+__device__ inline int query_in_pairs(int number) {
+  return (number & ~15) | (number >> 1 & 7) | (number & 1) << 3;
+}
+__device__ inline int lower_of_pair(int query) { return query & ~8; }
 
 }  // namespace megasoftmax

@@ -60,7 +60,7 @@ void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
   explanation.threads = regime.shape().threads();
   if (!regime.takes_turns)
     explanation.blocks = shape.batches * shape.heads *
-                         divide_up<int64_t>(shape.queries, regime.rows_per_block) *
+                         blocks_of_queries(regime.shape(), plan.kind, shape.queries) *
                          explanation.blocks_per_row;
 }
 

@@ -29,46 +29,52 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   constexpr KernelShape kShape = kForwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  using Entries = EntriesOf<Mask>;
+  constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
   RowOwner<kShape> owner;
   RowIndex index = row_of_block(schedule, kShape.rows_per_block);
-  index.query += owner.row_in_block();
-  const bool is_row = index.query < static_cast<int>(params.shape.queries);
-  if (!is_row) {
-    if (kShape.rows_per_block == 1) return;
-    index.query = static_cast<int>(params.shape.queries) - 1;  // shadows a row, writes nothing
-  }
+  bool is_row;
+  if (!find_query<kShape, kIsPair>(owner.row_in_block(), static_cast<int>(params.shape.queries),
+                                   index.query, is_row))
+    return;
   const int columns = static_cast<int>(params.shape.columns);
   const int64_t row = index.row(params.shape), first_element = row * columns;
   const Bounds bounds = Bounds::of<kMayHaveRange<Mask, Bias>>(params, index);
-  const auto grid = ChunkGrid<kElements>::aligned_to(first_element);
+  const auto grid = Entries::template Grid<kElements>::aligned_to(first_element);
+  const Extent extent = extent_of<kIsPair>(grid, bounds);
+  const int first_column = extent.first_column, end = extent.end;
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
                                              grid, bounds, columns);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
-  const EntriesOf<Mask> entries(params, index);
+  const Entries entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
-  const int first_column = grid.begin(bounds);
   const auto with_writer = [&](auto&& write) {
     with_dtype(params.probabilities_type, [&](auto tag) {
       write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element, columns));
     });
   };
   float z[kChunks][kElements];
-  const int column = first_column + owner.thread() * kElements;
+  int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
+  // The lanes of a pair write whole groups of chunks.
+  const int written_end =
+      kIsPair ? round_up(end - first_column, kStride) + first_column : bounds.end;
   if (is_row) {  // while the loads are in flight
     fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
                  first_column + kBatch, owner.thread(), kShape.threads_per_row);
     with_writer([&](const auto& writer) {
-      writer.template fill_behind<kStride, kChunks>(column, bounds.end);
+      writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
     });
   }
-  const uint32_t kept = entries.template of_batch<kShape.threads_per_row, kElements, kChunks>(
-      first_column, bounds.end);
-  logits.template of<kStride, false>(params, first_column, column, raw, z);
+  const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
+      first_column, end);
+  // Else the columns of all chunks would stay in registers.
+  if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
+  logits.template of<kStride, false>(params, first_column, extent, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
-  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, bounds.end), z, first_column,
-                      bounds.end, exponent);
+  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, end), z, first_column, end,
+                      exponent);
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
@@ -76,15 +82,29 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
   with_writer([&](const auto& writer) {
+    if (kIsPair && columns % kElements == 0 && denominator.is_regular()) {
+      auto* const target = keep_in_register(writer.row + column);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (first_column + i * kStride >= end) continue;
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        auto pack = writer.round(z[i]);
+        kept.drop(i, pack);
+        if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
-      if (at >= bounds.end) continue;
+      if (at >= written_end) continue;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
       replace_special(params, denominator, bounds, logits.mask, at, z[i]);
-      entries.drop(kept >> i * kElements, z[i]);
-      writer.store(at, z[i]);
+      auto pack = writer.round(z[i]);
+      kept.drop(i, pack);
+      writer.store(at, pack);
     }
   });
 }
@@ -97,7 +117,9 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
   using Owner = RowOwner<kShape>;
-  using Row = RowPlace<kElements>;
+  using Entries = EntriesOf<Mask>;
+  using Row = RowPlace<kElements, typename Entries::template Grid<kElements>>;
+  using Kept = typename Entries::template Kept<kElements * kChunks>;
   using Reader = RowReader<T, kElements, true>;
   // With a bias, logits are made anew of scores and bias in the pass that writes, and a few chunks
   // at a time: they need registers. Without one shared memory keeps them, in the type of the
@@ -148,7 +170,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   for (int turn = 0;; ++turn) {
     const Reader scores = scores_of(row, part);
     const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
-    const EntriesOf<Mask> entries(params, row.index);
+    const Entries entries(params, row.index);
     // Logits of scores as they were copied, also to where they are kept.
     const auto prepare = [&](int first, Pack<T>(&raw)[kChunks], Pack<T>* packs) {
       if (scores.inside.contains(first, kBatch)) {
@@ -225,15 +247,16 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       const auto probability = [&](float z) {
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
       };
-      const auto store = [&](int at, uint32_t kept, float (&p)[kElements]) {
+      const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
         replace_special(params, denominator, part.bounds, logits.mask, at, p);
-        entries.drop(kept, p);
-        writer.store(at, p);
+        auto pack = writer.round(p);
+        kept.drop(i, pack);
+        writer.store(at, pack);
       };
       const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
         const int first = first_of(row, part, unit, batch), column = column_of(first);
-        const uint32_t kept_entries =
-            entries.template of_batch<32, kElements, kChunks>(first, part.bounds.end);
+        const Kept kept_entries =
+            entries.template of_batch<32, false, kElements, kChunks>(first, part.bounds.end);
         float p[kElements];
         if constexpr (Bias::kPresent) {
 #pragma unroll 1
@@ -246,7 +269,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
               if (at >= part.bounds.end) continue;
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
-              store(at, kept_entries >> (from + i) * kElements, p);
+              store(at, kept_entries, from + i, p);
             }
           }
         } else {
@@ -261,8 +284,9 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
             for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
-              entries.drop(kept_entries >> i * kElements, p);
-              writer.store_whole(target + i * kStride, p);
+              auto pack = writer.round(p);
+              kept_entries.drop(i, pack);
+              writer.store_whole(target + i * kStride, pack);
             }
           } else {
 #pragma unroll 1
@@ -272,7 +296,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
               const Pack<T> pack = packs[i * 32];
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
-              store(at, kept_entries >> i * kElements, p);
+              store(at, kept_entries, i, p);
             }
           }
         }

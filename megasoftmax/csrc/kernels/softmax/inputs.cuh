@@ -12,6 +12,7 @@ template <class T>
 struct ProbabilitiesRead {
   using Element = T;
   static constexpr bool kDrops = false;
+  using Entries = AllEntries;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   // Of the gradients.
   __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
@@ -25,6 +26,7 @@ template <class T, class Mask, class Bias>
 struct ProbabilitiesMadeAgain {
   using Element = T;
   static constexpr bool kDrops = true;
+  using Entries = KeptEntries;
   static constexpr int kElements = kPackElements<T>;
   static constexpr int blocks_per_sm(int of_regime) {
     return Bias::blocks_per_sm(Mask::blocks_per_sm(of_regime));
@@ -47,26 +49,24 @@ struct ProbabilitiesMadeAgain {
 
   // Makes probabilities of scores, 0 outside the bounds, and clears gradients that are dropped.
   // Chunks as in Logits::of, of kLanes lanes in turn.
-  template <int kLanes, int kChunks>
-  __device__ void make(int first, Pack<T> (&gradients)[kChunks], Pack<T> (&scores)[kChunks]) const {
+  template <int kLanes, bool kIsPair, int kChunks>
+  __device__ void make(const Extent& extent, Pack<T> (&gradients)[kChunks],
+                       Pack<T> (&scores)[kChunks]) const {
     constexpr int kStride = kLanes * kElements;
-    const int end = logits.bounds.end;
-    const int column = first + static_cast<int>(threadIdx.x) % kLanes * kElements;
-    const uint32_t kept = entries.template of_batch<kLanes, kElements, kChunks>(first, end);
+    const int first = extent.first_column, end = extent.end;
+    const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
+    const auto kept = entries.template of_batch<kLanes, kIsPair, kElements, kChunks>(first, end);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int begin = first + i * kStride, at = column + i * kStride;
       float p[1][kElements] = {};
       if (begin < end) {
         Pack<T> raw[1] = {scores[i]};
-        logits.template of<kStride, false>(params, begin, at, raw, p);
+        logits.template of<kStride, false>(params, begin, extent, at, raw, p);
         to_probabilities(at, p[0]);
       }
       scores[i] = Pack<T>::round(p[0]);
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        if ((kept >> (i * kElements + j) & 1) == 0) gradients[i].clear(j);
-      }
+      kept.drop(i, gradients[i]);
     }
   }
 

@@ -31,6 +31,10 @@ struct KernelShape {
   constexpr int threads() const { return threads_per_row * rows_per_block; }
   // May several blocks own a row?
   constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
+  // May a warp take two rows that share random numbers of dropout?
+  constexpr bool may_hold_pairs() const {
+    return storage == Storage::kRegisters && threads_per_row == 16;
+  }
   bool operator==(const KernelShape&) const = default;
 };
 
@@ -93,7 +97,8 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kDropped},
+    {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        6,  false,         1,        256,       0, kNarrow},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
@@ -126,7 +131,8 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient | kDropped | kDroppedBiasGradient},
+    {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        5,  false,         1,        256,       0, kNarrow},

@@ -26,10 +26,10 @@ struct Logits {
 
   // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
   // groups of chunks are skipped, and unspecified, where the first of them begins behind the
-  // bounds. kInside: all are within the bounds.
+  // extent. kInside: all are within the bounds.
   template <int kStride, bool kInside, class Params, int kChunks>
-  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
-                     float (&z)[kChunks][kElements]) const {
+  __device__ void of(const Params& params, int first, const Extent& extent, int column,
+                     Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) const {
     [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
     if constexpr (Mask::kPresent)
       mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
@@ -45,18 +45,32 @@ struct Logits {
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (!kInside && first + i * kStride >= bounds.end) continue;
+      if (!kInside && first + i * kStride >= extent.end) continue;
+      const auto convert = [&] {
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) {
+          z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
+          if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
+        }
+      };
+      if (extent.inside.contains(first + i * kStride, kStride)) {
+        convert();
+        continue;
+      }
       const int at = column + i * kStride;
       if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
-        if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
-      }
+      convert();
       if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
     }
+  }
+
+  // The same of a row that is not one of a pair.
+  template <int kStride, bool kInside, class Params, int kChunks>
+  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
+                     float (&z)[kChunks][kElements]) const {
+    of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
   }
 
   // The same without a bias, in the type of the scores.

@@ -38,6 +38,23 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
   return is_even ? kPlain : kUneven;
 }
 
+// Blocks for that many queries of a head. Pairs need all of each 16.
+inline int64_t blocks_of_queries(const KernelShape& shape, Rows kind, int64_t queries) {
+  constexpr int64_t kRows = kDropoutRows * kDropoutRowDistance;
+  const bool in_pairs = kind == kDropped && shape.may_hold_pairs();
+  return divide_up<int64_t>(in_pairs ? round_up(queries, kRows) : queries, shape.rows_per_block);
+}
+
+// The most chunks that a row can need.
+inline int64_t chunks_of_rows(const Shape& shape, const Window& window, const Dropout& dropout,
+                              int pack_elements) {
+  const int64_t visible = visible_columns(shape, window);
+  // With dropout chunks begin at a block of columns, those of a pair with the earlier row's.
+  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance : 0;
+  return max_visible_chunks(shape.columns, std::min(visible + before, shape.columns),
+                            pack_elements);
+}
+
 // Of the whole GPU, where it takes all rows at a time.
 inline constexpr int kBlocksPerSm = 3;
 
@@ -76,8 +93,7 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, R
 
 inline Plan plan_forward(const ForwardParams& params, const Device& device, int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
-  const int64_t chunks = max_visible_chunks(
-      params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+  const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
   const bool has_bias = params.bias.data != nullptr;
   const Rows kind = params.dropout.is_given() ? kDropped
                                               : rows_of(params.shape, params.is_limited, chunks,
@@ -98,8 +114,7 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
     return plan_rows(kBackwardRegimes, chunks, params.bias_shape.rows() * params.splits,
                      kind_of_bias_gradient(params.dropout), device, 2 * pack_bytes, forced);
   }
-  const int64_t chunks = max_visible_chunks(
-      params.shape.columns, visible_columns(params.shape, params.window), pack_elements);
+  const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
   const Rows kind = params.dropout.is_given()
                         ? kDropped
                         : rows_of(params.shape, params.is_limited, chunks, false, false,

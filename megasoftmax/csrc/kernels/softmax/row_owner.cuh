@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "dropping.cuh"
 #include "row_block.cuh"
 #include "row_units.cuh"
 #include "row_warp.cuh"
@@ -28,6 +29,33 @@ __device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_b
           schedule.first.query + (tile * schedule.blocks_per_tile + block) * rows_per_block};
 }
 
+// Which query a thread takes, from the first one of its block. Threads without one shadow another
+// and write nothing, or are not needed: false. kIsPair: half a warp has a row each, 8 apart.
+template <KernelShape kShape, bool kIsPair>
+__device__ inline bool find_query(int row_in_block, int queries, int& query, bool& is_row) {
+  query += row_in_block;
+  if (kIsPair) query = query_in_pairs(query);
+  is_row = query < queries;
+  if (is_row) return true;
+  query = kIsPair ? lower_of_pair(query) : queries - 1;
+  return kShape.rows_per_block > 1 && query < queries;
+}
+
+template <bool kIsPair, class Grid>
+__device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
+  if constexpr (kIsPair) {
+    const bool is_empty = bounds.end <= bounds.begin;
+    const int begin = __reduce_min_sync(~0u, is_empty ? INT_MAX : bounds.begin);
+    const int end = __reduce_max_sync(~0u, bounds.end);
+    grid.phase = static_cast<int>(uniform(static_cast<uint32_t>(grid.phase)));
+    return {grid.begin({begin < end ? begin : 0, end}),
+            end,
+            {__reduce_max_sync(~0u, bounds.begin), __reduce_min_sync(~0u, bounds.end)}};
+  } else {
+    return {grid.begin(bounds), bounds.end, {}};
+  }
+}
+
 // Of blocks that take several rows: the one with number `row` of all.
 template <class Integer>
 __device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
@@ -38,12 +66,12 @@ __device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
 }
 
 // One row: where it lies, and what of it is visible.
-template <int kElements>
+template <int kElements, class Grid = ChunkGrid<kElements>>
 struct RowPlace {
   RowIndex index;
   int64_t row, first_element;
   Bounds visible;
-  ChunkGrid<kElements> grid;
+  Grid grid;
   int first_column;  // of its first visible chunk
 
   // `is_fixed`: chunks begin at column 0, wherever the row lies.
@@ -53,7 +81,7 @@ struct RowPlace {
         row(index.row(shape)),
         first_element(row * static_cast<int>(shape.columns)),
         visible(visible),
-        grid(ChunkGrid<kElements>::aligned_to(is_fixed ? 0 : first_element)),
+        grid(Grid::aligned_to(is_fixed ? 0 : first_element)),
         first_column(grid.begin(visible)) {}
 };
 

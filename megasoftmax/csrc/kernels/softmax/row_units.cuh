@@ -68,9 +68,9 @@ class UnitRow {
   __device__ int thread() const { return rank_ * kThreads + static_cast<int>(threadIdx.x); }
   __device__ int threads() const { return blocks() * kThreads; }
 
-  template <int kElements>
-  __device__ UnitPart part_of(const Bounds& visible, ChunkGrid<kElements> grid) const {
-    const int columns_per_unit = unit_batches() * kChunksPerBatch * kElements;
+  template <class Grid>
+  __device__ UnitPart part_of(const Bounds& visible, Grid grid) const {
+    const int columns_per_unit = unit_batches() * kChunksPerBatch * Grid::kChunkElements;
     const int begin = grid.begin(visible);
     const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
     if (blocks() == 1) return {visible, units, units, 0, units};
