@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "attention.h"
 #include "instances/instances.h"
@@ -9,22 +10,6 @@
 
 namespace megasoftmax {
 namespace {
-
-struct Device {
-  int index = -1, multiprocessors = 0, major = 0;
-};
-
-const Device& current_device() {
-  thread_local Device device;
-  int current = 0;
-  cudaGetDevice(&current);
-  if (current != device.index) {
-    cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, current);
-    cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, current);
-    device.index = current;
-  }
-  return device;
-}
 
 std::atomic<bool> are_portable_alone{false};
 
@@ -53,7 +38,8 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 }
 
 int attention_backward_keys(const AttentionParams& params) {
-  return kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)].keys();
+  return kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, current_device())]
+      .keys();
 }
 
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "../common/limits.h"
+
 namespace megasoftmax {
 
 enum class Storage {
@@ -74,7 +76,6 @@ inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
 inline constexpr int kResultBytes = 8;       // of a unit
 inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
-inline constexpr int kMaxCluster = 16;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
 inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
@@ -186,11 +187,6 @@ constexpr int shared_bytes(const RowRegime& regime, int64_t chunks, int chunk_by
              ? 0
              : batches * kChunksPerBatch * chunk_bytes + unit_count(chunks) * 2 * kResultBytes;
 }
-
-// What a plan depends on besides the call. A cluster is as large as device and compiled code allow.
-struct Device {
-  int multiprocessors, shared_bytes, max_cluster;
-};
 
 // Why a regime does not serve rows: bits, named in explain.py too.
 enum Obstacle : unsigned {
