@@ -536,10 +536,13 @@ def call_topk(
 
 # Attention
 
-HEAD_DIMS, HOPPER_DIMS = (
+ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
     tuple(int(row[0]) for row in table_of("attention/limits.h", name))
-    for name in ("kAttentionForwardTiles", "kAttentionHopperTiles")
+    for name in ("kAttentionForwardTiles", "kAttentionBackwardTiles", "kAttentionHopperTiles")
 )
+HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
+# Those of which GPUs with small blocks have tiles of their own.
+SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
 # Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
 ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
 # In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
@@ -548,6 +551,7 @@ ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8
 BRIEF_ATTENTION_SIZES = {
     "own": ((300, 257), (300, 300), (70, 33)),
     "portable": ((7, 33), (65, 40), (70, 33)),
+    "small": ((7, 33), (65, 40), (70, 33)),
 }
 # Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
 ATTENTION_BIASES = {
@@ -564,8 +568,12 @@ MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "block
 
 def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
     """Hopper's own kernels take no bias and few head dimensions; the others run there too."""
-    are_there = kernels == "portable" or (bias == "none" and dim in HOPPER_DIMS)
-    return (bias == "none") == (bias_dtype is None) and are_there
+    are_there = {
+        "own": bias == "none" and dim in HOPPER_DIMS,
+        "portable": True,
+        "small": dim in SMALL_DIMS,
+    }
+    return (bias == "none") == (bias_dtype is None) and are_there[kernels]
 
 
 def attention(given: Inputs, kernels: str, **options: Any) -> None:
