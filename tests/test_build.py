@@ -46,12 +46,17 @@ def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
     return found, count
 
 
-def _allowed_spills(source: Path) -> int:
-    """Of a thread, in bytes: what limits.h of the family says, else none."""
+def _allowed(source: Path, what: str) -> int:
+    """In bytes: what limits.h of the family says, else none."""
     family = source.relative_to(CSRC / "kernels").parts[0]
     header = (CSRC / "kernels" / family / "limits.h").read_text()
-    found = re.search(r"int kMaxSpilledBytes = (\d+);", header)
+    found = re.search(rf"int k\w*Max{what}Bytes = (\d+);", header)
     return int(found[1]) if found else 0
+
+
+def _declared(log: str) -> int:
+    """The most shared memory that a kernel declares itself, as ptxas reports it."""
+    return max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
 
 
 def _logs(printed: str) -> dict[Path, str]:
@@ -91,7 +96,9 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
     logs = _logs(log.read_text())
     found = []
     for source in CSRC.glob("kernels/**/*.cu"):
-        spilled, count = _spills(logs[source], _allowed_spills(source))
+        spilled, count = _spills(logs[source], _allowed(source, "Spilled"))
+        # Plans count on it: see tests/test_gpus.py.
+        assert _declared(logs[source]) <= _allowed(source, "Declared"), source
         assert count == logs[source].count("Compiling entry function")
         assert count > 0 or source.parent.name != "instances"
         found += spilled
@@ -118,6 +125,8 @@ ptxas info    : Function properties for _Z1gv
     assert found == [
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
+    assert _declared(log) == 0
+    assert _declared(log + "\nptxas info : Used 9 registers, 1 barriers, 24 bytes smem") == 24
     assert _spills(log, 15)[0] == found
     assert _spills(log, 16)[0] == []
 

@@ -14,6 +14,9 @@ inline constexpr int kNoteTile = 64;
 // What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
 // With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
+// Shared memory that kernels of notes declare themselves. They have no other, and no others declare
+// any.
+inline constexpr int kMaxDeclaredBytes = 512;
 
 // A block of queries against one tile of keys after the other, forward.
 struct AttentionTile {
