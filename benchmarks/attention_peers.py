@@ -5,8 +5,10 @@ of a window. What their users do in each step is inside: SDPA has no causal mask
 the bias is filled with -inf first.
 """
 
+import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import megasoftmax
+from megasoftmax.build import library
 
 OURS = "megasoftmax"
 DENSE = "megasoftmax, dense bias"
@@ -31,15 +34,23 @@ BACKENDS = {
 class Implementation:
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]  # that get a gradient
+    during: Callable[[], AbstractContextManager[None]] = nullcontext  # of forward and backward
 
 
 Build = Callable[[Inputs], Implementation]
 
 
-def builders(inputs: Inputs, flex: bool) -> dict[str, Build]:
-    """By name; building, as well as calling, may fail: that is a refusal."""
+def builders(inputs: Inputs, flex: bool, like: Sequence[str] = ()) -> dict[str, Build]:
+    """By name; building, as well as calling, may fail: that is a refusal.
+
+    Args:
+        flex: FlexAttention too, where the case has it.
+        like: compute capabilities whose kernels megasoftmax takes besides, such as "8.6".
+    """
     case = inputs.case
     found: dict[str, Build] = {OURS: ours}
+    for capability in like:
+        found[f"{OURS} as on {capability}"] = functools.partial(ours, capability=capability)
     if case.bias == "table":
         found[DENSE] = functools.partial(ours, dense=True)
     if not case.sink:  # SDPA has none
@@ -50,7 +61,19 @@ def builders(inputs: Inputs, flex: bool) -> dict[str, Build]:
     return found
 
 
-def ours(inputs: Inputs, dense: bool = False) -> Implementation:
+@contextmanager
+def gpu_like(capability: str) -> Iterator[None]:
+    """Kernels are chosen as on a GPU of common/limits.h."""
+    act_as = ctypes.CDLL(str(library.load().path)).megasoftmax_act_as
+    if not act_as(*map(int, capability.split("."))):
+        raise ValueError(f"common/limits.h has no GPU of compute capability {capability}")
+    try:
+        yield
+    finally:
+        act_as(0, 0)
+
+
+def ours(inputs: Inputs, dense: bool = False, capability: str | None = None) -> Implementation:
     case = inputs.case
     window = None if case.window is None else (case.window, 0)
     table = None if dense else inputs.table
@@ -71,7 +94,8 @@ def ours(inputs: Inputs, dense: bool = False) -> Implementation:
             fused=True,
         )
 
-    return Implementation(forward, tuple(leaves))
+    during = functools.partial(gpu_like, capability) if capability else nullcontext
+    return Implementation(forward, tuple(leaves), during)
 
 
 def sdpa(inputs: Inputs, backend: SDPBackend) -> Implementation:

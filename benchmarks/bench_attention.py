@@ -89,16 +89,23 @@ def prepare(inputs: Inputs, build: peers.Build) -> tuple[Calls, Tensor | None, s
     implementation, refusal = attempt(lambda: build(inputs))
     if implementation is None:
         return {}, None, refusal
-    output, refusal = attempt(implementation.forward)
+
+    def forward() -> Tensor:
+        with implementation.during():
+            return implementation.forward()
+
+    output, refusal = attempt(forward)
     if output is None:
         return {}, None, refusal
-    calls: Calls = {"forward": implementation.forward}
+    calls: Calls = {"forward": forward}
     if not case.decode:
         # As the output lies in memory, so that no implementation copies it.
         gradient = torch.empty_like(output).copy_(inputs.d_output)
 
         def backward() -> object:
-            return torch.autograd.grad(implementation.forward(), implementation.leaves, gradient)
+            with implementation.during():
+                output = implementation.forward()
+                return torch.autograd.grad(output, implementation.leaves, gradient)
 
         found, refusal = attempt(backward)
         if found is not None:
@@ -130,13 +137,13 @@ def described(case: Case) -> dict:
 
 
 def run_case(
-    case: Case, rounds: int, timer: measure.Timer, flex: bool, read: float
+    case: Case, rounds: int, timer: measure.Timer, flex: bool, like: list[str], read: float
 ) -> Iterator[dict]:
     """The rows of one case, without what all rows share."""
     inputs = Inputs(case)
     expected = inputs.expected()
     ready: dict[str, Calls] = {}
-    for name, build in peers.builders(inputs, flex).items():
+    for name, build in peers.builders(inputs, flex, like).items():
         with torch.inference_mode(case.decode):
             ready[name], output, refusal = prepare(inputs, build)
         for direction in passes(case):
@@ -215,6 +222,7 @@ def main(
     only: str = "",
     quick: bool = False,
     flex: bool = True,
+    like: Annotated[list[str] | None, typer.Option()] = None,
     read: float = READ,
     workers: int = WORKERS,
     commit: str = "",
@@ -224,7 +232,9 @@ def main(
 
     `only` is a regular expression, searched in their names, which `--list` prints; `quick` takes
     few of them, for a few rounds; `read` is the bandwidth of a read in TB/s; `workers` compile for
-    FlexAttention, which `--no-flex` leaves out; `commit` is for a copy without git.
+    FlexAttention, which `--no-flex` leaves out; `commit` is for a copy without git. `like`, which
+    may be given several times, adds megasoftmax with the kernels of another GPU, by its compute
+    capability: 8.6 has tiles for 99 KB of shared memory, 10.0 the large tiles, without Hopper's.
     """
     chosen = [case for case in cases() if re.search(only, str(case)) and (case.quick or not quick)]
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
@@ -245,10 +255,11 @@ def main(
         for case in track(chosen, "attention"):
             try:
                 release()
-                for line in run_case(case, rounds, timer, flex, read):
+                for line in run_case(case, rounds, timer, flex, like or [], read):
                     writer.writerow(common | described(case) | line)
                     file.flush()
-                    if line["implementation"] == peers.OURS and line["kind"] in ("time", "error"):
+                    is_ours = line["implementation"].startswith(peers.OURS)
+                    if is_ours and line["kind"] in ("time", "error"):
                         print(case, *line.values())
                         failures += [f"{case}: {line['note']}"] if "note" in line else []
                     if line["kind"] == "error" and not float(line["error_rms"]) < WRONG:

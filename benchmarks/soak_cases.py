@@ -724,7 +724,7 @@ class Attention:
     visible: float | None  # in about two visible entries of the bias
     deterministic: bool
     incoming: Incoming
-    kernels: str  # of a GPU that has its own: those, or the portable ones
+    kernels: str  # of KERNELS in tests/inputs.py
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":

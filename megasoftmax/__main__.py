@@ -246,6 +246,7 @@ def explain_call(
                     dtype=_dtype(dtype or "bf16"),
                     multiprocessors=gpu.multiprocessors,
                     major=gpu.major,
+                    shared_bytes=gpu.shared_bytes,
                 ),
                 gpu,
             )
@@ -261,6 +262,7 @@ def explain_call(
                     backward=backward,
                     multiprocessors=gpu.multiprocessors,
                     max_cluster=gpu.max_cluster,
+                    shared_bytes=gpu.shared_bytes,
                 ),
                 gpu,
             )
@@ -279,6 +281,7 @@ def explain_call(
                 backward=backward or bias_gradient,
                 multiprocessors=gpu.multiprocessors,
                 max_cluster=gpu.max_cluster,
+                shared_bytes=gpu.shared_bytes,
             )
             table, skipped = call_table(found, gpu), skipped_table(found)
     except (ValueError, extension.BuildError) as error:

@@ -74,6 +74,7 @@ def attention_table(found: AttentionExplanation, gpu: Gpu) -> Table:
     """How attention runs."""
     time = found.microseconds(gpu.bytes_per_second, gpu.flops_per_second)
     rate = f"{found.share:.0%} of {gpu.flops_per_second / 1e12:,.0f} TFLOP/s, {gpu.flops_source}"
+    shared = None if found.shared_bytes is None else f"{found.shared_bytes:,} bytes per block"
     of_tile = f"{found.tile_queries} x {found.tile_keys}, queries x keys"
     if found.kernel == "decode":
         of_tile += ", a warp each"
@@ -84,6 +85,7 @@ def attention_table(found: AttentionExplanation, gpu: Gpu) -> Table:
         ("parts of the keys", f"{found.splits:,}"),
         ("blocks per tile of keys", f"{found.slices}" if found.backward else None),
         ("blocks", f"{found.blocks:,}, of {found.threads} threads"),
+        ("shared memory", shared),
         ("workspace", f"{found.workspace_bytes:,} bytes"),
         ("visible pairs", f"{found.pairs:,}"),
         ("reads", f"{found.bytes_read:,} bytes at least"),

@@ -165,7 +165,6 @@ def reasons_against_fused_attention(
     """The same for attention."""
     found = (
         *_of_any_tensor(query),
-        _shared_memory(query),
         _attention_dtype(query.dtype),
         _head_dim("query and key", query.shape[-1]),
         _head_dim("value", value.shape[-1]),
@@ -260,34 +259,6 @@ def _too_old_capability(index: int) -> str | None:
 
 
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
-
-
-def has_room_for_attention(tensor: Tensor) -> bool:
-    """Whether tiles of attention fit a block of the device."""
-    return _shared_memory(tensor) is None
-
-
-def _shared_memory(tensor: Tensor) -> Reason | None:
-    """Tiles of attention; what a block may have does not grow with the compute capability."""
-    too_little = _too_little_shared_memory(tensor.device.index) if tensor.is_cuda else None
-    if too_little is None:
-        return None
-    least = _attention_limit("kMinSharedBytes")
-    return Reason("shared memory", f"{too_little} bytes a block", f"at least {least}")
-
-
-_too_little: dict[int, int | None] = {}
-
-
-def _too_little_shared_memory(index: int) -> int | None:
-    if index not in _too_little:
-        properties = torch.cuda.get_device_properties(index)
-        found = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # by stubs
-        _too_little[index] = found if found < _attention_limit("kMinSharedBytes") else None
-    return _too_little[index]
-
-
-_too_little_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from inputs import KERNELS, attention_kernels
+from inputs import KERNELS, attention_kernels, gpu_like
 
 from megasoftmax import dispatch
 from megasoftmax.build import extension, library
@@ -15,6 +15,10 @@ MISSING = {
     "gpu": None if torch.cuda.is_available() else "torch sees no CUDA GPU",
     "nvcc": None if extension.find_nvcc() else "no nvcc runs here",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-like", help="compute capability whose kernels tests take, such as 8.6")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,15 +41,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _operators() -> None:
+def _operators(request: pytest.FixtureRequest) -> Iterator[None]:
     """Builds the compiled part, which takes minutes, in no test."""
+    capability = request.config.getoption("--gpu-like")
     if torch.cuda.is_available():
         library.load()
+    with gpu_like(capability) if capability else nullcontext():
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test marked with `on_both_kernels` gets "cuda" with each kind of kernels."""
+    """A test marked with `on_all_kernels` gets "cuda" with each kind of kernels."""
     torch.manual_seed(0)
     device, _, kind = request.param.partition(" ")
     with _attention_kernels(kind or "own"):
@@ -60,8 +67,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _attention_kernels(kind: str) -> AbstractContextManager[None]:
-    if kind == "portable" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("this GPU has portable kernels alone, which the other test runs")
+    major, minor = torch.cuda.get_device_capability() if kind != "own" else (0, 0)
+    if kind == "portable" and major != 9:
+        pytest.skip("this GPU has portable kernels alone, which another test runs")
+    if kind == "small" and (major == 12 or (major, minor) in ((8, 6), (8, 9))):
+        pytest.skip("this GPU has small blocks alone, with which another test runs")
     return attention_kernels(kind)
 
 

@@ -36,11 +36,12 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 
 # Attention
 
-# Of a GPU for which the library has kernels of its own, and those for every GPU.
-KERNELS = ("own", "portable")
+# Of a GPU for which the library has kernels of its own; those for every GPU; and those with the
+# tiles of compute capability 8.6, whose blocks have 99 KB of shared memory.
+KERNELS = ("own", "portable", "small")
 
-# For tests that take `device`: on a GPU both kinds of kernels run.
-on_both_kernels = pytest.mark.parametrize(
+# For tests that take `device`: on a GPU all kinds of kernels run.
+on_all_kernels = pytest.mark.parametrize(
     "device",
     ["cpu", *(pytest.param(f"cuda {kind}", marks=pytest.mark.gpu) for kind in KERNELS)],
     indirect=True,
@@ -52,15 +53,51 @@ def attention_kernels(kind: str) -> Iterator[None]:
     """Which of KERNELS serve the calls inside, in all threads; "own" is as outside."""
     if kind == "own" or not torch.cuda.is_available():
         yield
-        return
-    path = library.load().path
-    assert path is not None, "there are no kernels"
-    use_portable = ctypes.CDLL(str(path)).megasoftmax_use_portable_attention
-    use_portable(1)
+    elif kind == "small":
+        with gpu_like("8.6"):
+            yield
+    else:
+        _binary().megasoftmax_use_portable_attention(1)
+        try:
+            yield
+        finally:
+            _binary().megasoftmax_use_portable_attention(0)
+
+
+_acted = ["0.0"]
+
+
+@contextmanager
+def gpu_like(capability: str) -> Iterator[None]:
+    """Kernels of all families are chosen as on such a GPU, in all threads, if this one runs them.
+
+    Args:
+        capability: of kGpus in common/limits.h, such as "8.6".
+    """
+    _act_as(capability)
+    _acted.append(capability)
     try:
         yield
     finally:
-        use_portable(0)
+        _acted.pop()
+        _act_as(_acted[-1])
+
+
+def acted_capability() -> tuple[int, int] | None:
+    """Of the GPU whose kernels are taken; None: of this one."""
+    major, minor = map(int, _acted[-1].split("."))
+    return (major, minor) if major else None
+
+
+def _act_as(capability: str) -> None:
+    major, minor = map(int, capability.split("."))
+    assert _binary().megasoftmax_act_as(major, minor), f"kGpus has no {capability}"
+
+
+def _binary() -> ctypes.CDLL:
+    path = library.load().path
+    assert path is not None, "there are no kernels"
+    return ctypes.CDLL(str(path))
 
 
 def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:

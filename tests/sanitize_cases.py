@@ -536,10 +536,13 @@ def call_topk(
 
 # Attention
 
-HEAD_DIMS, HOPPER_DIMS = (
+ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
     tuple(int(row[0]) for row in table_of("attention/limits.h", name))
-    for name in ("kAttentionForwardTiles", "kAttentionHopperTiles")
+    for name in ("kAttentionForwardTiles", "kAttentionBackwardTiles", "kAttentionHopperTiles")
 )
+HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
+# Those of which GPUs with small blocks have tiles of their own.
+SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
 # Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
 ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
 # In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
@@ -548,6 +551,7 @@ ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8
 BRIEF_ATTENTION_SIZES = {
     "own": ((300, 257), (300, 300), (70, 33)),
     "portable": ((7, 33), (65, 40), (70, 33)),
+    "small": ((7, 33), (65, 40), (70, 33)),
 }
 # Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
 ATTENTION_BIASES = {
@@ -559,21 +563,29 @@ ATTENTION_BIASES = {
     "one": "1111",
     "relative": "table",
 }
+TILE_BIASES = ("dense", "shared")  # those that tensor copies take
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
 def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
-    """Hopper's own kernels take few biases and head dimensions; the others run there too."""
-    is_own = bias in ("none", "relative") and dim in HOPPER_DIMS
-    are_there = kernels == "portable" or is_own
-    return (bias == "none") == (bias_dtype is None) and are_there
+    """Hopper's own kernels take few head dimensions and kinds of bias; the others run there too."""
+    is_tile = bias in TILE_BIASES and bias_dtype != "fp32"
+    are_there = {
+        "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS,
+        "portable": True,
+        "small": dim in SMALL_DIMS,
+    }
+    return (bias == "none") == (bias_dtype is None) and are_there[kernels]
 
 
 def attention(given: Inputs, kernels: str, **options: Any) -> None:
     """Forward and backward."""
-    if kernels == "own":  # they take no broadcast dimensions
-        given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
     sizes = given.sizes(ATTENTION_SIZES, BRIEF_ATTENTION_SIZES[kernels])
+    if kernels == "own":  # they take no broadcast dimensions, and a bias whose rows are aligned
+        given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
+        if options["bias"] in TILE_BIASES:
+            given.layouts = itertools.cycle(("exact", "padded"))
+            sizes = [(queries, -(-keys // 8) * 8) for queries, keys in sizes]
     with attention_kernels(kernels):
         call_attention(given, sizes, **options)
 

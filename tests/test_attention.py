@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from inputs import (
     HALVES,
+    acted_capability,
+    attention_kernels,
     attention_on,
     bits_equal,
     coin,
     dtypes_on,
     normal,
-    on_both_kernels,
+    on_all_kernels,
     tensors,
 )
 from torch import Tensor
@@ -322,10 +325,10 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(192, 192), (300, 170), (64, 448), (448, 64), (130, 900)])
 def test_masks_over_any_number_of_tiles(lengths: tuple[int, int], dim: int, causal: bool) -> None:
-    """Kernels take one or two tiles of 64 queries or keys at a time, and skip unseen ones."""
+    """Kernels take half of a tile of 64 by 64 at a time, or up to two, and skip unseen ones."""
     queries, keys = lengths
     q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(dim, dim))
     mask = coin(2, 1, queries, keys, device="cuda")
@@ -335,6 +338,49 @@ def test_masks_over_any_number_of_tiles(lengths: tuple[int, int], dim: int, caus
         tiles = (rows[:, None] // 64 % 2 == unseen) | (columns // 64 % 2 == unseen)
         check(q, k, v, mask=tiles, causal=causal, what=f"tiles {unseen}")
         check(q, k, v, mask=mask | tiles, causal=causal, what=f"coins in tiles {unseen}")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["16 bits", "float32", "of keys", "of queries", "shared", "table"])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dim", [100, 256])
+@pytest.mark.parametrize("lengths", [(200, 330), (129, 97), (32, 33)])
+def test_gradients_of_biases_by_each_tile(
+    lengths: tuple[int, int], dim: int, in_order: bool, kind: str
+) -> None:
+    """Wide heads have tiles of their own where blocks are small. Masks leave tiles out."""
+    queries, keys = lengths
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(dim, dim))
+    shape = {"of keys": (2, 4, 1, keys), "of queries": (2, 4, queries, 1), "shared": (1, 2)}.get(
+        kind, (2, 4)
+    )
+    shape = (4, queries + keys - 1) if kind == "table" else (*shape, queries, keys)[:4]
+    of_bias = torch.float32 if kind == "float32" else torch.bfloat16
+    entries = normal(*shape, device="cuda", dtype=of_bias, seed=4).requires_grad_()
+    bias = RelativeBias(entries) if kind == "table" else entries
+    mask = coin(2, 1, queries, keys, device="cuda")
+    mask[..., 64:128] = True
+    torch.use_deterministic_algorithms(in_order, warn_only=True)
+    try:
+        check(q, k, v, bias=bias, what="bias")
+        check(q, k, v, bias=bias, mask=mask, causal=True, what="masked")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@gpu
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("queries", [1, 5, 16])
+@pytest.mark.parametrize("keys", [1, 100, 9000])
+def test_decoding_in_small_blocks(keys: int, queries: int, dim: int) -> None:
+    """Blocks have half as many warps there."""
+    with attention_kernels("small"):
+        lengths = (queries, keys)
+        q, k, v = tensors("cuda", torch.bfloat16, heads=(8, 2), lengths=lengths, dims=(dim, dim))
+        check(q, k, v, causal=True)
+        bias = normal(1, 8, queries, keys, device="cuda", dtype=torch.bfloat16, seed=4)
+        check(q, k, v, bias=bias.requires_grad_(), what="bias")
 
 
 @gpu
@@ -419,7 +465,7 @@ def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
 @pytest.mark.parametrize("has_table", [False, True])
 @pytest.mark.parametrize("dim", [32, 33, 128, 129])
 def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernels: str) -> None:
-    """By their names: else tests of both kinds could test one of them twice."""
+    """By their names: else tests of all kinds could test one of them twice."""
     inputs = [
         each.requires_grad_()
         for each in tensors("cuda", torch.bfloat16, lengths=(70, 70), dims=(dim, dim))
@@ -433,10 +479,18 @@ def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernel
         torch.autograd.grad(output, inputs, torch.randn_like(output))
         torch.cuda.synchronize()
     names = " ".join({event.name for event in profiler.events()})
-    is_hopper = torch.cuda.get_device_capability()[0] == 9 and kernels == "own" and 32 < dim <= 128
-    for direction in ("forward", "backward"):
+    major, minor = acted_capability() or torch.cuda.get_device_capability()
+    has_small_blocks = kernels == "small" or (major, minor) in ((8, 6), (8, 9), (12, 0))
+    is_hopper = major == 9 and kernels == "own" and 32 < dim <= 128
+    # Rows of the tables in limits.h: in large blocks, and in small ones.
+    rows = {
+        "forward": {32: (0, 0), 33: (1, 1), 128: (2, 2), 129: (3, 4)},
+        "backward": {32: (0, 0), 33: (1, 1), 128: (2, 3), 129: (4, 5)},
+    }
+    for direction, of_dim in rows.items():
         assert (f"attention_hopper_{direction}_kernel" in names) == is_hopper
-        assert (f"attention_{direction}_kernel" in names) != is_hopper
+        found = re.findall(rf"attention_{direction}_kernel<[^>]*, (\d+)>", names)
+        assert [int(row) for row in found] == ([] if is_hopper else [of_dim[dim][has_small_blocks]])
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 130, 1000])
@@ -736,7 +790,7 @@ def test_gradients_of_rows_of_lowest_biases(queries: int, head_dim: int, device:
 # Numbers
 
 
-@on_both_kernels
+@on_all_kernels
 @pytest.mark.parametrize("offset", [30.0, 300.0, -1000.0])
 def test_large_logits_with_an_offset(offset: float, device: str) -> None:
     """All logits of a row far from 0: the difference is what counts."""

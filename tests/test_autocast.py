@@ -132,7 +132,7 @@ def test_autocast_of_another_device_changes_nothing():
 
 def test_why_not_fused_answers_for_what_autocast_makes(device, monkeypatch):
     """Kernels take no float32, but what autocast makes of it."""
-    for name in ("_device", "_compiled_part", "_compute_capability", "_shared_memory"):
+    for name in ("_device", "_compiled_part", "_compute_capability"):
         monkeypatch.setattr(dispatch, name, lambda tensor: None)
     inputs = states(device, *[torch.float32] * 3)
     ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, *inputs)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sanitize_cases import table_of
 from typer.testing import CliRunner
 
 from megasoftmax import __main__
@@ -26,6 +27,10 @@ CPU_TORCH = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cu
 OLD_TORCH = SimpleNamespace(__version__="2.10.1", version=SimpleNamespace(cuda="13.0"))
 OLD_NVCC = Nvcc(Path("nvcc"), (11, 8))
 LIMITS_HEADER = (CSRC / "kernels/softmax/limits.h").read_text()
+ATTENTION_TILES = {
+    name.lower(): table_of("attention/limits.h", f"kAttention{name}Tiles")
+    for name in ("Forward", "Backward")
+}
 # In the commands that ninja prints.
 COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
@@ -46,12 +51,30 @@ def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
     return found, count
 
 
-def _allowed_spills(source: Path) -> int:
-    """Of a thread, in bytes: what limits.h of the family says, else none."""
+def _allowed(source: Path, what: str) -> int:
+    """In bytes: what limits.h of the family says, else none."""
     family = source.relative_to(CSRC / "kernels").parts[0]
     header = (CSRC / "kernels" / family / "limits.h").read_text()
-    found = re.search(r"int kMaxSpilledBytes = (\d+);", header)
+    found = re.search(rf"int k\w*Max{what}Bytes = (\d+);", header)
     return int(found[1]) if found else 0
+
+
+def _declared(log: str) -> int:
+    """The most shared memory that a kernel declares itself, as ptxas reports it."""
+    return max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
+
+
+def _without_registers(log: str) -> list[str]:
+    """Kernels of attention's tables of which not as many blocks run at a time as the table says."""
+    function = r"attention_(forward|backward)_kernelI\S*?ELb[01]ELi(\d+)EEE"
+    found = []
+    for name, direction, row, registers in re.findall(
+        rf"Function properties for (\S*{function}\S*)\n.*\n.*Used (\d+) registers", log
+    ):
+        _, warps, *_, blocks = ATTENTION_TILES[direction][int(row)]
+        if -(-int(registers) // 8) * 8 * 32 * int(warps) * int(blocks) > 65536:  # of all GPUs
+            found.append(name)
+    return found
 
 
 def _logs(printed: str) -> dict[Path, str]:
@@ -91,7 +114,10 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
     logs = _logs(log.read_text())
     found = []
     for source in CSRC.glob("kernels/**/*.cu"):
-        spilled, count = _spills(logs[source], _allowed_spills(source))
+        spilled, count = _spills(logs[source], _allowed(source, "Spilled"))
+        # Plans count on it: see tests/test_gpus.py.
+        assert _declared(logs[source]) <= _allowed(source, "Declared"), source
+        assert not _without_registers(logs[source])
         assert count == logs[source].count("Compiling entry function")
         assert count > 0 or source.parent.name != "instances"
         found += spilled
@@ -118,6 +144,15 @@ ptxas info    : Function properties for _Z1gv
     assert found == [
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
+    assert _declared(log) == 0
+    assert _declared(log + "\nptxas info : Used 9 registers, 1 barriers, 24 bytes smem") == 24
+    name = (
+        "_ZN11megasoftmax24attention_forward_kernelI6__halfLNS_8BiasKindE0ELb1ELi1EEEvNS_6ParamsE"
+    )
+    for registers, is_found in ((168, False), (169, True)):  # 3 blocks of 4 warps
+        report = f"ptxas info    : Function properties for {name}\n    0 bytes stack frame\n"
+        report += f"ptxas info    : Used {registers} registers, used 1 barriers"
+        assert _without_registers(report) == [name] * is_found
     assert _spills(log, 15)[0] == found
     assert _spills(log, 16)[0] == []
 

@@ -22,7 +22,7 @@ MAX_HEAD_DIM, MAX_POSITIONS = LIMITS.attention["kMaxHeadDim"], LIMITS.attention[
 @pytest.fixture
 def as_if_fused(monkeypatch):
     """Of the constraints only those that are about a GPU hold on any machine."""
-    for name in ("_device", "_compiled_part", "_compute_capability", "_shared_memory"):
+    for name in ("_device", "_compiled_part", "_compute_capability"):
         monkeypatch.setattr(dispatch, name, lambda tensor: None)
 
 
@@ -80,47 +80,16 @@ def test_compute_capability(capability, monkeypatch):
     assert dispatch._compute_capability(scores) == expected
 
 
-# Compute capabilities 8.0; 9.0 and 10.x; 8.6, 8.9 and 12.x; 7.5
-@pytest.mark.parametrize("kilobytes", [163, 227, 99, 64])
-def test_shared_memory(kilobytes, monkeypatch):
-    monkeypatch.setattr(dispatch, "_too_little", {})
-    properties = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    query = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
-    actual = f"{kilobytes * 1024} bytes a block"
-    expected = Reason("shared memory", actual, "at least 166912") if kilobytes < 163 else None
-    assert dispatch._shared_memory(query) == expected
-
-
-@pytest.mark.gpu
-def test_shared_memory_of_this_gpu():
-    attribute = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    too_little = attribute < LIMITS.attention["kMinSharedBytes"]
-    tensors = attention_tensors(dtype=torch.float16, device="cuda")
-    assert attention_names(*tensors) == (["shared memory"] if too_little else [])
-
-
-@pytest.mark.parametrize(
-    ("ask", "driver", "answer"),
-    [
-        ("_too_old_capability", "get_device_capability", (9, 0)),
-        (
-            "_too_little_shared_memory",
-            "get_device_properties",
-            SimpleNamespace(shared_memory_per_block_optin=2**18),
-        ),
-    ],
-)
-def test_compiled_code_asks_the_driver_once(ask, driver, answer, monkeypatch):
+def test_compiled_code_asks_the_driver_once(monkeypatch):
     calls = []
     monkeypatch.setattr(dispatch, "_too_old", {})
-    monkeypatch.setattr(dispatch, "_too_little", {})
-    monkeypatch.setattr(torch.cuda, driver, lambda index: calls.append(index) or answer)
-    is_there = getattr(dispatch, ask)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: calls.append(index) or (9, 0)
+    )
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x + (is_there(1) is None)
+        return x + (dispatch._too_old_capability(1) is None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -295,6 +295,7 @@ def test_calls_that_are_refused(
 
 def _properties(**given: Any) -> SimpleNamespace:
     common = {"name": "GPU", "multi_processor_count": 100, "major": 9}
+    common["shared_memory_per_block_optin"] = 1000
     return SimpleNamespace(**(common | given))
 
 

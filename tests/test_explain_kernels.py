@@ -174,6 +174,7 @@ def test_few_queries_split_the_keys() -> None:
         ({"causal": True, "window": (2, -1)}, 30, 672, 280, 30 * 32),
         ({"masked": True}, 80, 672 + 40, 280, 80 * 32),
         ({"bias": True}, 80, 672 + 160, 280, 80 * 32),
+        ({"bias": True, "bias_dtype": FLOAT}, 80, 672 + 320, 280, 80 * 32),
         ({"bias": True, "batches": 3}, 240, 3 * 672 + 160, 3 * 280, 240 * 32),
         ({"bias": True, "causal": True}, 60, 672 + 120, 280, 60 * 32),
         # The output, its gradient and the statistics too.
@@ -222,6 +223,10 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"value_dim": 264}, "value_dim: expected at most 256, got 264"),
         ({"keys": 2**31}, "queries and keys: expected at most"),
         ({"dtype": FLOAT}, "dtype: expected float16 or bfloat16"),
+        (
+            {"bias": True, "bias_dtype": HALF},
+            "bias_dtype: expected torch.bfloat16 or torch.float32",
+        ),
         ({"window": (-2, 0)}, "window: expected sides of -1"),
         ({"bias_gradient": True, "bias": True}, "bias_gradient: only the backward pass"),
         ({"bias_gradient": True, "backward": True}, "bias_gradient: only the backward pass"),
@@ -311,11 +316,22 @@ def test_topk_that_is_refused(call: tuple[int, int, int, torch.dtype], message: 
 def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
         common.plans.cache_clear()
-        sizes = itertools.product((1, 16, 17, 4096), (32, 64, 128, 256), (False, True), (8, 9))
+        calls = itertools.product(
+            *((1, 16, 17, 4096), (32, 64, 128, 256), (False, True), (8, 9)),
+            *((99 * 1024, 163 * 1024), (None, HALF, FLOAT)),
+        )
         return [
             *(
-                explain_attention(2, 4, m, dim, backward=backward, major=major)
-                for m, dim, backward, major in sizes
+                explain_attention(
+                    *(2, 4, m, dim),
+                    backward=backward,
+                    major=major,
+                    shared_bytes=shared_bytes,
+                    dtype=HALF,
+                    bias=bias_dtype is not None,
+                    bias_dtype=bias_dtype,
+                )
+                for m, dim, backward, major, shared_bytes, bias_dtype in calls
             ),
             *(explain_topk(rows, 50257, 10, HALF) for rows in (1, 50, 8192)),
         ]

@@ -218,7 +218,7 @@ def test_forward_over_reverse_of_softmax_is_refused():
 @pytest.fixture
 def kernels(device, monkeypatch) -> Iterator[str]:
     """On a CPU its ops: the constraints that are about a GPU hold."""
-    for name in ("_device", "_compiled_part", "_compute_capability", "_shared_memory"):
+    for name in ("_device", "_compiled_part", "_compute_capability"):
         if device == "cpu":
             monkeypatch.setattr(dispatch, name, lambda tensor: None)
     return device

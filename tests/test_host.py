@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import dispatch, host
+from megasoftmax import host
 from megasoftmax.build import library
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
@@ -49,10 +49,10 @@ def served(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]
             return call
 
     monkeypatch.setattr(host, "calls", Noting())
-    module.admit(CPU, True, True)
+    module.admit(CPU, True)
     torch.manual_seed(0)
     yield found
-    module.admit(CPU, False, False)
+    module.admit(CPU, False)
 
 
 @pytest.fixture
@@ -515,14 +515,13 @@ def test_limits_of_topk(served: list[bool]):
 
 
 def test_devices_are_admitted(module: Any, served: list[bool]):
-    """For attention too only where its tiles have room."""
     tensor = SIXTEEN_BITS(1, 1, 2, 8)
-    for rows, attention in ((True, False), (False, False)):
-        module.admit(CPU, rows, attention)
+    for is_admitted in (True, False):
+        module.admit(CPU, is_admitted)
         megasoftmax.softmax(tensor)
         megasoftmax.softmax_topk(tensor, 1)
         megasoftmax.attention(tensor, tensor, tensor)
-    assert served == [True, True, False, False, False, False]
+    assert served == [True] * 3 + [False] * 3
 
 
 def test_other_types_and_lazy_views_are_declined(served: list[bool]):
@@ -790,11 +789,10 @@ def test_gpus_are_admitted_once(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(host, "_load", load)
     monkeypatch.setattr(host, "_admitted", set())
-    monkeypatch.setattr(dispatch, "has_room_for_attention", lambda scores: scores.device.index == 1)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
     for device in (*gpus, *gpus, CPU):
         host.admit(SimpleNamespace(device=device, is_cuda=device.type == "cuda"))
-    assert admitted == [(gpus[0], True, False), (gpus[1], True, True)]
+    assert admitted == [(gpu, True) for gpu in gpus]
 
 
 @pytest.mark.usefixtures("module")

@@ -10,7 +10,7 @@ import oracle
 import oracle_attention
 import pytest
 import torch
-from inputs import attention_on, bits_equal, coin, dtypes_on, normal, on_both_kernels, tensors
+from inputs import attention_on, bits_equal, coin, dtypes_on, normal, on_all_kernels, tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -134,7 +134,7 @@ LARGE = [(127, 1000), (200, 200), (257, 129), (1000, 1000), (1, 5000), (1000, 17
 LARGE += [(130, 4300), (4300, 130)]  # more than the 32 tiles that a word of a note has bits for
 
 
-@on_both_kernels
+@on_all_kernels
 @kinds
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_attention_at_edges_of_tiles(kind: str, dim: int, device: str) -> None:
@@ -872,7 +872,7 @@ def blocks_for(queries: int, keys: int, size: int, device: str, odds: float = 0.
     return coin(2, 4, math.ceil(queries / size), math.ceil(keys / size), device=device, odds=odds)
 
 
-@on_both_kernels
+@on_all_kernels
 @pytest.mark.parametrize("kind", MASKS)
 def test_tile_mask(kind: str, device: str) -> None:
     on_cpu = [(1, 200), (17, 65), (64, 64), (130, 200)]

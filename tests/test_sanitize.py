@@ -44,11 +44,11 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
                 assert (kind, regime.name) in forced
 
 
-def test_attention_without_a_bias_runs_on_both_kinds_of_kernels():
-    for dim, is_own in ((32, False), (64, True), (128, True), (256, False)):
+def test_attention_without_a_bias_runs_on_all_kinds_of_kernels():
+    for dim, others in ((32, set()), (64, {"own"}), (128, {"own", "small"}), (256, {"small"})):
         mine = [dict(case.options) for case in CASES if case.family == "attention"]
         found = {each["kernels"] for each in mine if each["dim"] == dim and each["bias"] == "none"}
-        assert found == ({"own", "portable"} if is_own else {"portable"})
+        assert found == {"portable"} | others
 
 
 @pytest.mark.parametrize(

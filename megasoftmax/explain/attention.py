@@ -34,6 +34,7 @@ class AttentionExplanation:
     splits: int  # of the keys among blocks
     slices: int  # blocks with the same keys, each for some columns of the gradients
     threads: int  # of a block
+    shared_bytes: int | None  # of a block; None for Hopper's kernels, which it does not choose
     blocks: int
     workspace_bytes: int
     pairs: int  # of queries and keys that see each other, over batches and heads
@@ -75,11 +76,13 @@ def explain_attention(
     masked: bool = False,
     bias: bool = False,
     relative: bool = False,
+    bias_dtype: torch.dtype | None = None,
     bias_gradient: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     multiprocessors: int = H200.multiprocessors,
     major: int = H200.major,
+    shared_bytes: int = H200.shared_bytes,
 ) -> AttentionExplanation:
     """Explains a call of `megasoftmax.attention`, on tensors without broadcast dimensions.
 
@@ -88,12 +91,13 @@ def explain_attention(
         keys, key_heads, value_dim: by default queries, heads and head_dim.
         causal, window: as in `megasoftmax.attention`.
         masked: with a bool mask, [batches, 1, queries, keys].
-        bias: with a bias [1, heads, queries, keys] in `dtype`.
-        relative: with a `RelativeBias` whose table is [heads, queries + keys - 1] in `dtype`.
+        bias: with a bias [1, heads, queries, keys].
+        relative: with a `RelativeBias` whose table is [heads, queries + keys - 1].
+        bias_dtype: of the bias or its table, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16 or bfloat16.
-        multiprocessors: of the GPU.
+        multiprocessors, shared_bytes: of the GPU; see `Gpu`.
         major: of the GPU's compute capability, such as 9 for an H200. With 9, code for 9.0a is
             assumed, as `megasoftmax build` compiles it.
 
@@ -110,7 +114,9 @@ def explain_attention(
     if bias and relative:
         raise ValueError("relative: a call has one bias")
     has_bias = bias or relative
-    _check(counts, limits, bias_gradient and not (backward and has_bias), dtype)
+    bias_dtype = bias_dtype or dtype
+    is_stray = bias_gradient and not (backward and has_bias)
+    _check(counts, limits, is_stray, dtype, bias_dtype)
     padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
     call = _Call(
         **(counts | padded),
@@ -118,10 +124,12 @@ def explain_attention(
         window_left=limits[0] if limits[0] < keys - 1 else -1,
         window_right=limits[1] if limits[1] < queries - 1 else -1,
         has_bias=has_bias,
+        has_float_bias=bias_dtype == torch.float32,
         is_relative=relative,
         is_backward=backward,
         multiprocessors=multiprocessors,
         major=major,
+        shared_bytes=shared_bytes,
     )
     plan = _Plan()
     plans().megasoftmax_explain_attention(ctypes.byref(call), ctypes.byref(plan))
@@ -135,15 +143,16 @@ def explain_attention(
         workspace_bytes += batches * heads * -(-keys // plan.tile_keys) * diagonals * 4
     query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
     key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
-    bias_bytes = heads * visible_entries(limits, queries, keys) * size if bias else 0
-    table_bytes = heads * (queries + keys - 1) * size if relative else 0
+    bias_size = bias_dtype.itemsize
+    bias_bytes = heads * visible_entries(limits, queries, keys) * bias_size if bias else 0
+    table_bytes = heads * (queries + keys - 1) * bias_size if relative else 0
     mask_bytes = batches * visible_entries(limits, queries, keys) if masked else 0
     read = query_bytes + key_value_bytes + bias_bytes + table_bytes + mask_bytes
     statistics_bytes = rows * _STATISTICS_BYTES
     if backward:
         read += 2 * output_bytes + statistics_bytes  # the output and its gradient
         written = query_bytes + key_value_bytes
-        written += heads * queries * keys * size if bias and bias_gradient else 0
+        written += heads * queries * keys * bias_size if bias and bias_gradient else 0
         written += table_bytes if bias_gradient else 0
         flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
     else:
@@ -161,6 +170,7 @@ def explain_attention(
         splits=plan.splits,
         slices=plan.slices,
         threads=plan.threads,
+        shared_bytes=plan.shared_bytes or None,
         blocks=plan.blocks,
         workspace_bytes=workspace_bytes,
         pairs=pairs,
@@ -176,8 +186,8 @@ def explain_attention(
 class _Call(ctypes.Structure):
     _fields_ = integers(
         *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-        *("window_left", "window_right", "has_bias", "is_relative", "is_backward"),
-        *("multiprocessors", "major"),
+        *("window_left", "window_right", "has_bias", "has_float_bias", "is_relative"),
+        *("is_backward", "multiprocessors", "major", "shared_bytes"),
     )
 
 
@@ -192,7 +202,7 @@ class _Plan(ctypes.Structure):
             "splits",
             "slices",
         ),
-        *("threads", "blocks", "workspace_bytes"),
+        *("threads", "blocks", "shared_bytes", "workspace_bytes"),
     )
 
 
@@ -216,7 +226,11 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
 
 
 def _check(
-    counts: dict[str, int], limits: Window, is_stray_gradient: bool, dtype: torch.dtype
+    counts: dict[str, int],
+    limits: Window,
+    is_stray_gradient: bool,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> None:
     for name, value in counts.items():
         if value < 1:
@@ -227,6 +241,8 @@ def _check(
         )
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype: expected float16 or bfloat16, got {dtype}")
+    if bias_dtype not in (dtype, torch.float32):
+        raise ValueError(f"bias_dtype: expected {dtype} or torch.float32, got {bias_dtype}")
     if min(limits) < -1:
         raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
     if is_stray_gradient:

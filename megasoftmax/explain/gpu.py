@@ -30,6 +30,7 @@ class Gpu:
     major: int  # of its compute capability
     multiprocessors: int
     max_cluster: int  # blocks of a cluster; 1: there are no clusters
+    shared_bytes: int  # of shared memory, that a block may have
     bytes_per_second: float  # of a copy, read and written
     bandwidth_source: str
     flops_per_second: float  # nominal, of dense 16-bit matrix products
@@ -50,6 +51,7 @@ H200 = Gpu(
     9,
     132,
     16,
+    232448,
     4.27e12,
     "measured copy bandwidth of an H200",
     1e12 * NOMINAL_TFLOPS["H200"],
@@ -80,6 +82,7 @@ def current_gpu() -> Gpu:
         properties.major,
         properties.multi_processor_count,
         max_cluster,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # by stubs
         bandwidth,
         source,
         H200.flops_per_second if teraflops is None else 1e12 * teraflops,

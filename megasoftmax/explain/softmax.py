@@ -75,10 +75,9 @@ def explain(
     backward: bool = False,
     multiprocessors: int = H200.multiprocessors,
     max_cluster: int = H200.max_cluster,
+    shared_bytes: int = H200.shared_bytes,
 ) -> Explanation:
     """Explains a call without a bias, on contiguous tensors of `dtype`, in and out.
-
-    On a GPU whose blocks have at least kMaxSharedBytes of shared memory.
 
     Args:
         rows: batches * heads * queries.
@@ -92,7 +91,7 @@ def explain(
         dropout: entries are dropped. The backward pass then reads the scores in place of the
             probabilities.
         backward: explains the backward pass.
-        multiprocessors, max_cluster: of the GPU; see `Gpu`.
+        multiprocessors, max_cluster, shared_bytes: of the GPU; see `Gpu`.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -113,7 +112,7 @@ def explain(
         has_bias_gradient=bias_gradient,
         has_dropout=dropout,
         multiprocessors=multiprocessors,
-        shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
+        shared_bytes=shared_bytes,
         max_cluster=max_cluster,
     )
     plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()

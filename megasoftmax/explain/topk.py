@@ -54,6 +54,7 @@ def explain_topk(
     backward: bool = False,
     multiprocessors: int = H200.multiprocessors,
     max_cluster: int = H200.max_cluster,
+    shared_bytes: int = H200.shared_bytes,
 ) -> TopkExplanation:
     """Explains a call of `megasoftmax.softmax_topk` on contiguous logits, without a bias.
 
@@ -63,7 +64,7 @@ def explain_topk(
         dtype: float16, bfloat16 or float32, of logits and probabilities.
         masked: with a bool mask, counted as large as the logits.
         backward: explains the backward pass.
-        multiprocessors, max_cluster: of the GPU; see `Gpu`.
+        multiprocessors, max_cluster, shared_bytes: of the GPU; see `Gpu`.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -78,7 +79,7 @@ def explain_topk(
         is_masked=masked,
         is_backward=backward,
         multiprocessors=multiprocessors,
-        shared_bytes=kernel_limits().constants["kMaxSharedBytes"],
+        shared_bytes=shared_bytes,
         max_cluster=max_cluster,
     )
     plan = _Plan()

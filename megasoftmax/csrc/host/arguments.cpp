@@ -20,7 +20,7 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 constexpr int kMaxGpus = 64;
-std::array<Admission, 1 + kMaxGpus> admissions;
+std::array<bool, 1 + kMaxGpus> admissions;
 Package bound;
 
 // Of the CPU, which only tests admit, and of each GPU; -1 for others.
@@ -47,13 +47,13 @@ bool is_of_rows(ScalarType type) {
 
 }  // namespace
 
-void admit(at::Device device, Admission admission) {
-  if (const int place = place_of(device); place >= 0) admissions[place] = admission;
+void admit(at::Device device, bool is_admitted) {
+  if (const int place = place_of(device); place >= 0) admissions[place] = is_admitted;
 }
 
-Admission admission_of(at::Device device) {
+bool is_admitted(at::Device device) {
   const int place = place_of(device);
-  return place >= 0 ? admissions[place] : Admission{};
+  return place >= 0 && admissions[place];
 }
 
 void set_package(Package package) {

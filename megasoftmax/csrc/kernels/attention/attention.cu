@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "attention.h"
 #include "instances/instances.h"
@@ -9,22 +10,6 @@
 
 namespace megasoftmax {
 namespace {
-
-struct Device {
-  int index = -1, multiprocessors = 0, major = 0;
-};
-
-const Device& current_device() {
-  thread_local Device device;
-  int current = 0;
-  cudaGetDevice(&current);
-  if (current != device.index) {
-    cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, current);
-    cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, current);
-    device.index = current;
-  }
-  return device;
-}
 
 std::atomic<bool> are_portable_alone{false};
 
@@ -66,7 +51,8 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 int attention_backward_keys(const AttentionBackwardParams& params) {
   return hopper_backward(params) >= 0
              ? AttentionHopperBackwardTile::keys()
-             : kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)].keys();
+             : kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, current_device())]
+                   .keys();
 }
 
 BiasGradient attention_bias_gradient(const AttentionBackwardParams& params, int64_t bias_queries,

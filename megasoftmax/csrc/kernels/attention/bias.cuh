@@ -3,7 +3,7 @@
 // would lose digits of the product where it is large.
 
 #include "../common/vector.cuh"
-#include "plan.h"
+#include "layout.h"
 #include "sm80/tile.cuh"
 
 namespace megasoftmax {
@@ -49,12 +49,9 @@ struct BiasRows {
 };
 
 // A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
-// With 8 columns of padding neighbouring rows lie in different banks; with 4, where there is no
-// more room, some of them.
-template <int kQueries, int kKeys, int kPadding>
+template <int kQueries, int kKeys>
 struct FloatBiasTile {
-  static constexpr int kPitch = kKeys + kPadding;
-  static constexpr int kBytes = kQueries * kPitch * 4;
+  static constexpr int kPitch = kKeys + kBiasPadding;
 
   float* values;
   bool is_relative;
@@ -253,13 +250,10 @@ __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float sca
 }
 
 // A tile of the bias in shared memory, as its kind allows.
-template <class T, BiasKind kBias, int kQueries, int kKeys, int kPadding>
+template <class T, BiasKind kBias, int kQueries, int kKeys>
 struct SharedBias {
   using Rows = Tile<T, kQueries, kKeys>;
-  using FloatRows = FloatBiasTile<kQueries, kKeys, kPadding>;
-  static constexpr int kBytes = kBias == BiasKind::kTile  ? Rows::kBytes
-                                : kBias == BiasKind::kAny ? FloatRows::kBytes
-                                                          : 0;
+  using FloatRows = FloatBiasTile<kQueries, kKeys>;
 
   const AttentionParams& params;
   char* memory;

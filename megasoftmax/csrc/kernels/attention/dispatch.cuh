@@ -1,6 +1,7 @@
 #pragma once
 // From a plan to one kernel.
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "instances/instances.h"
 #include "plan.h"
@@ -57,11 +58,10 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   const int index = tile_for(kAttentionForwardTiles, params);
   MEGASOFTMAX_RETURN_IF_ERROR(with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
-    using Memory = DecodeMemory<T, kDim>;
-    static_assert(Memory::kBytes <= kMinSharedBytes);
+    const int warps = decode_warps(kDim, current_device().shared_bytes);
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
                         params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
-                        Memory::kThreads, Memory::kBytes, stream, params);
+                        32 * warps, DecodeLayout(kDim, warps).bytes, stream, params);
   }));
   return launch_flat(attention_combine_kernel<T>, params.rows() * 32, 128, stream, params);
 }
@@ -71,40 +71,29 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
   if (params.parts != nullptr)
     return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
                                        : launch_decode<T, false>(params, stream);
+  const Device device = current_device();
   return with_bias_kind(params, [&]<BiasKind kBias>() {
-    const int index = tile_for(kAttentionForwardTiles, params);
+    const int index = tile_for(kAttentionForwardTiles, params, device);
     return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kBias, kIndex>;
-      static_assert(Memory::bytes(1) <= kMinSharedBytes);
-      // A second tile of the bias must not cost a block.
-      int shared_bytes = 0;
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          attribute_of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor, shared_bytes));
-      constexpr int kReserved = 1024;  // of each block
-      constexpr int kStages = Memory::kMaxBiasStages;
       AttentionForwardParams launched = params;
-      launched.bias_stages =
-          Memory::kTile.blocks_per_sm * (Memory::bytes(kStages) + kReserved) <= shared_bytes
-              ? kStages
-              : 1;
+      launched.bias_stages = bias_stages(Memory::kTile, kBias, device);
       return launch_tiles(is_plain(params) ? attention_forward_kernel<T, kBias, true, kIndex>
                                            : attention_forward_kernel<T, kBias, false, kIndex>,
                           divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
-                          Memory::kThreads, Memory::bytes(launched.bias_stages), stream, launched);
+                          Memory::kThreads, Memory::kLayout.bytes(launched.bias_stages), stream,
+                          launched);
     });
   });
 }
 
-// A kernel of a block of keys: with two stages where they fit shared memory.
+// A kernel of a block of keys.
 template <class Memory>
 cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tiles, int64_t heads,
-                           int64_t batches, cudaStream_t stream, AttentionBackwardParams params) {
-  int shared_bytes = 0;
-  MEGASOFTMAX_RETURN_IF_ERROR(
-      attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin, shared_bytes));
-  params.stages = Memory::bytes(2) <= shared_bytes ? 2 : 1;
-  return launch_tiles(kernel, tiles, heads, batches, Memory::kThreads, Memory::bytes(params.stages),
-                      stream, params);
+                           int64_t batches, cudaStream_t stream,
+                           const AttentionBackwardParams& params) {
+  return launch_tiles(kernel, tiles, heads, batches, Memory::kThreads,
+                      Memory::kLayout.bytes(params.stages), stream, params);
 }
 
 // The gradient of a table, where that is wanted, from sums along diagonals of tiles of kKeys keys.
@@ -119,24 +108,24 @@ cudaError_t launch_diagonals(const AttentionBackwardParams& params, cudaStream_t
 
 // What rows need is there; gradients of queries may be sums yet.
 template <class T>
-cudaError_t launch_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream) {
+  const Device device = current_device();
   return with_bias_kind(params, [&]<BiasKind kBias>() {
-    const int index = tile_for(kAttentionBackwardTiles, params);
+    const int index = tile_for(kAttentionBackwardTiles, params, device);
     return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
       using Memory = BackwardMemory<T, kBias, kIndex>;
-      static_assert(Memory::bytes(1) <= kMinSharedBytes);
+      params.stages = query_stages(Memory::kTile, kBias, device);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
       MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
           is_plain(params) ? attention_backward_kernel<T, kBias, true, kIndex>
                            : attention_backward_kernel<T, kBias, false, kIndex>,
           key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params));
       if (params.query_gradient_sum == nullptr) {
-        using OfQueries = QueryGradientMemory<T, kBias, kIndex>;
-        static_assert(OfQueries::kBytes <= kMinSharedBytes);
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            launch_tiles(attention_query_gradient_in_order_kernel<T, kBias, kIndex>,
-                         divide_up(params.queries, OfQueries::kQueries), params.heads,
-                         params.batches, OfQueries::kThreads, OfQueries::kBytes, stream, params));
+        constexpr int kKeys = Memory::kTile.in_order_keys();
+        MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
+            attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
+            divide_up(params.queries, kInOrderQueries), params.heads, params.batches,
+            kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias).bytes, stream, params));
       }
       if constexpr (kBias != BiasKind::kNone) {
         if (params.bias_gradient_kind == BiasGradient::kInOrder)

@@ -65,7 +65,7 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
   const NoteLayout& layout = params.note.layout;
   const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
   const int tile = first_key / kNoteTile;
-  const int last = min(tile + kKeys / kNoteTile, layout.key_tiles) - 1;
+  const int last = min(tile + divide_up(kKeys, kNoteTile), layout.key_tiles) - 1;
   return next_seen(lines + int64_t{tile} * layout.words_of_queries(),
                    lines + int64_t{last} * layout.words_of_queries(), query / kNoteTile,
                    layout.query_tiles) *
@@ -100,7 +100,9 @@ class QueryTiles {
     for (; head < last_head_; ++head, query = begin_) {
       if (!kIsPlain && params.note.words != nullptr) {
         const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query);
-        query = seen < end_ ? seen / kQueries * kQueries : end_;
+        // The tile that was found may begin before this one, which is a part of it.
+        const int first = kQueries < kNoteTile ? max(query, seen) : seen / kQueries * kQueries;
+        query = seen < end_ ? first : end_;
       }
       if (query < end_) break;
     }
@@ -111,9 +113,11 @@ class QueryTiles {
 
 // The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
 // one. It keeps two words: of the 32 tiles around the last one that was found, which have a visible
-// pair, and which have an excluded one.
-template <int kQueries>
+// pair, and which have an excluded one. A step may take fewer keys than such a tile has.
+template <int kQueries, int kKeys = kNoteTile>
 class KeyTiles {
+  static_assert(kNoteTile % kKeys == 0);
+
  public:
   // The first key, which begins a tile, of the first tile from `key` on.
   __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
@@ -127,10 +131,11 @@ class KeyTiles {
     }
     return count * kNoteTile;
   }
-  // The same of the tile after that of `key`, the one that was found last. `block` tells what
-  // `from` takes, when it is needed.
+  // The first key of the step after that of `key`, which is in the tile that was found last.
+  // `block` tells what `from` takes, when it is needed.
   template <class Block>
   __device__ int after(const AttentionParams& params, int key, Block&& block) {
+    if (kKeys < kNoteTile && (key + kKeys) % kNoteTile != 0) return key + kKeys;
     const int tile = key / kNoteTile + 1;
     const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
     if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;

@@ -8,8 +8,9 @@ namespace megasoftmax {
 struct AttentionCall {
   int64_t batches, heads, key_heads, queries, keys, head_dim, value_dim;
   int64_t window_left, window_right;  // -1: no limit
-  int64_t has_bias, is_relative, is_backward;
+  int64_t has_bias, has_float_bias, is_relative, is_backward;
   int64_t multiprocessors, major;  // of the device, and of its compute capability
+  int64_t shared_bytes;            // of a block
 };
 
 struct AttentionExplanation {
@@ -20,6 +21,7 @@ struct AttentionExplanation {
   int64_t splits;  // of the keys, in decoding
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
   int64_t threads, blocks;
+  int64_t shared_bytes;  // of a block; 0 for Hopper's kernels, which are not chosen by it
   int64_t workspace_bytes;
 };
 
@@ -37,8 +39,10 @@ void explain_hopper_forward(const AttentionParams& params, const AttentionHopper
   if (shares_blocks(params)) found.blocks = std::min(found.blocks, multiprocessors);
 }
 
-void explain_forward(const AttentionParams& params, int splits, AttentionExplanation& found) {
-  const AttentionTile& tile = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)];
+void explain_forward(const AttentionParams& params, int splits, const Device& device,
+                     AttentionExplanation& found) {
+  const AttentionTile& tile =
+      kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)];
   found.tile_head_dim = tile.head_dim;
   found.is_decode = splits > 0;
   found.splits = found.slices = 1;
@@ -47,12 +51,16 @@ void explain_forward(const AttentionParams& params, int splits, AttentionExplana
     found.tile_keys = tile.keys;
     found.threads = tile.threads();
     found.blocks = params.batches * params.heads * divide_up(params.queries, tile.queries());
+    const BiasKind kind = bias_kind(params);
+    found.shared_bytes = ForwardLayout(tile, kind).bytes(bias_stages(tile, kind, device));
     return;
   }
   found.tile_queries = kMaxDecodeQueries;
   found.tile_keys = kDecodeKeys;
   found.splits = splits;
-  found.threads = 32 * decode_warps(tile.head_dim);
+  const int warps = decode_warps(tile.head_dim, device.shared_bytes);
+  found.threads = 32 * warps;
+  found.shared_bytes = DecodeLayout(tile.head_dim, warps).bytes;
   const int64_t rows = params.heads_per_key_head.divisor * params.queries;
   found.blocks =
       params.batches * params.key_heads * splits * divide_up<int64_t>(rows, kMaxDecodeQueries);
@@ -60,7 +68,7 @@ void explain_forward(const AttentionParams& params, int splits, AttentionExplana
   found.workspace_bytes = splits * params.rows() * bytes_of_part;
 }
 
-void explain_backward(const AttentionBackwardParams& params, int hopper_tile,
+void explain_backward(const AttentionBackwardParams& params, int hopper_tile, const Device& device,
                       AttentionExplanation& found) {
   const auto explain_tile = [&](const auto& tile, int slices) {
     found.tile_head_dim = tile.head_dim;
@@ -74,8 +82,10 @@ void explain_backward(const AttentionBackwardParams& params, int hopper_tile,
     explain_tile(kAttentionHopperBackwardTiles[hopper_tile], 1);
   } else {
     const AttentionBackwardTile& tile =
-        kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params)];
+        kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, device)];
     explain_tile(tile, tile.head_dim / tile.slice);
+    const BiasKind kind = bias_kind(params);
+    found.shared_bytes = BackwardLayout(tile, kind).bytes(query_stages(tile, kind, device));
   }
   found.splits = 1;
   found.blocks = params.batches * params.key_heads *
@@ -104,6 +114,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   params.window_left = static_cast<int>(call->window_left);
   params.window_right = static_cast<int>(call->window_right);
   params.query = contiguous(call->heads, call->queries, call->head_dim);
+  params.query.type = DType::kFloat16;
   params.key = contiguous(call->key_heads, call->keys, call->head_dim);
   params.value = contiguous(call->key_heads, call->keys, call->value_dim);
   params.output_gradient = contiguous(call->heads, call->queries, call->value_dim);
@@ -113,20 +124,26 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
     params.bias = contiguous(call->heads, call->queries, call->keys);
     params.bias.batch_stride = 0;
     params.bias.data = &given;
+    params.bias.type = call->has_float_bias != 0 ? DType::kFloat32 : params.query.type;
     params.is_relative = call->is_relative != 0;
   }
   params.query_gradient_sum = &given;
 
-  const bool is_hopper = call->major == kHopperMajor;
+  Device device;
+  device.multiprocessors = static_cast<int>(call->multiprocessors);
+  device.shared_bytes = static_cast<int>(call->shared_bytes);
+  device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
+  device.major = static_cast<int>(call->major);
+  const bool is_hopper = device.major == kHopperMajor;
   if (call->is_backward != 0) {
-    explain_backward(params, is_hopper ? hopper_backward_tile(params) : -1, *explanation);
+    explain_backward(params, is_hopper ? hopper_backward_tile(params) : -1, device, *explanation);
     return;
   }
-  const int splits = forward_splits(params, static_cast<int>(call->multiprocessors));
+  const int splits = forward_splits(params, device.multiprocessors);
   const int tile = is_hopper && splits == 0 ? hopper_tile(params) : -1;
   if (tile >= 0)
     explain_hopper_forward(params, kAttentionHopperTiles[tile], call->multiprocessors,
                            *explanation);
   else
-    explain_forward(params, splits, *explanation);
+    explain_forward(params, splits, device, *explanation);
 }

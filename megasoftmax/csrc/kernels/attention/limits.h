@@ -11,12 +11,12 @@ inline constexpr int kMaxPositions = 2147000000;
 inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile that a note of masks and ranges speaks of.
 inline constexpr int kNoteTile = 64;
-// What a block must be able to have, 163 KB: compute capability 8.0, 9.0, 10.x, not 8.6, 8.9, 12.x.
-inline constexpr int kMinSharedBytes = 166912;
-
 // What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
 // With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
+// Shared memory that kernels of notes declare themselves. They have no other, and no others declare
+// any.
+inline constexpr int kMaxDeclaredBytes = 512;
 
 // A block of queries against one tile of keys after the other, forward.
 struct AttentionTile {
@@ -31,6 +31,7 @@ struct AttentionTile {
 };
 // The last column: TFLOP/s on an H200, bfloat16. Head dims 64 and 128: [4, 16, 4096, d] with a bias
 // [1, h]. 32: [128, 4, 384, d] with a bias [b, h]. 256: [2, 16, 4096, d], causal.
+// Of tiles for the same head dimension a GPU takes the first that a block of it has room for.
 // clang-format off
 inline constexpr AttentionTile kAttentionForwardTiles[] = {
     // head dim, warps, queries/warp, keys, blocks/SM
@@ -38,6 +39,7 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
     {        64,     4,           32,   64,         3},  // 255
     {       128,     4,           32,   64,         2},  // 318
     {       256,     8,           16,   64,         1},  // 255
+    {       256,     4,           16,   32,         1},
 };
 // clang-format on
 
@@ -100,35 +102,42 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
 // at a time, of which so many steps are on their way.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
-constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
+// Where a block has no room for so many, half as many.
+constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
 inline constexpr int kDecodeStages = 2;
 // Keys are split for one block per multiprocessor if each split gets at least kFewestKeysOfSplit
 // keys, and for kMaxDecodeBlocksPerSm blocks if each gets at least kKeysOfSplit.
 inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysOfSplit = 4096;
 
-// dQ in the same order each time: tiles of a block.
-inline constexpr int kInOrderQueries = 64, kInOrderKeys = 64;
+// dQ in the same order each time: the queries of a block.
+inline constexpr int kInOrderQueries = 64;
 
 // A block of keys against one tile of queries after the other, backward.
 struct AttentionBackwardTile {
   int head_dim;
-  int warps;  // two have 32 keys and half of the queries each
-  int queries;
-  int slice;  // the columns of gradients that a block makes
+  int warps;
+  int queries;  // 64 or 32
+  int slice;    // the columns of gradients that a block makes
   int blocks_per_sm;
 
   constexpr int threads() const { return 32 * warps; }
-  constexpr int keys() const { return 16 * warps; }
+  // Of a warp: so many queries, and as many keys. Two warps have the same keys.
+  constexpr int side() const { return queries / 2; }
+  constexpr int keys() const { return side() * warps / 2; }
+  // Of a step for dQ in order.
+  constexpr int in_order_keys() const { return queries; }
 };
-// The last column: TFLOP/s of forward and backward together, of the cases of
-// kAttentionForwardTiles, without a gradient of the bias.
+// As kAttentionForwardTiles. The last column: TFLOP/s of forward and backward together, of its
+// cases, without a gradient of the bias.
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM
     {        32,     4,      64,    32,         4},  // 102
     {        64,     4,      64,    64,         3},  // 214
     {       128,     8,      64,   128,         1},  // 255
+    {       128,     4,      64,   128,         1},
     {       256,     4,      64,   128,         1},  // 168
+    {       256,     4,      32,   256,         1},
 };
 // clang-format on
 

@@ -4,16 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "limits.h"
-#include "params.h"
+#include "../common/limits.h"
+#include "layout.h"
 
 namespace megasoftmax {
-
-enum class BiasKind {
-  kNone,
-  kTile,  // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
-  kAny,   // any element type and strides
-};
 
 inline BiasKind bias_kind(const AttentionParams& params) {
   const Strided& bias = params.bias;
@@ -35,13 +29,89 @@ inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bi
   return is_deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
 }
 
-// The first of a table whose tiles hold the head dimensions.
+// The first of a table whose tiles hold the head dimensions, on a GPU that has room for all.
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   int index = 0;
   while (tiles[index].head_dim < std::max(params.head_dim, params.value_dim)) ++index;
   return index;
 }
+
+// Those that a launch needs beside each other: of the backward, dQ in order too.
+constexpr int bytes_of(const AttentionTile& tile, BiasKind kind) {
+  return ForwardLayout(tile, kind).bytes(1);
+}
+constexpr int bytes_of(const AttentionBackwardTile& tile, BiasKind kind) {
+  return std::max(BackwardLayout(tile, kind).bytes(1),
+                  InOrderLayout(tile.head_dim, tile.in_order_keys(), kind).bytes);
+}
+
+// The first tile of a table that holds such a head dimension, and that a block has room for.
+template <class TileShape, int kCount>
+constexpr int tile_for(const TileShape (&tiles)[kCount], int head_dim, BiasKind kind,
+                       int shared_bytes) {
+  int index = 0;
+  while (index < kCount - 1 &&
+         (tiles[index].head_dim < head_dim || bytes_of(tiles[index], kind) > shared_bytes))
+    ++index;
+  return index;
+}
+template <class TileShape, int kCount>
+int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
+             const Device& device) {
+  return tile_for(tiles, std::max(params.head_dim, params.value_dim), bias_kind(params),
+                  device.shared_bytes);
+}
+
+// So that one of them serves, whatever the GPU, and is for no larger head dimension than needed.
+template <class TileShape, int kCount>
+constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
+  for (const TileShape& tile : tiles) {
+    for (const BiasKind kind : {BiasKind::kNone, BiasKind::kTile, BiasKind::kAny}) {
+      const int found = tile_for(tiles, tile.head_dim, kind, least_shared_bytes());
+      if (tiles[found].head_dim != tile.head_dim ||
+          bytes_of(tiles[found], kind) > least_shared_bytes())
+        return false;
+    }
+  }
+  return true;
+}
+static_assert(fits_every_gpu(kAttentionForwardTiles) && fits_every_gpu(kAttentionBackwardTiles));
+
+// How many blocks of a tile run at a time on a multiprocessor.
+template <class TileShape>
+int resident_blocks(const TileShape& tile, int bytes, const Device& device) {
+  return std::min(tile.blocks_per_sm, device.shared_bytes_per_sm / (bytes + kReservedSharedBytes));
+}
+
+// Tiles of the bias in shared memory at a time, forward: the second must not cost a block.
+inline int bias_stages(const AttentionTile& tile, BiasKind kind, const Device& device) {
+  const ForwardLayout layout(tile, kind);
+  return kind == BiasKind::kTile && layout.bytes(2) <= device.shared_bytes &&
+                 resident_blocks(tile, layout.bytes(2), device) ==
+                     resident_blocks(tile, layout.bytes(1), device)
+             ? 2
+             : 1;
+}
+
+// Tiles of queries in shared memory at a time, backward: the second must not leave a block alone.
+inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const Device& device) {
+  const BackwardLayout layout(tile, kind);
+  return layout.bytes(2) <= device.shared_bytes &&
+                 (resident_blocks(tile, layout.bytes(2), device) > 1 ||
+                  resident_blocks(tile, layout.bytes(1), device) == 1)
+             ? 2
+             : 1;
+}
+
+// Warps of a block of few queries.
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = max_decode_warps(head_dim);
+  while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
+  return warps;
+}
+static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, least_shared_bytes())).bytes <=
+              least_shared_bytes());
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks.

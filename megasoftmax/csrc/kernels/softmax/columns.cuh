@@ -9,9 +9,9 @@
 
 #include <initializer_list>
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "columns_tile.cuh"
-#include "device.h"
 #include "plan.h"
 #include "sink.cuh"
 

@@ -74,8 +74,9 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
   using namespace megasoftmax;
   const Call& call = *call_of_user;
   *explanation = {};
-  const Device device{static_cast<int>(call.multiprocessors), static_cast<int>(call.shared_bytes),
-                      static_cast<int>(call.max_cluster)};
+  const Device device{.multiprocessors = static_cast<int>(call.multiprocessors),
+                      .shared_bytes = static_cast<int>(call.shared_bytes),
+                      .max_cluster = static_cast<int>(call.max_cluster)};
   Shape shape{1, call.rows / call.queries, call.queries, call.columns};
   Strided tensor = contiguous(shape, call.element_bytes);
   Window window{call.left, call.right};

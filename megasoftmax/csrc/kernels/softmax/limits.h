@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "../common/limits.h"
+
 namespace megasoftmax {
 
 enum class Storage {
@@ -78,7 +80,7 @@ inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
 inline constexpr int kResultBytes = 8;       // of a unit
 inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
-inline constexpr int kMaxCluster = 16;
+inline constexpr int kMaxDeclaredBytes = 192;       // of a block, which kernels declare themselves
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
 inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
@@ -193,11 +195,6 @@ constexpr int shared_bytes(const RowRegime& regime, int64_t chunks, int chunk_by
              : batches * kChunksPerBatch * chunk_bytes + unit_count(chunks) * 2 * kResultBytes;
 }
 
-// What a plan depends on besides the call. A cluster is as large as device and compiled code allow.
-struct Device {
-  int multiprocessors, shared_bytes, max_cluster;
-};
-
 // Why a regime does not serve rows: bits, named in explain.py too.
 enum Obstacle : unsigned {
   kOtherRows = 1,  // it is not for rows of this kind
@@ -213,7 +210,8 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
                          (rows < regime.min_rows ? kTooFewRows : 0u) |
                          (regime.blocks_per_row > device.max_cluster ? kNoSuchCluster : 0u);
   if (found != 0) return found;
-  return shared_bytes(regime, chunks, chunk_bytes) > device.shared_bytes ? kTooManyBytes : 0u;
+  const int bytes = shared_bytes(regime, chunks, chunk_bytes) + kMaxDeclaredBytes;
+  return bytes > device.shared_bytes ? kTooManyBytes : 0u;
 }
 
 // The first regime without an obstacle; the last has none but for shared memory.

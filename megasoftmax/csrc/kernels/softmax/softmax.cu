@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "device.h"
+#include "../common/device.h"
 #include "instances/instances.h"
 #include "softmax.h"
 

@@ -49,8 +49,9 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_topk(
   using namespace megasoftmax;
   TopkExplanation& found = *explanation;
   found = {};
-  const Device device{static_cast<int>(call->multiprocessors), static_cast<int>(call->shared_bytes),
-                      static_cast<int>(call->max_cluster)};
+  const Device device{.multiprocessors = static_cast<int>(call->multiprocessors),
+                      .shared_bytes = static_cast<int>(call->shared_bytes),
+                      .max_cluster = static_cast<int>(call->max_cluster)};
   TopkPlan plan = {};
   if (call->is_backward != 0) {
     const auto params = params_of<TopkBackwardParams>(*call);

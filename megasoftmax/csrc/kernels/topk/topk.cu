@@ -1,6 +1,6 @@
 // Prepares a launch, plans it, and selects the instance by element type.
 
-#include "../softmax/device.h"
+#include "../common/device.h"
 #include "../softmax/softmax.h"
 #include "instances/instances.h"
 #include "topk.h"

@@ -61,12 +61,15 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
                                                       int head, int first_query, int slice) {
   using KeyTile = typename Memory::KeyTile;
   using ScoreTile = typename Memory::ScoreTile;
-  constexpr int kColumns = Memory::kSlice >= 64 ? 32 : 16, kColumnWarps = Memory::kSlice / kColumns;
-  constexpr int kRows = Memory::kQueries * kColumnWarps / (Memory::kThreads / 32);
+  constexpr int kWarps = Memory::kThreads / 32;
+  constexpr int kFewest = Memory::kSlice >= 64 ? 32 : 16;
+  constexpr int kColumns = kFewest * kWarps >= Memory::kSlice ? kFewest : Memory::kSlice / kWarps;
+  constexpr int kColumnWarps = Memory::kSlice / kColumns;
+  constexpr int kRows = Memory::kQueries * kColumnWarps / kWarps;
   static_assert(kRows % 16 == 0);
   const uint32_t memory = shared_address(shared_memory);
   const KeyTile key_tile{memory};
-  const ScoreTile score_tile{memory + Memory::kScores};
+  const ScoreTile score_tile{memory + Memory::kLayout.scores};
   const int thread = thread_index_anew(), warp = thread / 32;
   const FirstElement mine(thread);
   const int column = warp % kColumnWarps * kColumns + slice;
@@ -111,12 +114,13 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   using ScoreTile = typename Memory::ScoreTile;
   constexpr int kThreads = Memory::kThreads, kSlice = Memory::kSlice;
   constexpr int kKeys = Memory::kKeys, kQueries = Memory::kQueries;
-  constexpr int kHalfSlice = kSlice / 2, kColumns = kHalfSlice / 8;
+  constexpr int kHalfSlice = kSlice / 2, kColumns = kHalfSlice / 8, kM = Memory::kM;
   extern __shared__ __align__(1024) char shared_memory[];
   const uint32_t memory = shared_address(shared_memory);
-  const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
-  const ScoreTile weight_tile{memory + Memory::kWeights}, score_tile{memory + Memory::kScores};
-  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kRows);
+  const KeyTile key_tile{memory}, value_tile{memory + Memory::kLayout.values};
+  const ScoreTile weight_tile{memory + Memory::kLayout.weights},
+      score_tile{memory + Memory::kLayout.scores};
+  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kLayout.rows);
 
   int first_key, key_head, batch, slice;
   {
@@ -138,7 +142,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   using Tiles = QueryTiles<kKeys, kQueries, kIsPlain>;
   const auto copy_queries = [&](int step, const Tiles& tiles) {
     const int head = tiles.head, query = tiles.query;
-    const QueryTile query_tile{memory + Memory::kStagesAt + stage_of(step) * Memory::kStageBytes};
+    const QueryTile query_tile{memory + Memory::kLayout.stages +
+                               stage_of(step) * Memory::kLayout.stage_bytes};
     const auto copy = [&](const QueryTile& tile, const Strided& tensor, int columns) {
       tile.template start_copy<kThreads>(tensor.row<const T>(batch, head, query),
                                          tensor.query_stride, params.queries - query, columns);
@@ -151,12 +156,12 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   };
   const auto copy_bias = [&](const Tiles& tiles) {
     if constexpr (kBias != BiasKind::kNone)
-      typename Memory::Bias{params, shared_memory + Memory::kBiasAt}.template fill<kThreads>(
+      typename Memory::Bias{params, shared_memory + Memory::kLayout.bias}.template fill<kThreads>(
           batch, tiles.head, tiles.query, first_key);
   };
 
-  float key_sums[2][2] = {};  // of gradients of the bias
-  float key_gradient[2][kColumns][4] = {}, value_gradient[2][kColumns][4] = {};
+  float key_sums[kM][2] = {};  // of gradients of the bias
+  float key_gradient[kM][kColumns][4] = {}, value_gradient[kM][kColumns][4] = {};
   Tiles tiles(params, batch, key_head, first_key);
   if (tiles.are_left()) {
     copy_queries(0, tiles);
@@ -173,20 +178,20 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     tiles.advance(params, batch, first_key);
     if (params.stages > 1 && tiles.are_left()) copy_queries(step + 1, tiles);
 
-    Excluded<2, 4> excluded;
+    Excluded<kM, Memory::kN> excluded;
     const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
     if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
-      const BackwardWarp warp;
+      const BackwardWarp warp(Memory::kSide);
       excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
                                              first_key + warp.key, is_cut);
     }
     const FirstScore at{batch, head, query, first_key};
-    ScoresOfWarp weights = {}, gradients = {};
+    typename Memory::Scores weights = {}, gradients = {};
     find_score_gradients<T, kBias, kIsPlain, Memory>(params, at, shared_memory, stage_of(step),
                                                      rows + step % 2 * kQueries, excluded, weights,
                                                      gradients, [] {});
-    share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kWeights, weights);
-    share_scores<T, ScoreTile>(shared_memory + Memory::kScores, gradients);
+    share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kLayout.weights, weights);
+    share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
         with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, tiles.head != at.head, body);
@@ -194,12 +199,14 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     with_gradient([&](auto policy) { policy.take(params, at, gradients); });
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);
-    with_gradient(
-        [&](auto policy) { policy.take_shared(params, at, shared_memory + Memory::kScores); });
+    with_gradient([&](auto policy) {
+      policy.take_shared(params, at, shared_memory + Memory::kLayout.scores);
+    });
     {
-      const BackwardWarp warp;
+      const BackwardWarp warp(Memory::kSide);
       const int column = slice + warp.half * kHalfSlice;
-      const QueryTile query_tile{memory + Memory::kStagesAt + stage_of(step) * Memory::kStageBytes};
+      const QueryTile query_tile{memory + Memory::kLayout.stages +
+                                 stage_of(step) * Memory::kLayout.stage_bytes};
       const QueryTile gradient_tile{query_tile.address + QueryTile::kBytes};
       multiply_tiles<T, kQueries>(value_gradient, FragmentsDown<ScoreTile>(weight_tile, warp.key),
                                   FragmentsDown<QueryTile>(gradient_tile, 0), column);
@@ -217,19 +224,19 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   __syncthreads();
 
   // Through what held keys and values.
-  const auto store = [&](int at, const float (&sums)[2][kColumns][4], float factor,
+  const auto store = [&](int at, const float (&sums)[kM][kColumns][4], float factor,
                          const Strided& tensor, int width) {
-    const BackwardWarp warp;
+    const BackwardWarp warp(Memory::kSide);
     const int column = warp.half * kHalfSlice;
     T* const out = tensor.row<T>(batch, key_head, first_key) + slice;
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < kM; ++m)
       store_rows<T, KeyTile>(shared_memory + at, warp.key + m * 16, sums[m], {factor, factor}, out,
                              tensor.query_stride, params.keys - first_key, width - slice,
                              column / 8);
   };
   store(0, key_gradient, params.scale, params.key_gradient, params.head_dim);
-  store(Memory::kValues, value_gradient, params.dropout.factor, params.value_gradient,
+  store(Memory::kLayout.values, value_gradient, params.dropout.factor, params.value_gradient,
         params.value_dim);
 }
 

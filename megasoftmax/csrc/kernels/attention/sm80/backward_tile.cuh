@@ -1,17 +1,16 @@
 #pragma once
 // A tile of keys and one of queries in backward: weights and gradients of their scores.
 //
-// Scores are transposed, with keys in rows. A warp has 32 keys and half of the queries; with the
-// warp beside it, which has the others, it then shares the sums of its keys, half of the columns
-// each.
+// Scores are transposed, with keys in rows. A warp has as many keys as half of the queries, and
+// those; with the warp beside it, which has the others, it then shares the sums of its keys, half
+// of the columns each.
 
 #include "../../common/math.cuh"
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
-#include "../limits.h"
-#include "../params.h"
+#include "../layout.h"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -21,20 +20,14 @@ struct BackwardMemory {
   static constexpr AttentionBackwardTile kTile = kAttentionBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
-  static_assert(kQueries == kNoteTile && kKeys % kNoteTile == 0);
+  static_assert(kNoteTile % kQueries == 0 && (kNoteTile % kKeys == 0 || kKeys % kNoteTile == 0));
+  static constexpr int kSide = kTile.side(), kM = kSide / 16, kN = kSide / 8;  // of a warp's scores
+  using Scores = Accumulators<kM, kN>;
   using KeyTile = Tile<T, kKeys, kDim>;
   using QueryTile = Tile<T, kQueries, kDim>;
   using ScoreTile = Tile<T, kKeys, kQueries>;
-  using Bias = SharedBias<T, kBias, kQueries, kKeys, kDim <= 64 ? 8 : 4>;
-
-  // Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
-  // gradients of outputs of each stage.
-  static constexpr int kValues = KeyTile::kBytes, kWeights = 2 * KeyTile::kBytes;
-  static constexpr int kScores = kWeights + ScoreTile::kBytes, kRows = kScores + ScoreTile::kBytes;
-  static constexpr int kBiasAt = kRows + 2 * kQueries * static_cast<int>(sizeof(RowOfBackward));
-  static constexpr int kStagesAt = divide_up(kBiasAt + Bias::kBytes, 1024) * 1024;
-  static constexpr int kStageBytes = 2 * QueryTile::kBytes;
-  static constexpr int bytes(int stages) { return kStagesAt + stages * kStageBytes; }
+  using Bias = SharedBias<T, kBias, kQueries, kKeys>;
+  static constexpr BackwardLayout kLayout{kTile, kBias};
 };
 
 // Starts to copy what a tile of queries needs of its rows.
@@ -54,15 +47,13 @@ __device__ inline void start_copy_of_rows(const AttentionBackwardParams& params,
 struct BackwardWarp {
   int key, query, half;  // of two
 
-  __device__ BackwardWarp() {
+  __device__ explicit BackwardWarp(int side) {
     const int warp = thread_index_anew() / 32;
     half = warp % 2;
-    key = warp / 2 * 32;
-    query = half * 32;
+    key = warp / 2 * side;
+    query = half * side;
   }
 };
-
-using ScoresOfWarp = Accumulators<2, 4>;
 
 // Where a tile of scores begins.
 struct FirstScore {
@@ -72,22 +63,21 @@ struct FirstScore {
 // Weights of what dropout drops are negative. Calls `between` when the queries and the keys are
 // used up.
 template <class T, BiasKind kBias, bool kIsPlain, class Memory, class Between>
-__device__ __forceinline__ void find_score_gradients(const AttentionParams& params,
-                                                     const FirstScore& at, char* shared_memory,
-                                                     int stage, const RowOfBackward* rows,
-                                                     const Excluded<2, 4>& excluded,
-                                                     ScoresOfWarp& weights, ScoresOfWarp& gradients,
-                                                     Between&& between) {
+__device__ __forceinline__ void find_score_gradients(
+    const AttentionParams& params, const FirstScore& at, char* shared_memory, int stage,
+    const RowOfBackward* rows, const Excluded<Memory::kM, Memory::kN>& excluded,
+    typename Memory::Scores& weights, typename Memory::Scores& gradients, Between&& between) {
+  constexpr int kM = Memory::kM, kN = Memory::kN;
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
   const uint32_t memory = shared_address(shared_memory);
-  const KeyTile key_tile{memory}, value_tile{memory + Memory::kValues};
-  const QueryTile query_tile{memory + Memory::kStagesAt + stage * Memory::kStageBytes};
+  const KeyTile key_tile{memory}, value_tile{memory + Memory::kLayout.values};
+  const QueryTile query_tile{memory + Memory::kLayout.stages + stage * Memory::kLayout.stage_bytes};
   const QueryTile gradient_tile{query_tile.address + QueryTile::kBytes};
-  const BackwardWarp warp;
+  const BackwardWarp warp(Memory::kSide);
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
                                  FragmentsAcross<QueryTile>(query_tile, warp.query));
-  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasAt};
+  const typename Memory::Bias bias{params, shared_memory + Memory::kLayout.bias};
   bias.template add_to<true>(weights, warp.query, warp.key);
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
@@ -114,7 +104,7 @@ __device__ __forceinline__ void find_score_gradients(const AttentionParams& para
   };
   if (!kIsPlain && params.dropout.seed != nullptr) {
     const Dropping<true> dropping(params, at.batch, at.head);
-    dropping.template for_each_pair<2, 4>(
+    dropping.template for_each_pair<kM, kN>(
         at.query + warp.query, at.key + warp.key, [&](int m, int n, int half, uint32_t halves) {
           finish(m, n, half, [&](float* gradient, float* weight) {
             clear_and_negate_below(gradient[0], gradient[1], weight[0], weight[1], halves,
@@ -123,14 +113,16 @@ __device__ __forceinline__ void find_score_gradients(const AttentionParams& para
         });
   } else {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) finish(i / 2 % 2, i / 4, i % 2, [](float*, float*) {});
+    for (int i = 0; i < 2 * kM * kN; ++i)
+      finish(i / 2 % kM, i / (2 * kM), i % 2, [](float*, float*) {});
   }
   // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
   // where delta is.
   if (!is_finite) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (weights[i / 16][i / 4 % 4][i % 4] == 0.f) gradients[i / 16][i / 4 % 4][i % 4] = 0.f;
+    for (int i = 0; i < 4 * kM * kN; ++i) {
+      const int m = i / (4 * kN), n = i / 4 % kN;
+      if (weights[m][n][i % 4] == 0.f) gradients[m][n][i % 4] = 0.f;
     }
   }
   excluded.apply(weights, 0.f);
@@ -139,11 +131,11 @@ __device__ __forceinline__ void find_score_gradients(const AttentionParams& para
 
 // To where all warps find them: a tile at an offset of the shared memory. Negative ones become 0
 // where kArePositive.
-template <class T, class ScoreTile, bool kArePositive = false>
-__device__ inline void share_scores(char* tile, const ScoresOfWarp& scores) {
-  const BackwardWarp warp;
+template <class T, class ScoreTile, bool kArePositive = false, int kM, int kN>
+__device__ inline void share_scores(char* tile, const Accumulators<kM, kN>& scores) {
+  const BackwardWarp warp(kM * 16);
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < kM; ++m)
     store_to_tile<ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], warp.query / 8,
                              [](float first, float second, int) {
                                return kArePositive ? round_positive_pair<T>(first, second)

@@ -30,22 +30,24 @@ template <bool kAdds>
 struct FloatBiasGradient : NoBiasGradient {
   int64_t bias_head;
 
+  template <int kM, int kN>
   __device__ void take(const AttentionBackwardParams& params, const FirstScore& at,
-                       const ScoresOfWarp& gradients) {
-    const BackwardWarp warp;
+                       const Accumulators<kM, kN>& gradients) {
+    constexpr int kSide = 16 * kM;
+    const BackwardWarp warp(kSide);
     const FirstElement mine;
     const int query = at.query + warp.query + mine.column, key = at.key + warp.key + mine.row;
     float* const first = bias_gradient_at<float>(params, bias_head, query, key);
     const auto store = [&]<bool kIsWhole>() {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           const int column = column_offset(n, right);
           if (!kIsWhole && query + column >= params.queries) continue;
           float* const entries = first + int64_t{column} * params.keys;
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
             for (int i = right; i < 4; i += 2) {
               const int row = row_offset(m, i);
@@ -61,7 +63,8 @@ struct FloatBiasGradient : NoBiasGradient {
       }
     };
     // A branch around each addition costs several: whole tiles have none.
-    if (at.query + warp.query + 32 <= params.queries && at.key + warp.key + 32 <= params.keys) {
+    if (at.query + warp.query + kSide <= params.queries &&
+        at.key + warp.key + kSide <= params.keys) {
       store.template operator()<true>();
     } else {
       store.template operator()<false>();
@@ -94,7 +97,8 @@ struct FragmentsAlong : Fragments<ScoreTile> {
   }
 };
 
-// Of a bias in 16 bits, dense: each warp writes 16 queries and 64 keys.
+// Of a bias in 16 bits, dense: each warp writes 16 queries and 64 keys, or 8 and 32 of a tile of 32
+// queries.
 template <class ScoreTile>
 struct DenseBiasGradient : NoBiasGradient {
   int64_t bias_head;
@@ -104,13 +108,15 @@ struct DenseBiasGradient : NoBiasGradient {
     using T = typename ScoreTile::Element;
     T* const out = bias_gradient_at<T>(params, bias_head, 0, 0);
     const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
-    constexpr int kQueryBlocks = ScoreTile::kColumns / 16;
+    constexpr int kWarpsOfQueries = 4, kBlocks = ScoreTile::kColumns / 32;  // of 8 queries
+    const int first_column = warp % kWarpsOfQueries * kBlocks * 8;
+    const int first_row = warp / kWarpsOfQueries * kBlocks * 32;
     const FragmentsAlong<ScoreTile> fragments(ScoreTile{shared_address(scores)});
     const bool has_chunks = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      const int column = warp % kQueryBlocks * 16 + block % 2 * 8;
-      const int row = warp / kQueryBlocks * 64 + block / 2 * 32;
+    for (int block = 0; block < kBlocks * kBlocks; ++block) {
+      const int column = first_column + block % kBlocks * 8;
+      const int row = first_row + block / kBlocks * 32;
       uint32_t pairs[4];
       fragments.load(pairs, row, column);
       const int query = at.query + column + lane / 4, key = at.key + row + lane % 4 * 8;
@@ -142,7 +148,8 @@ struct SharedBiasGradient : NoBiasGradient {
 
   __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
                               const char* scores) {
-    constexpr int kChunks = 4, kParts = ScoreTile::kColumns / 8 / kChunks;
+    // All warps have as many chunks.
+    constexpr int kParts = 128 / ScoreTile::kColumns, kChunks = ScoreTile::kColumns / 8 / kParts;
     const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
     const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
     const int query = at.query + first_chunk * 8, key = at.key + row;
@@ -170,25 +177,27 @@ struct SharedBiasGradient : NoBiasGradient {
 
 // Sums over queries, of this warp's keys, in registers until the last tile of a head. Two warps
 // have the same keys: each adds once, so that their order does not matter.
+template <int kM>
 struct KeysBiasGradient : NoBiasGradient {
-  float (&sums)[2][2];
+  float (&sums)[kM][2];
   bool is_last_of_head;
 
+  template <int kN>
   __device__ void take(const AttentionBackwardParams& params, const FirstScore& at,
-                       const ScoresOfWarp& gradients) const {
+                       const Accumulators<kM, kN>& gradients) const {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[m][i / 2] += gradients[m][n][i];
       }
     }
     if (!is_last_of_head) return;
-    const BackwardWarp warp;
+    const BackwardWarp warp(16 * kM);
     const FirstElement mine;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = sum_of_row(sums[m][half]);
@@ -227,9 +236,9 @@ struct DiagonalsBiasGradient : NoBiasGradient {
 };
 
 // Calls body(policy) for the gradient that blocks of keys make in a launch.
-template <BiasKind kBias, class ScoreTile, class Body>
+template <BiasKind kBias, class ScoreTile, int kM, class Body>
 __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams& params,
-                                                   const FirstScore& at, float (&key_sums)[2][2],
+                                                   const FirstScore& at, float (&key_sums)[kM][2],
                                                    bool is_last_of_head, Body&& body) {
   if constexpr (kBias != BiasKind::kNone) {
     const bool is_float = kBias == BiasKind::kAny && params.bias.type == DType::kFloat32;
@@ -247,12 +256,12 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
     if (kind == BiasGradient::kShared)
       is_float ? body(FloatBiasGradient<true>{{}, bias_head()})
                : body(SharedBiasGradient<ScoreTile>{{}, bias_head()});
-    if (kind == BiasGradient::kKeys) body(KeysBiasGradient{{}, key_sums, is_last_of_head});
+    if (kind == BiasGradient::kKeys) body(KeysBiasGradient<kM>{{}, key_sums, is_last_of_head});
     if (kind == BiasGradient::kDiagonals) body(DiagonalsBiasGradient<ScoreTile>{});
   }
 }
 
-// dB of a bias that batches or heads share: a block owns a tile of 64 queries and some keys of it,
+// dB of a bias that batches or heads share: a block owns a tile of some queries and keys of it,
 // and takes all that share it in turn, always in the same order.
 template <class T, BiasKind kBias, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
@@ -262,9 +271,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
   constexpr int kThreads = Memory::kThreads, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  constexpr int kM = Memory::kM, kN = Memory::kN;
   extern __shared__ __align__(1024) char shared_memory[];
   const uint32_t memory = shared_address(shared_memory);
-  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kRows);
+  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kLayout.rows);
 
   int first_key, first_query, bias_head, bias_batch;
   {
@@ -302,15 +312,15 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   };
   const auto copy_keys_and_queries = [&](int member) {
     copy(0, params.key, member, true, params.head_dim);
-    copy(Memory::kStagesAt, params.query, member, false, params.head_dim);
+    copy(Memory::kLayout.stages, params.query, member, false, params.head_dim);
     int head, batch;
     place_of(member, head, batch);
     start_copy_of_rows<kQueries>(params, rows + member % 2 * kQueries, batch, head, first_query);
     end_copies();
   };
   const auto copy_values_and_gradients = [&](int member) {
-    copy(Memory::kValues, params.value, member, true, params.value_dim);
-    copy(Memory::kStagesAt + QueryTile::kBytes, params.output_gradient, member, false,
+    copy(Memory::kLayout.values, params.value, member, true, params.value_dim);
+    copy(Memory::kLayout.stages + QueryTile::kBytes, params.output_gradient, member, false,
          params.value_dim);
     end_copies();
   };
@@ -318,13 +328,13 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   {
     int head, batch;
     place_of(0, head, batch);
-    typename Memory::Bias{params, shared_memory + Memory::kBiasAt}.template fill<kThreads>(
+    typename Memory::Bias{params, shared_memory + Memory::kLayout.bias}.template fill<kThreads>(
         batch, head, first_query, first_key);
   }
   const bool is_cut = first_key + kKeys > params.keys || first_query + kQueries > params.queries ||
                       visible_keys(params, first_query).end < first_key + kKeys ||
                       visible_keys(params, last_query).begin > first_key;
-  ScoresOfWarp sums = {};
+  typename Memory::Scores sums = {};
   copy_keys_and_queries(0);
   copy_values_and_gradients(0);
 #pragma unroll 1
@@ -333,13 +343,13 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     __syncthreads();  // keys and queries are there
     int head, batch;
     place_of(member, head, batch);
-    Excluded<2, 4> excluded;
+    Excluded<kM, kN> excluded;
     if (is_cut || params.note.words != nullptr) {
-      const BackwardWarp warp;
+      const BackwardWarp warp(Memory::kSide);
       excluded.template find<true>(params, batch, head, first_query + warp.query,
                                    first_key + warp.key, is_cut);
     }
-    ScoresOfWarp scores = {}, gradients = {};
+    typename Memory::Scores scores = {}, gradients = {};
     find_score_gradients<T, kBias, false, Memory>(
         params, {batch, head, first_query, first_key}, shared_memory, 0,
         rows + member % 2 * kQueries, excluded, scores, gradients, [&] {
@@ -348,8 +358,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
           if (member + 1 < members) copy_keys_and_queries(member + 1);
         });
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      sums[i / 16][i / 4 % 4][i % 4] += gradients[i / 16][i / 4 % 4][i % 4];
+    for (int i = 0; i < 4 * kM * kN; ++i)
+      sums[i / (4 * kN)][i / 4 % kN][i % 4] += gradients[i / (4 * kN)][i / 4 % kN][i % 4];
     __syncthreads();  // values and gradients are used up
     if (member + 1 < members) copy_values_and_gradients(member + 1);
   }
@@ -359,10 +369,10 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     FloatBiasGradient<false>{{}, bias_entry}.take(params, at, sums);
   } else {
     using ScoreTile = typename Memory::ScoreTile;
-    share_scores<T, ScoreTile>(shared_memory + Memory::kScores, sums);
+    share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, sums);
     __syncthreads();
-    DenseBiasGradient<ScoreTile>{{}, bias_entry}.take_shared(params, at,
-                                                             shared_memory + Memory::kScores);
+    DenseBiasGradient<ScoreTile>{{}, bias_entry}.take_shared(
+        params, at, shared_memory + Memory::kLayout.scores);
   }
 }
 

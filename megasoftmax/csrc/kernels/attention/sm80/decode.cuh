@@ -9,24 +9,11 @@
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../exclusion.cuh"
-#include "../limits.h"
+#include "../layout.h"
 #include "../online_softmax.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
-
-template <class T, int kDim_>
-struct DecodeMemory {
-  static constexpr int kDim = kDim_, kStages = kDecodeStages;
-  static constexpr int kWarps = decode_warps(kDim), kThreads = 32 * kWarps;
-  using Rows = Tile<T, 16, kDim>;
-  static constexpr int kStageBytes = 2 * Rows::kBytes;
-  static constexpr int kRing = kWarps * kStages * kStageBytes;
-  // Of the end: what each warp has of its rows.
-  static constexpr int kPitch = kDim + 4;
-  static constexpr int kSums = kWarps * 16 * (kPitch + 2) * 4;
-  static constexpr int kBytes = kRing > kSums ? kRing : kSums;
-};
 
 // A packed row: a query of one of the heads that share keys.
 struct DecodeRow {
@@ -42,15 +29,17 @@ struct DecodeRow {
   }
 };
 
+// As many warps as the block has room for.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
+__global__ void __launch_bounds__(32 * max_decode_warps(kDim))
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
-  using Memory = DecodeMemory<T, kDim>;
-  using Rows = typename Memory::Rows;
-  constexpr int kStages = Memory::kStages, kWarps = Memory::kWarps;
+  using Rows = Tile<T, kDecodeKeys, kDim>;
+  constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
+  constexpr DecodeLayout kLayout(kDim, kMaxWarps);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
   const FirstElement mine(threadIdx.x);
   int split, first_row, key_head, batch;
   {
@@ -100,11 +89,11 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     }
   }
 
-  const uint32_t ring = shared_address(shared_memory) + warp * kStages * Memory::kStageBytes;
+  const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
   const auto start_copy = [&](int step) {
-    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
+    const int key = begin + (step * warps + warp) * kDecodeKeys;
     if (key < end) {
-      const Rows keys{ring + step % kStages * Memory::kStageBytes};
+      const Rows keys{ring + step % kStages * kLayout.stage_bytes};
       const Rows values{keys.address + Rows::kBytes};
       const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
         tile.start_copy_of_warp(tensor.row<const T>(batch, key_head, key), tensor.query_stride,
@@ -120,10 +109,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
 
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
-  constexpr int kKeysPerStep = kWarps * kDecodeKeys;
 #pragma unroll 1
-  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
-    const int key = begin + step * kKeysPerStep + warp * kDecodeKeys;
+  for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + (step * warps + warp) * kDecodeKeys;
     start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
@@ -151,7 +139,7 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     }
     wait_for_older_copies<kStages - 1>();
     __syncwarp();
-    const Rows keys{ring + step % kStages * Memory::kStageBytes};
+    const Rows keys{ring + step % kStages * kLayout.stage_bytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
     // In backward's order: both come to the same bits, however large the logits are.
 #pragma unroll
@@ -178,9 +166,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
   __syncthreads();
 
   // What the warps have of each row.
-  constexpr int kPitch = Memory::kPitch;
+  constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + kWarps * 16 * kPitch;  // largest logit and sum of weights
+  float* const ends = sums + warps * 16 * kPitch;  // largest logit and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
@@ -195,14 +183,17 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  for (int row = warp; row < 16; row += kWarps) {
+  for (int row = warp; row < 16; row += warps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kWarps];
+    float max = kLowest, sum = 0.f, shares[kMaxWarps];
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) max = fmaxf(max, ends[2 * (i * 16 + row)]);
+    for (int i = 0; i < kMaxWarps; ++i) {
+      if (i < warps) max = fmaxf(max, ends[2 * (i * 16 + row)]);
+    }
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
+    for (int i = 0; i < kMaxWarps; ++i) {
+      if (i >= warps) break;
       shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
@@ -216,7 +207,9 @@ __global__ void __launch_bounds__(DecodeMemory<T, kDim>::kThreads)
     for (int column = lane; column < params.value_dim; column += 32) {
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) total += sums[(i * 16 + row) * kPitch + column] * shares[i];
+      for (int i = 0; i < kMaxWarps; ++i) {
+        if (i < warps) total += sums[(i * 16 + row) * kPitch + column] * shares[i];
+      }
       part[column] = total;
     }
   }

@@ -11,7 +11,7 @@
 #include "../bias.cuh"
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
-#include "../limits.h"
+#include "../layout.h"
 #include "../online_softmax.cuh"
 #include "../tile_of_queries.cuh"
 #include "tile.cuh"
@@ -23,15 +23,12 @@ struct ForwardMemory {
   static constexpr AttentionTile kTile = kAttentionForwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.queries();
-  static_assert(kKeys == kNoteTile && kQueries % kNoteTile == 0 && kNoteTile % kWarpQueries == 0);
+  static_assert(kNoteTile % kKeys == 0 && kQueries % kNoteTile == 0 &&
+                kNoteTile % kWarpQueries == 0);
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
-  using Bias = SharedBias<T, kBias, kQueries, kKeys, kDim <= 128 ? 8 : 4>;
-
-  // Queries, keys, values, bias.
-  static constexpr int kBiasOffset = Queries::kBytes + 2 * Keys::kBytes;
-  static constexpr int kMaxBiasStages = kBias == BiasKind::kTile ? 2 : 1;
-  static constexpr int bytes(int bias_stages) { return kBiasOffset + bias_stages * Bias::kBytes; }
+  using Bias = SharedBias<T, kBias, kQueries, kKeys>;
+  static constexpr ForwardLayout kLayout{kTile, kBias};
 };
 
 // Plain: without mask, ranges and dropout.
@@ -49,10 +46,10 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   constexpr int kM = kWarpQueries / 16, kN = kKeys / 8, kColumns = kDim / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const QueryTile query_tile{shared_address(shared_memory)};
-  const KeyTile key_tile{query_tile.address + QueryTile::kBytes};
-  const KeyTile value_tile{key_tile.address + KeyTile::kBytes};
+  const KeyTile key_tile{query_tile.address + Memory::kLayout.keys};
+  const KeyTile value_tile{query_tile.address + Memory::kLayout.values};
 
-  [[maybe_unused]] KeyTiles<kQueries> tiles;
+  [[maybe_unused]] KeyTiles<kQueries, kKeys> tiles;
   int begin, end, all_visible_begin, all_visible_end, first_query;
   const T *key_rows, *value_rows;
   [[maybe_unused]] const T* bias_rows = nullptr;
@@ -80,12 +77,12 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   }
   // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
   // which has the keys.
-  const bool is_bias_ahead = Memory::kMaxBiasStages == 2 && params.bias_stages == 2;
+  const bool is_bias_ahead = kBias == BiasKind::kTile && params.bias_stages == 2;
   [[maybe_unused]] int bias_stage = 0;
   const auto bias_tile_of = [&](int stage) {
-    return BiasTile{query_tile.address + Memory::kBiasOffset + stage * BiasTile::kBytes};
+    return BiasTile{query_tile.address + Memory::kLayout.bias + stage * BiasTile::kBytes};
   };
-  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasOffset};
+  const typename Memory::Bias bias{params, shared_memory + Memory::kLayout.bias};
   const auto copy_bias = [&](int key, int stage) {
     if constexpr (kBias == BiasKind::kTile) {
       bias_tile_of(stage).template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,

@@ -7,34 +7,22 @@
 
 namespace megasoftmax {
 
-template <class T, BiasKind kBias, int kIndex>
-struct QueryGradientMemory {
-  static constexpr int kDim = kAttentionBackwardTiles[kIndex].head_dim;
-  static constexpr int kQueries = kInOrderQueries, kKeys = kInOrderKeys;
-  static constexpr int kThreads = 2 * kQueries;  // 16 queries a warp
-  static_assert(kQueries == kNoteTile && kKeys == kNoteTile);
-  using Rows = Tile<T, kQueries, kDim>;
-  using Bias = SharedBias<T, kBias, kQueries, kKeys, 8>;
+inline constexpr int kInOrderThreads = 2 * kInOrderQueries;  // 16 queries a warp
 
-  static constexpr int kGradients = Rows::kBytes, kKeysAt = 2 * Rows::kBytes;
-  static constexpr int kValues = 3 * Rows::kBytes, kBiasAt = 4 * Rows::kBytes;
-  static constexpr int kBytes = kBiasAt + Bias::kBytes;
-};
-
-template <class T, BiasKind kBias, int kIndex>
-__global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThreads)
-    attention_query_gradient_in_order_kernel(
-        const __grid_constant__ AttentionBackwardParams params) {
-  using Memory = QueryGradientMemory<T, kBias, kIndex>;
-  using Rows = typename Memory::Rows;
-  constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
-  constexpr int kQueries = Memory::kQueries, kKeys = Memory::kKeys;
+template <class T, BiasKind kBias, int kDim, int kKeys>
+__global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_order_kernel(
+    const __grid_constant__ AttentionBackwardParams params) {
+  constexpr int kQueries = kInOrderQueries, kThreads = kInOrderThreads;
+  static_assert(kQueries == kNoteTile && kNoteTile % kKeys == 0);
+  constexpr InOrderLayout kLayout(kDim, kKeys, kBias);
+  using QueryTile = Tile<T, kQueries, kDim>;
+  using KeyTile = Tile<T, kKeys, kDim>;
   constexpr int kN = kKeys / 8, kColumns = kDim / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const uint32_t memory = shared_address(shared_memory);
-  const Rows query_tile{memory}, gradient_tile{memory + Memory::kGradients};
-  const Rows key_tile{memory + Memory::kKeysAt}, value_tile{memory + Memory::kValues};
-  const typename Memory::Bias bias{params, shared_memory + Memory::kBiasAt};
+  const QueryTile query_tile{memory}, gradient_tile{memory + kLayout.gradients};
+  const KeyTile key_tile{memory + kLayout.keys}, value_tile{memory + kLayout.values};
+  const SharedBias<T, kBias, kQueries, kKeys> bias{params, shared_memory + kLayout.bias};
 
   int head, batch, first_query, key_head;
   {
@@ -46,7 +34,7 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
   const int last_query = min(first_query + kQueries, params.queries) - 1;
   const KeyRange first_sees = visible_keys(params, first_query),
                  last_sees = visible_keys(params, last_query);
-  const auto copy = [&](const Rows& tile, const Strided& tensor, int of_head, int first, int rows,
+  const auto copy = [&](const auto& tile, const Strided& tensor, int of_head, int first, int rows,
                         int columns) {
     tile.template start_copy<kThreads>(tensor.row<const T>(batch, of_head, first),
                                        tensor.query_stride, rows - first, columns);
@@ -66,7 +54,7 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
   __syncthreads();
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
   float query_gradient[1][kColumns][4] = {};
-  KeyTiles<kQueries> tiles;
+  KeyTiles<kQueries, kKeys> tiles;
   const auto block = [&] {
     struct Block {
       int first_query, head, batch;
@@ -76,8 +64,12 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
 #pragma unroll 1
   for (int key = tiles.from(params, batch, head, first_query, first_sees.begin / kKeys * kKeys);
        key < last_sees.end; key = tiles.after(params, key, block)) {
-    copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
+    const auto copy_keys = [&] {
+      copy(key_tile, params.key, key_head, key, params.keys, params.head_dim);
+    };
     copy(value_tile, params.value, key_head, key, params.keys, params.value_dim);
+    constexpr bool kIsShared = kLayout.keys == kLayout.values;
+    if (!kIsShared) copy_keys();
     if constexpr (kBias != BiasKind::kNone)
       bias.template fill<kThreads>(batch, head, first_query, key);
     wait_for_copies();
@@ -88,11 +80,17 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
     if (is_cut || tiles.may_exclude(key))
       excluded.template find<false>(params, batch, head, first_query + warp_row, key, is_cut);
     float weights[1][kN][4] = {}, gradients[1][kN][4] = {};
-    multiply_rows<T, kDim>(weights, FragmentsDown<Rows>(query_tile, warp_row),
-                           FragmentsAcross<Rows>(key_tile, 0));
+    multiply_rows<T, kDim>(gradients, FragmentsDown<QueryTile>(gradient_tile, warp_row),
+                           FragmentsAcross<KeyTile>(value_tile, 0));
+    if (kIsShared) {
+      __syncthreads();  // values are used up
+      copy_keys();
+      wait_for_copies();
+      __syncthreads();
+    }
+    multiply_rows<T, kDim>(weights, FragmentsDown<QueryTile>(query_tile, warp_row),
+                           FragmentsAcross<KeyTile>(key_tile, 0));
     bias.template add_to<false>(weights, warp_row, 0);
-    multiply_rows<T, kDim>(gradients, FragmentsDown<Rows>(gradient_tile, warp_row),
-                           FragmentsAcross<Rows>(value_tile, 0));
     if (params.dropout.seed != nullptr) {
       const Dropping<false> dropping(params, batch, head);
       dropping.template for_each_pair<1, kN>(
@@ -114,14 +112,14 @@ __global__ void __launch_bounds__(QueryGradientMemory<T, kBias, kIndex>::kThread
       }
     }
     excluded.apply(gradients, 0.f);
-    multiply_weights<T>(query_gradient, gradients, FragmentsDown<Rows>(key_tile, 0));
+    multiply_weights<T>(query_gradient, gradients, FragmentsDown<KeyTile>(key_tile, 0));
     __syncthreads();  // keys, values and bias are used up
   }
   __syncwarp();
   const Strided& tensor = params.query_gradient;
-  store_rows<T, Rows>(shared_memory, warp_row, query_gradient[0], {params.scale, params.scale},
-                      tensor.row<T>(batch, head, first_query), tensor.query_stride,
-                      params.queries - first_query, params.head_dim);
+  store_rows<T, QueryTile>(shared_memory, warp_row, query_gradient[0], {params.scale, params.scale},
+                           tensor.row<T>(batch, head, first_query), tensor.query_stride,
+                           params.queries - first_query, params.head_dim);
 }
 
 // dQ from its sums, a chunk of 8 columns per thread.

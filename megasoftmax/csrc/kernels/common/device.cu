@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <mutex>
 
 #include "device.h"
@@ -16,14 +17,16 @@ __global__ void probe() {}  // tells what all kernels are compiled for
 
 Device describe_device(int id) {
   Device device = {};
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
   cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  cudaDeviceGetAttribute(&device.shared_bytes_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                         id);
   cudaFuncAttributes compiled = {};
   const bool has_code =
       cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;
-  device.max_cluster = !has_code ? 1 : major == 9 || major == 10 ? kMaxCluster : 8;
+  const bool is_large = device.major == 9 || device.major == 10;
+  device.max_cluster = !has_code ? 1 : is_large ? kMaxCluster : kPortableCluster;
   return device;
 }
 
@@ -66,9 +69,21 @@ int multiprocessors_at_hand(cudaStream_t stream, int of_device) {
 int multiprocessors_at_hand(cudaStream_t, int of_device) { return of_device; }
 #endif
 
+// What all devices act as, for tests and benchmarks; null: as what they are.
+std::atomic<const Gpu*> acted{nullptr};
+
+// What both have.
+Device limited(Device device, const Gpu& gpu) {
+  device.shared_bytes = std::min(device.shared_bytes, gpu.shared_bytes);
+  device.shared_bytes_per_sm = std::min(device.shared_bytes_per_sm, gpu.shared_bytes_per_sm);
+  device.max_cluster = std::min(device.max_cluster, gpu.max_cluster);
+  device.major = gpu.major;
+  return device;
+}
+
 }  // namespace
 
-const Device& current_device() {
+Device current_device() {
   constexpr int kMaxDevices = 128;
   static std::array<std::once_flag, kMaxDevices> described;
   static std::array<Device, kMaxDevices> devices;
@@ -76,15 +91,31 @@ const Device& current_device() {
   cudaGetDevice(&id);
   id = std::min(id, kMaxDevices - 1);
   std::call_once(described[id], [id] { devices[id] = describe_device(id); });
-  return devices[id];
+  const Gpu* const gpu = acted.load(std::memory_order_relaxed);
+  return gpu == nullptr ? devices[id] : limited(devices[id], *gpu);
 }
 
 Device device_at_hand(cudaStream_t stream) {
   Device device = current_device();
   const int multiprocessors = multiprocessors_at_hand(stream, device.multiprocessors);
   // A part of the multiprocessors may be unable to hold a cluster, so clusters are not used.
-  if (multiprocessors < device.multiprocessors) device = {multiprocessors, device.shared_bytes, 1};
+  if (multiprocessors < device.multiprocessors) {
+    device.multiprocessors = multiprocessors;
+    device.max_cluster = 1;
+  }
   return device;
 }
 
 }  // namespace megasoftmax
+
+// For tests and benchmarks: launches take the kernels of a GPU of kGpus, as far as this one can run
+// them. 0, 0: of this one. Returns 0 where kGpus has no such GPU, and changes nothing.
+extern "C" __attribute__((visibility("default"))) int megasoftmax_act_as(int major, int minor) {
+  using namespace megasoftmax;
+  const Gpu* found = nullptr;
+  for (const Gpu& gpu : kGpus)
+    if (gpu.major == major && gpu.minor == minor) found = &gpu;
+  if (found == nullptr && (major != 0 || minor != 0)) return 0;
+  acted = found;
+  return 1;
+}

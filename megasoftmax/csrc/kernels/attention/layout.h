@@ -1,0 +1,83 @@
+#pragma once
+// What lies where in the shared memory of a block, in bytes: kernels read it here, and plans
+// whether a block has room. Plain host code.
+
+#include <algorithm>
+
+#include "../common/integers.h"
+#include "limits.h"
+#include "params.h"
+
+namespace megasoftmax {
+
+enum class BiasKind {
+  kNone,
+  kTile,  // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
+  kAny,   // any element type and strides
+};
+
+// Between rows of a bias in float32, in elements: more does not help, because the lanes of a warp
+// then meet in the same banks as often, forward, or more often, backward.
+inline constexpr int kBiasPadding = 4;
+
+constexpr int tile_bytes(int rows, int columns) { return rows * columns * 2; }
+
+constexpr int bias_bytes(BiasKind kind, int queries, int keys) {
+  return kind == BiasKind::kTile  ? tile_bytes(queries, keys)
+         : kind == BiasKind::kAny ? queries * (keys + kBiasPadding) * 4
+                                  : 0;
+}
+
+// Queries, keys, values, bias.
+struct ForwardLayout {
+  int keys, values, bias, bias_bytes;
+
+  constexpr ForwardLayout(const AttentionTile& tile, BiasKind kind)
+      : keys(tile_bytes(tile.queries(), tile.head_dim)),
+        values(keys + tile_bytes(tile.keys, tile.head_dim)),
+        bias(values + tile_bytes(tile.keys, tile.head_dim)),
+        bias_bytes(megasoftmax::bias_bytes(kind, tile.queries(), tile.keys)) {}
+  constexpr int bytes(int bias_stages) const { return bias + bias_stages * bias_bytes; }
+};
+
+// Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
+// gradients of outputs of each stage.
+struct BackwardLayout {
+  int values, weights, scores, rows, bias, stages, stage_bytes;
+
+  constexpr BackwardLayout(const AttentionBackwardTile& tile, BiasKind kind)
+      : values(tile_bytes(tile.keys(), tile.head_dim)),
+        weights(2 * values),
+        scores(weights + tile_bytes(tile.keys(), tile.queries)),
+        rows(scores + tile_bytes(tile.keys(), tile.queries)),
+        bias(rows + 2 * tile.queries * static_cast<int>(sizeof(RowOfBackward))),
+        stages(divide_up(bias + bias_bytes(kind, tile.queries, tile.keys()), 1024) * 1024),
+        stage_bytes(2 * tile_bytes(tile.queries, tile.head_dim)) {}
+  constexpr int bytes(int count) const { return stages + count * stage_bytes; }
+};
+
+// Of dQ in order: queries, gradients of outputs, keys, values, bias. Where a step has fewer keys
+// than the block has queries, keys take the place of values.
+struct InOrderLayout {
+  int gradients, keys, values, bias, bytes;
+
+  constexpr InOrderLayout(int head_dim, int step_keys, BiasKind kind)
+      : gradients(tile_bytes(kInOrderQueries, head_dim)),
+        keys(2 * gradients),
+        values(step_keys < kInOrderQueries ? keys : keys + tile_bytes(step_keys, head_dim)),
+        bias(values + tile_bytes(step_keys, head_dim)),
+        bytes(bias + bias_bytes(kind, kInOrderQueries, step_keys)) {}
+};
+
+// A ring of keys and values for each warp; at the end, in its place, what each warp has of its
+// rows, the largest logit and the sum of weights among it.
+struct DecodeLayout {
+  int pitch, stage_bytes, bytes;
+
+  constexpr DecodeLayout(int head_dim, int warps)
+      : pitch(head_dim + 4),
+        stage_bytes(2 * tile_bytes(kDecodeKeys, head_dim)),
+        bytes(warps * std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
+};
+
+}  // namespace megasoftmax

@@ -1,0 +1,44 @@
+#pragma once
+// What GPUs have. Plain C++, no CUDA, no torch.
+
+namespace megasoftmax {
+
+// What a plan depends on besides the call.
+struct Device {
+  int multiprocessors = 0;
+  int shared_bytes = 0;         // of a block, at most
+  int shared_bytes_per_sm = 0;  // of a multiprocessor
+  int max_cluster = 1;          // blocks of a cluster, as device and compiled code allow; 1: none
+  int major = 0;                // of the compute capability
+};
+
+// Each block takes so many bytes more of its multiprocessor.
+inline constexpr int kReservedSharedBytes = 1024;
+inline constexpr int kMaxCluster = 16, kPortableCluster = 8;
+
+// By compute capability. Others that are 8.0 or later have as much as one of these.
+struct Gpu {
+  int major, minor;
+  int shared_bytes, shared_bytes_per_sm, max_cluster;  // as in Device
+};
+// clang-format off
+inline constexpr Gpu kGpus[] = {
+    // capability, bytes/block, bytes/SM, cluster
+    { 8, 0,            166912,   167936,       1},  // A100
+    { 8, 6,            101376,   102400,       1},  // RTX 30, A10, A40
+    { 8, 9,            101376,   102400,       1},  // RTX 40, L4, L40S
+    { 9, 0,            232448,   233472,      16},  // H100, H200
+    {10, 0,            232448,   233472,      16},  // B200
+    {10, 3,            232448,   233472,      16},  // B300
+    {12, 0,            101376,   102400,       8},  // RTX 50
+};
+// clang-format on
+
+// What a block of every GPU may have.
+constexpr int least_shared_bytes() {
+  int least = kGpus[0].shared_bytes;
+  for (const Gpu& gpu : kGpus) least = gpu.shared_bytes < least ? gpu.shared_bytes : least;
+  return least;
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,249 @@
+"""What launches take of every GPU in common/limits.h: none takes what the GPU does not have.
+
+The plans are asked on the CPU, for each compute capability. On a GPU, launches run as on others.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from inputs import bits_equal, gpu_like, normal
+from sanitize_cases import table_of
+from torch.profiler import ProfilerActivity, profile
+
+import megasoftmax
+from megasoftmax.explain import explain, explain_attention, explain_topk
+from megasoftmax.limits import kernel_limits
+
+LIMITS = kernel_limits()
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+MOST_THREADS = 1024  # of a block
+
+# Compute capability, bytes of shared memory of a block and of a multiprocessor, blocks of a cluster
+GPUS = [tuple(map(int, row)) for row in table_of("common/limits.h", "kGpus")]
+on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}.{gpu[1]}")
+Gpu = tuple[int, int, int, int, int]
+
+
+def test_gpus_are_those_that_the_library_is_built_for() -> None:
+    found = {(major, minor): (block, cluster) for major, minor, block, _, cluster in GPUS}
+    small, large = 99 * 1024, 227 * 1024
+    assert found == {
+        (8, 0): (163 * 1024, 1),
+        (8, 6): (small, 1),
+        (8, 9): (small, 1),
+        (9, 0): (large, 16),
+        (10, 0): (large, 16),
+        (10, 3): (large, 16),
+        (12, 0): (small, 8),
+    }
+    assert all(per_sm == block + 1024 for _, _, block, per_sm, _ in GPUS)
+
+
+# Attention
+
+DIMS = (8, 32, 33, 64, 65, 96, 128, 129, 192, 256)
+BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
+
+
+@on_every_gpu
+def test_attention_fits(gpu: Gpu) -> None:
+    major, _, shared_bytes, _, _ = gpu
+    tables = {
+        backward: [int(row[0]) for row in table_of("attention/limits.h", name)]
+        for backward, name in (
+            (False, "kAttentionForwardTiles"),
+            (True, "kAttentionBackwardTiles"),
+        )
+    }
+    calls = itertools.product(DIMS, (1, 16, 17, 4096), (False, True), BIASES)
+    for dim, queries, backward, bias in calls:
+        given = {"major": major, "shared_bytes": shared_bytes, "backward": backward, **bias}
+        found = explain_attention(2, 4, queries, dim, keys=5000, **given)
+        assert found.threads <= MOST_THREADS
+        if found.hopper:
+            assert major == 9
+            continue
+        assert found.shared_bytes is not None
+        assert 0 < found.shared_bytes <= shared_bytes
+        assert found.tile_head_dim == min(row for row in tables[backward] if row >= dim)
+
+
+SMALL = {"major": 8, "shared_bytes": 99 * 1024}
+LARGE = {"major": 8, "shared_bytes": 163 * 1024}
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=lambda bias: " ".join(map(str, bias.values())))
+@pytest.mark.parametrize(
+    ("dim", "call", "tiles"),
+    [
+        # Queries, keys and threads of tiles in small blocks, and in large ones.
+        (64, {}, ((128, 64, 128), (128, 64, 128))),
+        (128, {}, ((128, 64, 128), (128, 64, 128))),
+        (256, {}, ((64, 32, 128), (128, 64, 256))),
+        (64, {"backward": True}, ((64, 64, 128), (64, 64, 128))),
+        (128, {"backward": True}, ((64, 64, 128), (64, 128, 256))),
+        (256, {"backward": True}, ((32, 32, 128), (64, 64, 128))),
+        (64, {"queries": 16}, ((16, 16, 256), (16, 16, 256))),
+        (128, {"queries": 16}, ((16, 16, 128), (16, 16, 256))),
+        (256, {"queries": 16}, ((16, 16, 64), (16, 16, 128))),
+    ],
+)
+def test_tiles_are_chosen_by_bytes(
+    dim: int, call: dict[str, Any], tiles: tuple[Any, Any], bias: dict[str, Any]
+) -> None:
+    for gpu, expected in zip((SMALL, LARGE), tiles, strict=True):
+        given = {"queries": 1000} | call | bias | gpu
+        found = explain_attention(2, 4, head_dim=dim, keys=1000, **given)
+        assert (found.tile_queries, found.tile_keys, found.threads) == expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "bias", "shared_bytes", "expected"),
+    [
+        # One byte less, and the next tile.
+        (256, {}, 128 * 1024, 128 * 1024),
+        (256, {}, 128 * 1024 - 1, 64 * 1024),
+        (256, {"bias": True}, 144 * 1024, 144 * 1024),
+        (256, {"bias": True}, 144 * 1024 - 1, 72 * 1024),
+        # A second tile of the bias, but not in the place of a second block.
+        (128, {"bias": True}, 97 * 1024, 96 * 1024),
+        (128, {"bias": True}, 163 * 1024, 80 * 1024),
+        (128, {"bias": True}, 227 * 1024, 96 * 1024),
+        (128, {"bias": True, "bias_dtype": FLOAT}, 99 * 1024, 98 * 1024),
+    ],
+)
+def test_bytes_of_the_forward(
+    dim: int, bias: dict[str, Any], shared_bytes: int, expected: int
+) -> None:
+    found = explain_attention(1, 1, 100, dim, **bias, major=8, shared_bytes=shared_bytes)
+    assert found.shared_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "bias", "shared_bytes", "expected"),
+    [
+        (128, {}, 99 * 1024, 82 * 1024),
+        (128, {"bias": True}, 99 * 1024, 90 * 1024),
+        (128, {"bias": True, "bias_dtype": FLOAT}, 99 * 1024, 99 * 1024),
+        (256, {"bias": True, "bias_dtype": FLOAT}, 163 * 1024, 163 * 1024),
+        # Two tiles of queries, but not where one of them leaves room for a second block.
+        (64, {}, 99 * 1024, 66 * 1024),
+        (32, {}, 99 * 1024, 42 * 1024),
+        (32, {"bias": True}, 99 * 1024, 42 * 1024),
+        (32, {"bias": True}, 163 * 1024, 50 * 1024),
+    ],
+)
+def test_bytes_of_the_backward(
+    dim: int, bias: dict[str, Any], shared_bytes: int, expected: int
+) -> None:
+    given = {"backward": True, "major": 8, "shared_bytes": shared_bytes}
+    assert explain_attention(1, 1, 100, dim, **bias, **given).shared_bytes == expected
+
+
+# Softmax and top-k
+
+
+@on_every_gpu
+def test_softmax_fits(gpu: Gpu) -> None:
+    *_, shared_bytes, _, max_cluster = gpu
+    declared = LIMITS.constants["kMaxDeclaredBytes"]
+    edges = {row.max_chunks for row in LIMITS.forward + LIMITS.backward if row.max_chunks}
+    # The longest rows of shared_512 that have room in 99 KB, and the next ones.
+    edges |= {49 * 128}
+    chunks = sorted({edge + more for edge in edges for more in (0, 1)})
+    rows = sorted({row.min_rows + more for row in LIMITS.forward for more in (0, 1)} - {0})
+    kinds = [
+        *({"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)),
+        {"backward": True},
+        {"backward": True, "bias_gradient": True},
+        {"backward": True, "dropout": True, "bias_gradient": True},
+    ]
+    for length, count, kind in itertools.product(chunks, rows, kinds):
+        found = explain(
+            count, 8 * length, HALF, shared_bytes=shared_bytes, max_cluster=max_cluster, **kind
+        )
+        assert (found.shared_bytes or 0) + declared <= shared_bytes
+        assert (found.regime.blocks_per_row or 1) <= max_cluster
+        assert (found.threads or 0) <= MOST_THREADS
+
+
+def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
+    """Rows of 49 units still fit 99 KB."""
+    for chunks, regime in ((49 * 128, "shared_512"), (49 * 128 + 1, "reread_1")):
+        found = explain(4096, 8 * chunks, HALF, shared_bytes=99 * 1024, max_cluster=1)
+        assert found.regime.name == regime
+        assert explain(4096, 8 * chunks, HALF, max_cluster=1).regime.name == "shared_512"
+
+
+@on_every_gpu
+def test_topk_fits(gpu: Gpu) -> None:
+    *_, shared_bytes, _, max_cluster = gpu
+    declared = LIMITS.topk["kTopkMaxDeclaredBytes"]
+    chunks = (1, 8, 9, 32, 33, 256, 257, 512, 1024, 1025, 14000, 14001, 65536, 10**6)
+    calls = itertools.product(chunks, (1, 30, 60, 120, 200, 10**5), (1, 16, 17, 256), (False, True))
+    for length, rows, k, backward in calls:
+        if k > 8 * length:
+            continue
+        found = explain_topk(
+            *(rows, 8 * length, k, HALF),
+            backward=backward,
+            shared_bytes=shared_bytes,
+            max_cluster=max_cluster,
+        )
+        assert found.shared_bytes + declared <= shared_bytes
+        assert found.threads <= MOST_THREADS
+        if found.regime.startswith("cluster"):
+            assert found.blocks_per_row <= max_cluster
+
+
+# As on another GPU
+
+
+def _run(function: Any) -> tuple[Any, set[str]]:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        found = function()
+        torch.cuda.synchronize()
+    return found, {event.name for event in profiler.events() if "softmax" in event.name}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [f"{gpu[0]}.{gpu[1]}" for gpu in GPUS])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 100_000), (2000, 51_000), (3, 3_000_000)])
+def test_rows_have_the_same_bits_as_on_other_gpus(
+    rows: int, columns: int, backward: bool, capability: str
+) -> None:
+    scores = normal(rows, columns, device="cuda", dtype=BFLOAT).requires_grad_()
+    gradient = normal(rows, columns, device="cuda", dtype=BFLOAT, seed=1)
+
+    def call() -> torch.Tensor:
+        p = megasoftmax.softmax(scores, fused=True)
+        return torch.autograd.grad(p, scores, gradient)[0] if backward else p.detach()
+
+    expected = call()
+    with gpu_like(capability):
+        assert bits_equal(call(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="no clusters"
+)
+def test_clusters_are_left_out_where_there_are_none() -> None:
+    scores = normal(40, 100_000, device="cuda", dtype=BFLOAT)
+    column_scores = normal(1, 70_000, 40, device="cuda", dtype=BFLOAT)
+    calls = {
+        "rows": lambda: megasoftmax.softmax(scores, fused=True),
+        "top-k": lambda: megasoftmax.softmax_topk(scores, 5, fused=True).indices,
+        "columns": lambda: megasoftmax.softmax(column_scores, dim=1, fused=True),
+    }
+    for name, call in calls.items():
+        with gpu_like("9.0"):
+            expected, own = _run(call)
+        with gpu_like("8.6"):
+            found, others = _run(call)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6, msg=name)
+        # Columns and top-k have one kernel, with or without a cluster.
+        assert (own == others) == (name != "rows")
