@@ -390,12 +390,13 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
         normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, size in enumerate(sizes)
     )
+    tolerance = 0.05 if bias == "table" else 0.02  # each of its entries has sums of bfloat16
     torch.use_deterministic_algorithms(in_order)
     try:
         for dropout in (0.3, 0.96):
             for found, wanted in zip(*(results(f, dropout) for f in (True, False)), strict=True):
                 difference = (found - wanted).float().abs().max()
-                assert difference <= 0.02 * wanted.float().abs().max()
+                assert difference <= tolerance * wanted.float().abs().max()
     finally:
         torch.use_deterministic_algorithms(False)
 

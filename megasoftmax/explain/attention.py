@@ -218,8 +218,13 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
     elif call.major == limits["kHopperMajor"] and kernel != "decode":
-        is_odd = call.has_bias and not call.is_relative and call.keys % 8 != 0
-        refused = f"a bias of {call.keys} keys" if is_odd else f"a head dimension of {head_dim}"
+        is_dense = call.has_bias and not call.is_relative
+        if is_dense and call.has_float_bias:
+            refused = "a dense bias in float32"
+        elif is_dense and call.keys % 8 != 0:
+            refused = f"a bias of {call.keys} keys"
+        else:
+            refused = f"a head dimension of {head_dim}"
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
     reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]
     return "; ".join(reasons)

@@ -401,7 +401,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   }
   if (bias_gradient) {
     params.bias_gradient_kind =
-        attention_bias_gradient(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);
+        bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
       case BiasGradient::kShared:
@@ -409,7 +409,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         break;
       case BiasGradient::kDense:
       case BiasGradient::kInOrder:
-      case BiasGradient::kInCluster:
         bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
         break;
       case BiasGradient::kKeys:

@@ -19,8 +19,8 @@ using at::Tensor;
 void admit(at::Device device, bool is_admitted);
 bool is_admitted(at::Device device);
 
-// Whether calls of this thread are traced or transformed: by a dispatch or function mode, torch.func,
-// torch.jit.trace or forward-mode differentiation.
+// Whether calls of this thread are traced or transformed: by a dispatch or function mode,
+// torch.func, torch.jit.trace or forward-mode differentiation.
 bool is_transformed();
 
 // A strided tensor of no subclass and no transform.

@@ -55,15 +55,6 @@ int attention_backward_keys(const AttentionBackwardParams& params) {
                    .keys();
 }
 
-BiasGradient attention_bias_gradient(const AttentionBackwardParams& params, int64_t bias_queries,
-                                     int64_t bias_keys, bool is_deterministic) {
-  const BiasGradient kind = bias_gradient_kind(params, bias_queries, bias_keys, is_deterministic);
-  const bool is_in_cluster = kind == BiasGradient::kShared &&
-                             hopper_bias_blocks(params) == params.batches_per_bias.divisor &&
-                             hopper_backward(params) >= 0;
-  return is_in_cluster ? BiasGradient::kInCluster : kind;
-}
-
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;

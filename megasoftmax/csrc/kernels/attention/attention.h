@@ -19,9 +19,6 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 
 // How many keys a block of the backward has, which gives the size of sums along diagonals.
 int attention_backward_keys(const AttentionBackwardParams& params);
-// What this device makes of the gradient of a bias of so many queries and keys.
-BiasGradient attention_bias_gradient(const AttentionBackwardParams& params, int64_t bias_queries,
-                                     int64_t bias_keys, bool is_deterministic);
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream);
 
 }  // namespace megasoftmax

@@ -142,16 +142,14 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream) {
-  // Each entry of a dense gradient is written, once, where no tile is left out. In order, and in a
-  // cluster, only a window leaves tiles out. Hopper's kernels clear sums along diagonals
-  // themselves.
+  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
+  // window leaves tiles out. Hopper's kernels clear sums along diagonals themselves.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool has_own_clearing =
       hopper_tile >= 0 && params.bias_gradient_kind == BiasGradient::kDiagonals;
   const bool is_complete =
       !has_window &&
       (params.bias_gradient_kind == BiasGradient::kInOrder ||
-       params.bias_gradient_kind == BiasGradient::kInCluster ||
        (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
   if (params.bias_gradient != nullptr && !is_complete && !has_own_clearing)
     MEGASOFTMAX_RETURN_IF_ERROR(

@@ -121,7 +121,8 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   alignas(16) float given = 0;  // something that is there; its content plays no part
   params.batches_per_bias = Divider(call->batches);
   if (call->has_bias != 0) {
-    params.bias = contiguous(call->heads, call->queries, call->keys);
+    // The bindings copy rows of other lengths to rows of these.
+    params.bias = contiguous(call->heads, call->queries, round_up<int64_t>(call->keys, 8));
     params.bias.batch_stride = 0;
     params.bias.data = &given;
     params.bias.type = call->has_float_bias != 0 ? DType::kFloat32 : params.query.type;

@@ -91,7 +91,6 @@ enum class BiasGradient {
   kQueries,    // its sums over keys: [batches, heads, queries], float32
   kShared,     // its sums over what shares an entry of the bias, in any order, float32
   kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
-  kInCluster,  // as dense, summed over batches that share an entry, by a cluster of Hopper's blocks
   kDiagonals,  // its sums along diagonals, tile by tile of keys
 };
 
@@ -112,7 +111,6 @@ struct AttentionBackwardParams : AttentionParams {
   BiasGradient bias_gradient_kind = BiasGradient::kNone;
   void* bias_gradient = nullptr;  // contiguous
   int64_t bias_gradient_bytes = 0;
-  int bias_blocks = 1;  // set by the launcher: blocks that sum it together, each of a batch
   float* table_gradient = nullptr;  // of diagonals: as the bias, but float32 and contiguous
 };
 

@@ -195,17 +195,6 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   return tile_for(kAttentionHopperBackwardTiles, params);
 }
 
-// How many of Hopper's blocks sum the gradient of a bias together, each of a batch that shares it.
-// All of them take the same tiles.
-inline int hopper_bias_blocks(const AttentionBackwardParams& params) {
-  const bool has_note = params.mask.data != nullptr || params.visible.are_given();
-  if (has_note || params.heads_per_bias.divisor > 1) return 1;
-  for (const int blocks : {8, 4, 2}) {
-    if (params.batches_per_bias.divisor % blocks == 0) return blocks;
-  }
-  return 1;
-}
-
 // Do blocks of Hopper's forward take several tiles of queries? By length and window; what a mask or
 // ranges leave is not known.
 inline bool shares_blocks(const AttentionParams& params) {

@@ -221,10 +221,6 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-__device__ inline void sync_cluster() {
-  arrive_at_cluster();
-  wait_for_cluster();
-}
 __device__ inline void store_to_cluster(void* shared, int block, uint64_t value) {
 #if __CUDA_ARCH__ >= 900
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

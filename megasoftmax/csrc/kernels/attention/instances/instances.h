@@ -24,7 +24,7 @@ template <class T>
 bool attention_hopper_backward_is_there(int index, HopperBias bias);
 // Gradients of keys and values, and sums of those of queries.
 template <class T>
-cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, int index,
+cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
                                                cudaStream_t stream);
 
 }  // namespace megasoftmax

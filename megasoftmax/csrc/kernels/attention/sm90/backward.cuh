@@ -146,7 +146,8 @@ struct HopperBackwardMemory {
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6));
-  static constexpr int kSummingWarps = 2;  // of the gradient of a table; they would be idle
+  // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
+  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
 
   uint32_t address;
 
@@ -202,44 +203,27 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   }
 }
 
-// Of a bias that batches or heads share, sums over what shares an entry. The blocks of a cluster
-// have the same tile of it, each the gradients of scores of its batch in shared memory. Each block
-// adds them up for some of the rows, always in the same order.
-template <class T, int kBlocks, class Memory>
-__device__ __forceinline__ void sum_over_blocks(const AttentionBackwardParams& params,
-                                                const Memory& memory, int buffer, int bias_batch,
-                                                int bias_head, int first_query, int first_key) {
-  constexpr int kRows = Memory::kQueries / kBlocks, kAtATime = kBlocks < 4 ? kBlocks : 4;
-  const int first_row = static_cast<int>(blockIdx.x) % kBlocks * kRows;
+// Adds gradients of scores, a tile in shared memory, to those of a bias that several share, by the
+// warps that would be idle: each takes rows of 128 keys.
+template <class T, class Memory>
+__device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
+                                                     const char* panels, int bias_batch,
+                                                     int bias_head, int first_query,
+                                                     int first_key) {
+  const int lane = thread_index_anew() % 32, key = first_key + 4 * lane;
+  if (key >= params.keys) return;
+  const char* const panel = panels + lane / 16 * Memory::kScorePanelBytes + lane % 2 * 8;
   int bias_heads, rest;
   params.heads_per_bias.split(static_cast<int>(params.heads), bias_heads, rest);
-  const int64_t bias_row =
-      int64_t{bias_batch * bias_heads + bias_head} * params.queries + first_query + first_row;
-  const int end = min(kRows, params.queries - first_query - first_row);
-#pragma unroll 1
-  for (int row = thread_index_anew() / 32 - 4; row < end; row += 4 * Memory::kWarpgroups) {
-    const int lane = thread_index_anew() % 32, key = 4 * lane;
-    const uint32_t place = memory.scores(buffer) + lane / 16 * Memory::kScorePanelBytes +
-                           Tile<T, Memory::kQueries, 64>::offset(first_row + row, lane % 16 / 2) +
-                           lane % 2 * 8;
-    float sums[4] = {};
-#pragma unroll
-    for (int block = 0; block < kBlocks; block += kAtATime) {
-      Pack<T, 4> fours[kAtATime];
-#pragma unroll
-      for (int i = 0; i < kAtATime; ++i) load_from_block(fours[i].words, place, block + i);
-#pragma unroll
-      for (int i = 0; i < 4 * kAtATime; ++i) sums[i % 4] += fours[i / 4][i % 4];
-    }
-    if (first_key + key >= params.keys) continue;
-    const int64_t entry = (bias_row + row) * params.keys + first_key + key;
-    if (params.bias_gradient_kind == BiasGradient::kInCluster) {
-      *reinterpret_cast<Pack<T, 4>*>(static_cast<T*>(params.bias_gradient) + entry) =
-          Pack<T, 4>::round(sums);
-    } else {
-      add_to_global(static_cast<float*>(params.bias_gradient) + entry, sums[0], sums[1], sums[2],
-                    sums[3]);
-    }
+  const int64_t first_row =
+      int64_t{bias_batch * bias_heads + bias_head} * params.queries + first_query;
+  const int rows = min(Memory::kQueries, params.queries - first_query);
+#pragma unroll 2
+  for (int row = thread_index_anew() / 32 - 1; row < rows; row += Memory::kSummingWarps) {
+    const auto four = *reinterpret_cast<const Pack<T, 4>*>(
+        panel + Tile<T, Memory::kQueries, 64>::offset(row, lane % 16 / 2));
+    add_to_global(static_cast<float*>(params.bias_gradient) + (first_row + row) * params.keys + key,
+                  four[0], four[1], four[2], four[3]);
   }
 }
 
@@ -257,8 +241,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
-  const bool is_summed = kHasTile && (params.bias_gradient_kind == BiasGradient::kShared ||
-                                      params.bias_gradient_kind == BiasGradient::kInCluster);
+  const bool is_added = kHasTile && params.bias_gradient_kind == BiasGradient::kShared;
+  const bool has_diagonals = kHasTable && params.bias_gradient_kind == BiasGradient::kDiagonals;
 
   if (threadIdx.x == 0) {
     memory.keys_are_there().init(1);
@@ -267,27 +251,18 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       memory.stage_is_used(stage).init(4 * kWarpgroups);
     }
     for (int buffer = 0; buffer < (kBias == HopperBias::kNone ? 0 : 2); ++buffer) {
-      if constexpr (kHasTile) {
-        memory.bias_is_there(buffer).init(1);
-        memory.scores_are_used(buffer).init(is_summed ? 4 * kWarpgroups * params.bias_blocks : 1);
-        memory.gradients_are_there(buffer).init(params.bias_blocks);
-      } else {
-        memory.scores_are_used(buffer).init(Memory::kSummingWarps);
-        memory.gradients_are_there(buffer).init(1);
-      }
+      memory.bias_is_there(buffer).init(1);
+      memory.scores_are_used(buffer).init((kHasTile ? 1 : 0) +
+                                          (is_added || has_diagonals ? Memory::kSummingWarps : 0));
+      memory.gradients_are_there(buffer).init(1);
     }
     publish_barriers();
   }
-  if (is_summed) {
-    sync_cluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   int first_key, key_head, batch;
   params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
-  const bool has_diagonals = kHasTable && params.bias_gradient_kind == BiasGradient::kDiagonals;
   const auto bias_entry = [&](int head, int& bias_batch, int& bias_head) {
     int rest;
     params.batches_per_bias.split(batch, bias_batch, rest);
@@ -297,9 +272,22 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
     if (threadIdx.x >= 32) {
-      if constexpr (kHasTable) {
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      if constexpr (kHasTile) {
+        if (!is_added) return;
+        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+          const int buffer = step % 2;
+          memory.gradients_are_there(buffer).wait(step / 2 & 1);
+          int bias_batch, bias_head;
+          bias_entry(tiles.head, bias_batch, bias_head);
+          add_to_bias_gradient<T, Memory>(
+              params, shared_memory + Memory::kScoresAt + buffer * Memory::kScoreBytes, bias_batch,
+              bias_head, tiles.query, first_key);
+          __syncwarp();  // all lanes have read theirs
+          if (lane == 0) memory.scores_are_used(buffer).arrive();
+        }
+      } else if constexpr (kHasTable) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
-        const int lane = static_cast<int>(threadIdx.x) % 32;
         if (warp == 1) {
           for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
             const int stage = step % kStages;
@@ -361,7 +349,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       }
       if constexpr (kHasTile) {
         const int buffer = step % 2;
-        memory.scores_are_used(buffer).wait_for_blocks((step / 2 & 1) ^ 1);
+        memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
         if (!is_first) continue;
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
@@ -525,28 +513,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
   };
 
-  // Its share of the gradient of the bias, of a step.
-  const auto sum_tile = [&](int step, int head, int query) {
-    const int buffer = step % 2;
-    memory.gradients_are_there(buffer).wait_for_blocks(step / 2 & 1);
-    int bias_batch, bias_head;
-    bias_entry(head, bias_batch, bias_head);
-    const auto sum = [&]<int kBlocks>() {
-      sum_over_blocks<T, kBlocks>(params, memory, buffer, bias_batch, bias_head, query, first_key);
-    };
-    if (params.bias_blocks == 1) sum.template operator()<1>();
-    if (params.bias_blocks == 2) sum.template operator()<2>();
-    if (params.bias_blocks == 4) sum.template operator()<4>();
-    if (params.bias_blocks == 8) sum.template operator()<8>();
-    __syncwarp();  // all lanes have read
-    if (lane < params.bias_blocks) memory.scores_are_used(buffer).arrive_at(lane);
-  };
-
   memory.keys_are_there().wait(0);
-  int step = 0;
-  [[maybe_unused]] int head_before = 0, query_before = 0;
 #pragma unroll 1
-  for (; tiles.are_left(); ++step) {
+  for (int step = 0; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (has_ranges) find_ranges(head, query);
     memory.stage_is_there(stage).wait(step / kStages & 1);
@@ -590,25 +559,17 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
     sync_warpgroups<kWarpgroups>();
     if constexpr (kHasTile) {
-      if (!is_summed && step > 0 && warpgroup == 0 && is_first_of_group)
+      if (step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
                            batch);  // with the sums that follow
-      if (is_summed && threadIdx.x / 32 == 4 && lane < params.bias_blocks)
-        memory.gradients_are_there(step % 2).arrive_at(lane);
     }
-    if (has_diagonals && warpgroup == 0 && is_first_of_group)
+    if ((is_added || has_diagonals) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_sum(key_gradient, rounded_gradients, memory.queries(stage));
-    if constexpr (kHasTile) {
-      // While products run. Meanwhile the other blocks have made theirs.
-      if (is_summed && step > 0) sum_tile(step - 1, head_before, query_before);
-      head_before = head;
-      query_before = query;
-    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -629,10 +590,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
 
-  if constexpr (kHasTile) {
-    if (is_summed && step > 0) sum_tile(step - 1, head_before, query_before);
-  }
-
   // Through what held sums.
   if (is_first_of_group) wait_for_reads_of_stores();
   sync_warpgroup(warpgroup);
@@ -648,7 +605,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);
-  if (is_summed) sync_cluster();  // other blocks have read this one's
 #endif
 }
 

@@ -25,8 +25,7 @@ bool has_code(Kernel* kernel) {
 template <class Params, class Maps>
 cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
                              int64_t most_blocks, int threads, int shared_bytes,
-                             cudaStream_t stream, Params params, const Maps& maps,
-                             int cluster = 1) {
+                             cudaStream_t stream, Params params, const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
@@ -35,8 +34,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   params.is_batch_first =
       hopper_bias(params) == HopperBias::kTile && params.batches_per_bias.divisor > 1;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, cluster > 1 ? Together::kInClusters : Together::kNot, cluster, stream,
-                params, maps);
+                shared_bytes, Together::kNot, 1, stream, params, maps);
 }
 
 // Of queries and gradients of outputs, and of keys and values.
@@ -122,7 +120,7 @@ bool attention_hopper_backward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, int index,
+cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
                                                cudaStream_t stream) {
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
@@ -144,9 +142,6 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
       if constexpr (kBias == HopperBias::kTile) {
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
-        const bool is_summed = params.bias_gradient_kind == BiasGradient::kShared ||
-                               params.bias_gradient_kind == BiasGradient::kInCluster;
-        params.bias_blocks = is_summed ? hopper_bias_blocks(params) : 1;
         if (params.bias_gradient_kind == BiasGradient::kDense) {
           Strided gradient = contiguous(params.heads, params.queries, params.keys);
           gradient.data = params.bias_gradient;
@@ -155,11 +150,11 @@ cudaError_t attention_hopper_backward_instance(AttentionBackwardParams params, i
               make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
         }
       }
-      return launch_with_maps(
-          is_plain(params) ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
-                           : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
-          divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX, Memory::kThreads,
-          Memory::kBytes, stream, params, maps, params.bias_blocks);
+      return launch_with_maps(is_plain(params)
+                                  ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
+                                  : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
+                              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
+                              Memory::kThreads, Memory::kBytes, stream, params, maps);
     });
   });
 }

@@ -319,37 +319,33 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
       end_products();
     };
-    // While products run.
-    [[maybe_unused]] LoadedBias<T, kSteps> bias;
-    const auto load_bias = [&](const Tiles& tiles) {
-      if constexpr (kHasBias) {
-        const int stage = tiles.step % Memory::kBiasStages;
-        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-        if constexpr (!Memory::kIsTable) {
-          using Panel = Tile<T, 64, 64>;
-          const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
-                                               16 * warp_in_group);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step)
-            load_matrices(bias.packs[step].words,
-                          (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
-          __syncwarp();  // all lanes have read theirs
-          release(memory.bias_is_used(stage, warpgroup));
-        }
-      }
-    };
-    // Scores become weights; the output before is to be scaled by `factors`.
-    const auto weigh = [&](const Tiles& tiles) {
+    // Makes logits of products.
+    const auto add_bias_of = [&](const Tiles& tiles) {
+      const int stage = tiles.step % Memory::kBiasStages;
+      memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
       if constexpr (Memory::kIsTable) {
-        const int stage = tiles.step % Memory::kBiasStages;
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group, 0));
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
-      } else if constexpr (kHasBias) {
+      } else {
+        using Panel = Tile<T, 64, 64>;
+        const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
+                                             16 * warp_in_group);
+        LoadedBias<T, kSteps> bias;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          load_matrices(bias.packs[step].words,
+                        (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
+        __syncwarp();  // all lanes have read theirs
+        release(memory.bias_is_used(stage, warpgroup));
         add_bias(scores, params.scale, bias);
       }
+    };
+    // Scores become weights; the output before is to be scaled by `factors`.
+    const auto weigh = [&](const Tiles& tiles) {
+      if constexpr (kHasBias) add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
 #pragma unroll
@@ -388,7 +384,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     if (tiles.are_left()) {
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
-      load_bias(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       release(memory.keys_are_used(tiles.step % kStages));
@@ -400,7 +395,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
-        load_bias(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         release(memory.keys_are_used(stage));

@@ -23,24 +23,6 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                  : "memory");
   }
-  // Arrives at the same barrier of a block of the cluster.
-  __device__ void arrive_at(int block) const {
-    asm volatile(
-        "{.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(address),
-        "r"(block)
-        : "memory");
-  }
-  // Until the phase of this parity is complete, at which other blocks arrive, too.
-  __device__ void wait_for_blocks(int parity) const {
-    asm volatile(
-        "{.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;}" ::"r"(address),
-        "r"(parity)
-        : "memory");
-  }
   // Until the phase of this parity is complete.
   __device__ void wait(int parity) const {
     asm volatile(
@@ -116,17 +98,6 @@ __device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;"
 // Until the stores and sums that this thread started have read shared memory.
 __device__ inline void wait_for_reads_of_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// 8 bytes at the same place in the shared memory of a block of the cluster.
-__device__ inline void load_from_block(uint32_t (&words)[2], uint32_t shared, int block) {
-  asm volatile(
-      "{.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %2, %3;\n"
-      "ld.shared::cluster.v2.b32 {%0, %1}, [there];}"
-      : "=r"(words[0]), "=r"(words[1])
-      : "r"(shared), "r"(block)
-      : "memory");
 }
 
 // Of 8 bytes of shared memory.
