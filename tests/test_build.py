@@ -55,8 +55,11 @@ def _allowed(source: Path, what: str) -> int:
     """In bytes: what limits.h of the family says, else none."""
     family = source.relative_to(CSRC / "kernels").parts[0]
     header = (CSRC / "kernels" / family / "limits.h").read_text()
-    found = re.search(rf"int k\w*Max{what}Bytes = (\d+);", header)
-    return int(found[1]) if found else 0
+    limits = dict(re.findall(rf"int k(\w*)Max{what}Bytes = (\d+);", header))
+    of_hopper = limits.pop("Hopper", None)
+    if "hopper" in source.name and of_hopper is not None:
+        return int(of_hopper)
+    return int(next(iter(limits.values()), 0))
 
 
 def _declared(log: str) -> int:

@@ -14,6 +14,9 @@ inline constexpr int kNoteTile = 64;
 // What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
 // With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
+// The same in Hopper's kernels. Their warps that copy, fill tables or add up gradients of a bias
+// have 24 to 40 registers each, and are not what products wait for.
+inline constexpr int kHopperMaxSpilledBytes = 400;
 // Shared memory that kernels of notes declare themselves. They have no other, and no others declare
 // any.
 inline constexpr int kAttentionMaxDeclaredBytes = 512;
