@@ -448,6 +448,38 @@ def test_tables_of_grouped_heads(dim: int) -> None:
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("batch", "heads", "bias", "lengths", "options"),
+    [
+        (4, (2, 2), (1, 2), (300, 328), {}),
+        (2, (2, 1), (1, 2), (130, 264), {"causal": True}),
+        (3, (2, 2), (3, 2), (200, 200), {"causal": True}),
+        (2, (4, 2), (2, 4), (333, 256), {}),
+        (4, (4, 2), (2, 1), (128, 136), {}),
+        (2, (4, 4), (2, 1), (128, 128), {}),
+        (4, (4, 4), (1, 4), (512, 512), {"window": (100, 0)}),
+        (8, (3, 3), (2, 3), (257, 520), {}),
+    ],
+)
+def test_dense_biases_of_batches_and_heads(
+    batch: int,
+    heads: tuple[int, int],
+    bias: tuple[int, int],
+    lengths: tuple[int, int],
+    options: dict[str, Any],
+    dim: int,
+    dtype: torch.dtype,
+) -> None:
+    """16-bit biases that batches, or heads, or none share, with rows that tensor copies take."""
+    q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=(dim, dim), batch=batch)
+    values = normal(*bias, *lengths, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    check(q, k, v, bias=values, **options, what=f"{bias}")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
     """Also without torch.use_deterministic_algorithms."""

@@ -19,9 +19,8 @@ struct BiasRows {
       : type(params.bias.type),
         query_stride(params.bias.query_stride),
         key_stride(params.bias.column_stride) {
-    int entry_batch, entry_head, rest;
-    params.batches_per_bias.split(batch, entry_batch, rest);
-    params.heads_per_bias.split(head, entry_head, rest);
+    int entry_batch, entry_head;
+    params.entry_of_bias(batch, head, entry_batch, entry_head);
     const int64_t offset =
         entry_batch * params.bias.batch_stride + entry_head * params.bias.head_stride;
     first = type == DType::kFloat32
@@ -144,15 +143,15 @@ struct DiagonalTile {
   }
 };
 
-// The same of a lane, for scores from `row` and `column` of the tile on. A row has the entries that
+// The same of a lane, for scores from `row` of the tile on. A row has the entries that
 // the row 8 before has 8 columns before.
 template <class Tile>
 struct DiagonalBias {
   const float2* first;
 
-  __device__ DiagonalBias(const Tile& tile, int row, int column) {
+  __device__ DiagonalBias(const Tile& tile, int row) {
     const FirstElement mine;
-    const int i = column + mine.column - row - mine.row + Tile::kLastRow;
+    const int i = mine.column - row - mine.row + Tile::kLastRow;
     first = reinterpret_cast<const float2*>(tile.values + (i % 2 == 0 ? i : Tile::kPitch + i - 1));
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {

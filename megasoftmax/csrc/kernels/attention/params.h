@@ -54,6 +54,13 @@ struct AttentionParams {
     }
   }
 
+  // Which entry of the bias a batch and head have.
+  __device__ void entry_of_bias(int batch, int head, int& bias_batch, int& bias_head) const {
+    int rest;
+    batches_per_bias.split(batch, bias_batch, rest);
+    heads_per_bias.split(head, bias_head, rest);
+  }
+
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
   __device__ int64_t row_index(int batch, int head, int query) const {
     return (batch * heads + head) * queries + query;

@@ -243,9 +243,8 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
   if constexpr (kBias != BiasKind::kNone) {
     const bool is_float = kBias == BiasKind::kAny && params.bias.type == DType::kFloat32;
     const auto bias_head = [&] {
-      int batch, head, rest;
-      params.batches_per_bias.split(at.batch, batch, rest);
-      params.heads_per_bias.split(at.head, head, rest);
+      int batch, head;
+      params.entry_of_bias(at.batch, at.head, batch, head);
       return batch * params.bias_heads() + head;
     };
     const BiasGradient kind = params.bias_gradient_kind;

@@ -213,7 +213,7 @@ __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardPara
   const int lane = thread_index_anew() % 32, key = first_key + 4 * lane;
   if (key >= params.keys) return;
   const char* const panel = panels + lane / 16 * Memory::kScorePanelBytes + lane % 2 * 8;
-  int bias_heads, rest;
+  int bias_heads, rest;  // a division of 64 bits would take registers that these warps lack
   params.heads_per_bias.split(static_cast<int>(params.heads), bias_heads, rest);
   const int64_t first_row =
       int64_t{bias_batch * bias_heads + bias_head} * params.queries + first_query;
@@ -263,11 +263,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
-  const auto bias_entry = [&](int head, int& bias_batch, int& bias_head) {
-    int rest;
-    params.batches_per_bias.split(batch, bias_batch, rest);
-    params.heads_per_bias.split(head, bias_head, rest);
-  };
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
@@ -279,7 +274,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           const int buffer = step % 2;
           memory.gradients_are_there(buffer).wait(step / 2 & 1);
           int bias_batch, bias_head;
-          bias_entry(tiles.head, bias_batch, bias_head);
+          params.entry_of_bias(batch, tiles.head, bias_batch, bias_head);
           add_to_bias_gradient<T, Memory>(
               params, shared_memory + Memory::kScoresAt + buffer * Memory::kScoreBytes, bias_batch,
               bias_head, tiles.query, first_key);
@@ -354,7 +349,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
         int bias_batch, bias_head;
-        bias_entry(head, bias_batch, bias_head);
+        params.entry_of_bias(batch, head, bias_batch, bias_head);
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
                             first_key + 64 * i, query, bias_head, bias_batch);
@@ -449,7 +444,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     } else if constexpr (kHasTable) {
       add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
                DiagonalBias(Memory::diagonals(shared_memory, stage),
-                            64 * warpgroup + 16 * warp_in_group, 0));
+                            64 * warpgroup + 16 * warp_in_group));
     }
     const float to_logit = kBias == HopperBias::kNone ? params.scale : 1.f;
     const RowOfBackward* const rows = rows_of(stage);

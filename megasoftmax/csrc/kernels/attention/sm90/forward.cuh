@@ -226,10 +226,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         copy(shared, map, there, kKeys, key_head, key);
       };
       [[maybe_unused]] int bias_head, bias_batch;
-      if constexpr (kBias == HopperBias::kTile) {
-        params.heads_per_bias.split(block.head, bias_head, rest);
-        params.batches_per_bias.split(block.batch, bias_batch, rest);
-      }
+      if constexpr (kBias == HopperBias::kTile)
+        params.entry_of_bias(block.batch, block.head, bias_batch, bias_head);
       const auto fill_bias = [&](uint32_t step, int key) {
         const int stage = step % Memory::kBiasStages;
         for (int i = 0; i < kWarpgroups; ++i) {
@@ -326,7 +324,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       if constexpr (Memory::kIsTable) {
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
-                              64 * warpgroup + 16 * warp_in_group, 0));
+                              64 * warpgroup + 16 * warp_in_group));
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
       } else {
