@@ -16,6 +16,8 @@ MISSING = {
     "nvcc": None if extension.find_nvcc() else "no nvcc runs here",
 }
 
+KEPT_BYTES = 1 << 30  # of the GPU's memory, by a worker between tests
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-like", help="compute capability whose kernels tests take, such as 8.6")
@@ -48,6 +50,14 @@ def _operators(request: pytest.FixtureRequest) -> Iterator[None]:
         library.load()
     with gpu_like(capability) if capability else nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _memory_given_back() -> Iterator[None]:
+    """Workers share the GPU: what the allocator of one keeps, the tests of others lack."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -4,6 +4,7 @@ With the signatures of the ops over the last dimension, and a further leading di
 they share the autograd and the vmap of those.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,12 +32,17 @@ _backward = define(
 )
 
 
+def _with_one_outer_dimension(tensor: Tensor, inner: int) -> Tensor:
+    """Contiguous, its last `inner` dimensions as they are. (Autograd's vmap knows no flatten.)"""
+    outer = math.prod(tensor.shape[:-inner])
+    return tensor.contiguous().view(outer, *tensor.shape[-inner:])
+
+
 def _forward_by(op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
     given = ForwardArguments(*args)
     shape = given.scores.shape
-    probabilities, lse = op(
-        given.scores.contiguous().flatten(0, -3), given.scale, given.dtype, given.return_lse
-    )
+    scores = _with_one_outer_dimension(given.scores, 2)
+    probabilities, lse = op(scores, given.scale, given.dtype, given.return_lse)
     if len(shape) > 3:
         probabilities = probabilities.view(shape)
         lse = lse.view(*shape[:-2], shape[-1]) if given.return_lse else lse
@@ -47,9 +53,9 @@ def _backward_by(op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Te
     given = BackwardArguments(*args)
     shape, lse_gradient = given.probabilities.shape, given.lse_gradient
     d_scores = op(
-        given.gradient.contiguous().flatten(0, -3),
-        given.probabilities.contiguous().flatten(0, -3),
-        None if lse_gradient is None else lse_gradient.contiguous().flatten(0, -2),
+        _with_one_outer_dimension(given.gradient, 2),
+        _with_one_outer_dimension(given.probabilities, 2),
+        None if lse_gradient is None else _with_one_outer_dimension(lse_gradient, 1),
         given.scale,
         given.dtype,
     )
