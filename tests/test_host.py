@@ -331,7 +331,14 @@ SHAPES = st.sampled_from([(), (5,), (4, 5), (3, 1, 1), (1, 3, 4, 5), (2, 2, 4, 5
 DTYPES = st.sampled_from(
     [torch.float32, torch.float16, torch.float64, torch.bool, torch.int32, torch.int64]
 )
-TENSORS = st.none() | st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), SHAPES, DTYPES)
+TENSORS = st.none() | st.builds(
+    lambda shape, dtype, grad: (
+        torch.ones(shape).to(dtype).requires_grad_(grad and dtype.is_floating_point)
+    ),
+    SHAPES,
+    DTYPES,
+    st.booleans(),
+)
 SHARED = {
     "mask": TENSORS,
     "bias": TENSORS,
@@ -439,6 +446,7 @@ def test_subclasses_and_other_devices_are_declined(served: list[bool]):
     [
         {"scale": torch.tensor(2.0)},
         {"bias": torch.tensor(1.0)},
+        {"bias": normal()},
         {"bias": normal(4, 1)},  # nothing sums its gradient along a row
         {"window": [1, 0]},
         {"visible": (torch.zeros(4, dtype=torch.int64), None)},

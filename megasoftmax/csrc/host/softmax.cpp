@@ -141,9 +141,8 @@ PyObject* softmax(PyObject* const* arguments) {
   reader.decline_unless(PyLong_CheckExact(dim_) && (dim == -1 || dim == rank - 1));
   const bool records = at::GradMode::is_enabled();
   const bool wants_bias = records && wants_gradient(bias);
-  if (wants_bias)  // nothing sums along a row
-    reader.decline_unless(bias->size(-1) == scores.size(-1));
   if (reader.has_declined()) Py_RETURN_NONE;
+  if (wants_bias && bias->size(-1) != scores.size(-1)) Py_RETURN_NONE;  // nothing sums along a row
 
   std::pair<Tensor, Tensor> results;
   {
