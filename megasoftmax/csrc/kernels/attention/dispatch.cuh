@@ -33,9 +33,9 @@ cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, i
   const int64_t blocks = tiles * heads * batches;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  params.tiles = Divider(tiles);
-  params.tiled_batches = Divider(batches);
-  params.is_batch_first = params.bias.data != nullptr && params.batches_per_bias.divisor > 1;
+  params.order = TileOrder(tiles, batches,
+                           heads_of_section(params, heads, batches, bytes_of_head(params),
+                                            current_device().cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, Together::kNot, 1, stream, params);
 }
@@ -139,6 +139,18 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
   });
 }
 
+// With as many lanes for a row as it has chunks.
+template <class T>
+cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const auto launch_with = [&]<int kLanes>() {
+    return launch_flat(attention_rows_kernel<T, kLanes>, params.rows() * kLanes, kThreadsOfRows,
+                       stream, params);
+  };
+  if (params.value_dim <= 64) return launch_with.template operator()<8>();
+  if (params.value_dim <= 128) return launch_with.template operator()<16>();
+  return launch_with.template operator()<32>();
+}
+
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream) {
@@ -154,12 +166,7 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
   if (params.bias_gradient != nullptr && !is_complete && !has_own_clearing)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
-  const bool has_sums = params.query_gradient_sum != nullptr;
-  if (has_sums)
-    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemsetAsync(
-        params.query_gradient_sum, 0, params.rows() * params.head_dim * sizeof(float), stream));
-  MEGASOFTMAX_RETURN_IF_ERROR(
-      launch_flat(attention_rows_kernel<T>, params.rows() * 32, 128, stream, params));
+  MEGASOFTMAX_RETURN_IF_ERROR(launch_rows<T>(params, stream));
   if (hopper_tile >= 0) {
     MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_backward_instance<T>(params, hopper_tile, stream));
     constexpr int kKeys = AttentionHopperBackwardTile::keys();
@@ -167,7 +174,7 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
   } else {
     MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
   }
-  if (!has_sums) return cudaSuccess;
+  if (params.query_gradient_sum == nullptr) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
                      stream, params);
 }

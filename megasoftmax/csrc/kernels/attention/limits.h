@@ -73,6 +73,8 @@ constexpr bool shares_registers(const Tile& tile) {
 // other: that hides their beginnings and ends. Else each has a block of its own, which balances
 // better.
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
+// Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
+inline constexpr int64_t kMaxHeadsOfSection = 128;
 // The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias; cuDNN has
 // 465 and 665.
 // clang-format off

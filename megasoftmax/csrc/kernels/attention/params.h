@@ -11,6 +11,30 @@ namespace megasoftmax {
 
 // Of queries, keys and values the rows are the third dimension; rows begin at multiples of 16
 // bytes, and their columns are dense and a multiple of 8.
+// How the blocks of a grid lie over tiles, heads and batches. The heads of all batches, those of a
+// batch furthest apart, come in sections: first the first tile of each head of a section, then the
+// second of each. So a section's longest tiles begin first where tiles become shorter, and short
+// ones fill what long ones leave.
+struct TileOrder {
+  int tiles = 1;  // of a head
+  Divider batches, section, blocks_of_section;
+
+  TileOrder() = default;
+  // `section`: a divisor of the number of heads of all batches.
+  TileOrder(int64_t tiles, int64_t batches, int64_t section)
+      : tiles(static_cast<int>(tiles)),
+        batches(batches),
+        section(section),
+        blocks_of_section(tiles * section) {}
+
+  __device__ void place(int block, int& tile, int& head, int& batch) const {
+    int index, rest, member;
+    blocks_of_section.split(block, index, rest);
+    section.split(rest, tile, member);
+    batches.split(index * static_cast<int>(section.divisor) + member, head, batch);
+  }
+};
+
 struct AttentionParams {
   int64_t batches = 0, heads = 0, key_heads = 0;
   int queries = 0, keys = 0, head_dim = 0, value_dim = 0;
@@ -35,24 +59,10 @@ struct AttentionParams {
   // their sum.
   float* statistics = nullptr;
 
-  // Set by the launcher: how the blocks of a grid lie over batches, tiles of a head, and heads.
-  // Batches that share a bias come one after the other, so that it stays in the L2 cache.
-  Divider tiles, tiled_batches;
-  bool is_batch_first = false;
+  TileOrder order;  // set by the launcher
 
   // Of mask and ranges, where one is given and keys are not split.
   Note note;
-
-  __device__ void place(int block, int& tile, int& head, int& batch) const {
-    int rest;
-    if (is_batch_first) {
-      tiled_batches.split(block, rest, batch);
-      tiles.split(rest, head, tile);
-    } else {
-      tiles.split(block, rest, tile);
-      tiled_batches.split(rest, head, batch);
-    }
-  }
 
   // Which entry of the bias a batch and head have.
   __device__ void entry_of_bias(int batch, int head, int& bias_batch, int& bias_head) const {

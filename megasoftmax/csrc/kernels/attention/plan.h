@@ -206,6 +206,29 @@ inline bool shares_blocks(const AttentionParams& params) {
   return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfSharedBlocks * tile.keys;
 }
 
+// Heads of all batches whose tiles lie side by side, for TileOrder. Batches that share a dense bias
+// stay together, so that it is read from device memory once. Where tiles of a head differ in length
+// there are more: of each head the tiles read `bytes_of_head` again and again, and half of the L2
+// cache has to hold them.
+inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
+                                int64_t bytes_of_head, int cache_bytes) {
+  const bool shares_bias =
+      params.bias.data != nullptr && !params.is_relative && params.batches_per_bias.divisor > 1;
+  const bool is_even =
+      params.window_left < 0 && params.window_right < 0 && params.note.words == nullptr;
+  const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
+  const int64_t held = is_even ? 1 : cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1);
+  int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));
+  while (count % most != 0) --most;
+  return most * together;
+}
+inline int64_t bytes_of_head(const AttentionForwardParams& params) {
+  return 2 * int64_t{params.keys} * (params.head_dim + params.value_dim);
+}
+inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
+  return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
+}
+
 inline bool is_valid(const AttentionParams& params) {
   return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
          params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&

@@ -14,9 +14,9 @@ struct TileOfQueries {
       : TileOfQueries(params, queries_per_tile, block_index_anew()) {}
   __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile, int number) {
     int tile;
-    params.place(number, tile, head, batch);
+    params.order.place(number, tile, head, batch);
     // Of causal attention the last queries see most keys: they begin first.
-    first_query = (static_cast<int>(params.tiles.divisor) - 1 - tile) * queries_per_tile;
+    first_query = (params.order.tiles - 1 - tile) * queries_per_tile;
   }
 };
 

@@ -22,6 +22,7 @@ Device describe_device(int id) {
   cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   cudaDeviceGetAttribute(&device.shared_bytes_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
                          id);
+  cudaDeviceGetAttribute(&device.cache_bytes, cudaDevAttrL2CacheSize, id);
   cudaFuncAttributes compiled = {};
   const bool has_code =
       cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;

@@ -10,6 +10,7 @@ struct Device {
   int shared_bytes_per_sm = 0;  // of a multiprocessor
   int max_cluster = 1;          // blocks of a cluster, as device and compiled code allow; 1: none
   int major = 0;                // of the compute capability
+  int cache_bytes = 0;          // of the L2 cache
 };
 
 // Each block takes so many bytes more of its multiprocessor.

@@ -14,13 +14,18 @@
 
 namespace megasoftmax {
 
-// Row by row, a warp each: what all blocks of the backward need, and the sink's gradient.
-template <class T>
-__global__ void __launch_bounds__(128)
+inline constexpr int kThreadsOfRows = 256;
+
+// Row by row, some lanes each: what all blocks of the backward need, the sink's gradient, and zeros
+// that they add dQ to.
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
-  const int64_t row = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
-  if (row >= params.rows()) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr int kRows = kThreadsOfRows / kLanes;
+  const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
+  // Lanes of no row take part in the sums of a warp.
+  const int64_t row = min(begin, params.rows() - 1);
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t of_head = row / params.queries;
   const int query = static_cast<int>(row - of_head * params.queries);
   const int head = static_cast<int>(of_head % params.heads);
@@ -35,7 +40,13 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta = fmaf(output[i], gradient[i], delta);
   }
-  delta = warp_sum<32>(delta);
+  delta = warp_sum<kLanes>(delta);
+  if (begin != row) return;
+  if (params.query_gradient_sum != nullptr) {
+    float* const sums = params.query_gradient_sum + row * params.head_dim;
+    for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
+      *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
   if (lane != 0) return;
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
@@ -125,7 +136,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   int first_key, key_head, batch, slice;
   {
     int tile;
-    params.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
+    params.order.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
     slice = tile % Memory::kSlices * kSlice;
     first_key = tile / Memory::kSlices * kKeys;
   }

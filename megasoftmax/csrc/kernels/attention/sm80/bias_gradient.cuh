@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   int first_key, first_query, bias_head, bias_batch;
   {
     int tile;
-    params.place(static_cast<int>(blockIdx.x), tile, bias_head, bias_batch);
+    params.order.place(static_cast<int>(blockIdx.x), tile, bias_head, bias_batch);
     const int key_tiles = divide_up(params.keys, kKeys);
     first_key = tile % key_tiles * kKeys;
     first_query = tile / key_tiles * kQueries;

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim))
   int split, first_row, key_head, batch;
   {
     int tile;
-    params.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
+    params.order.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
     int row_tile;
     params.row_tiles.split(tile, split, row_tile);
     first_row = row_tile * 16;

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
   int head, batch, first_query, key_head;
   {
     int tile, rest;
-    params.place(static_cast<int>(blockIdx.x), tile, head, batch);
+    params.order.place(static_cast<int>(blockIdx.x), tile, head, batch);
     params.heads_per_key_head.split(head, key_head, rest);
     first_query = tile * kQueries;
   }

@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   }
   __syncthreads();
   int first_key, key_head, batch;
-  params.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
+  params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
 

@@ -1,6 +1,7 @@
 #pragma once
 // From a plan to one of Hopper's kernels.
 
+#include "../../common/device.h"
 #include "../../common/launch.cuh"
 #include "../plan.h"
 #include "backward.cuh"
@@ -29,10 +30,9 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
-  params.tiles = Divider(tiles);
-  params.tiled_batches = Divider(params.batches);
-  params.is_batch_first =
-      hopper_bias(params) == HopperBias::kTile && params.batches_per_bias.divisor > 1;
+  params.order = TileOrder(tiles, params.batches,
+                           heads_of_section(params, heads, params.batches, bytes_of_head(params),
+                                            current_device().cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, Together::kNot, 1, stream, params, maps);
 }

@@ -127,7 +127,7 @@ class WorkOfBlock {
   int turn = 0;
 
   __device__ explicit WorkOfBlock(const AttentionParams& params)
-      : count_(static_cast<int>(params.tiles.divisor * params.heads * params.batches)) {}
+      : count_(static_cast<int>(params.order.tiles * params.heads * params.batches)) {}
   __device__ int number() const {
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
     return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
@@ -273,12 +273,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const TileOfQueries block(params, kQueries, work.number());
     const int group_query = block.first_query + 64 * warpgroup;
     const int warp_query = group_query + 16 * warp_in_group;
-    // Of these keys all queries of the warpgroup see all, by length and window.
-    int all_visible_begin, all_visible_end;
-    {
-      const int last = min(group_query + 64, params.queries) - 1;
-      all_visible_begin = visible_keys(params, last).begin;
-      all_visible_end = visible_keys(params, min(group_query, last)).end - kKeys;
+    // By length and window: of these keys all queries of the warpgroup see all; of those some see
+    // some, and none where it has no queries.
+    int all_visible_begin = 0, all_visible_end = 0;
+    KeyRange seen{0, 0};
+    if (group_query < params.queries) {
+      const KeyRange of_first = visible_keys(params, group_query),
+                     of_last = visible_keys(params, min(group_query + 64, params.queries) - 1);
+      all_visible_begin = of_last.begin;
+      all_visible_end = of_first.end - kKeys;
+      seen = {of_first.begin, of_last.end};
     }
     // What this lane's rows see by range.
     [[maybe_unused]] KeyRange ranges[2];
@@ -379,7 +383,24 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     memory.queries_are_there().wait(done & 1);
     ++done;
     Tiles tiles(params, block, first_step);
-    if (tiles.are_left()) {
+    // Goes past tiles that other warpgroups alone see, up to a key. They are there before it lets
+    // go of them: else it would do so twice before others have once.
+    const auto pass_tiles = [&](int until) {
+      for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block)) {
+        const uint32_t stage = tiles.step % kStages;
+        wait_for(keys_are_there, tiles.step);
+        release(memory.keys_are_used(stage));
+        if constexpr (kHasBias) {
+          const int bias_stage = tiles.step % Memory::kBiasStages;
+          memory.bias_is_there(bias_stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+          release(memory.bias_is_used(bias_stage, warpgroup));
+        }
+        wait_for(values_are_there, tiles.step);
+        release(memory.values_are_used(stage));
+      }
+    };
+    pass_tiles(seen.begin - kKeys + 1);
+    if (tiles.are_left() && tiles.key < seen.end) {
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
       wait_for_products<0>();
@@ -387,7 +408,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release(memory.keys_are_used(tiles.step % kStages));
       weigh(tiles);
       round_weights();
-      for (tiles.advance(params, block); tiles.are_left(); tiles.advance(params, block)) {
+      for (tiles.advance(params, block); tiles.are_left() && tiles.key < seen.end;
+           tiles.advance(params, block)) {
         const uint32_t stage = tiles.step % kStages, before = tiles.step - 1;
         wait_for(keys_are_there, tiles.step);
         start_scores(stage);
@@ -417,6 +439,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     } else {
       release(memory.queries_are_used());
     }
+    pass_tiles(tiles.end);
     // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
