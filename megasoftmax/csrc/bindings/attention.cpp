@@ -399,15 +399,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
             std::move(sink_rows)};
   }
+  note = set_note(params, mask, first, end, note, query);
   if (bias_gradient) {
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);
+    if (attention_sums_in_clusters(params)) params.bias_gradient_kind = BiasGradient::kInClusters;
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
       case BiasGradient::kShared:
         bias_sums = bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
         break;
       case BiasGradient::kDense:
+      case BiasGradient::kInClusters:
       case BiasGradient::kInOrder:
         bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
         break;
@@ -429,7 +432,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     params.bias_gradient = bias_sums.data_ptr();
     params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(bias_sums.scalar_type(), ""));
   }
-  note = set_note(params, mask, first, end, note, query);
   check_cuda(attention_backward(params, current_stream(query)), "attention_backward");
   if (params.bias_gradient_kind == BiasGradient::kKeys ||
       params.bias_gradient_kind == BiasGradient::kQueries) {

@@ -55,6 +55,10 @@ int attention_backward_keys(const AttentionBackwardParams& params) {
                    .keys();
 }
 
+bool attention_sums_in_clusters(const AttentionBackwardParams& params) {
+  return sums_in_clusters(params) && hopper_backward(params) >= 0;
+}
+
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;

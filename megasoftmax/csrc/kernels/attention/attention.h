@@ -19,6 +19,8 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 
 // How many keys a block of the backward has, which gives the size of sums along diagonals.
 int attention_backward_keys(const AttentionBackwardParams& params);
+// Whether kShared may be kInClusters.
+bool attention_sums_in_clusters(const AttentionBackwardParams& params);
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream);
 
 }  // namespace megasoftmax

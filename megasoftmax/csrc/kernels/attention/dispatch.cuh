@@ -155,10 +155,10 @@ template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream) {
   // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
-  // window leaves tiles out. Hopper's kernels clear sums along diagonals themselves.
+  // window leaves tiles out. Hopper's kernels clear what they do not add to in any order.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool has_own_clearing =
-      hopper_tile >= 0 && params.bias_gradient_kind == BiasGradient::kDiagonals;
+      hopper_tile >= 0 && params.bias_gradient_kind != BiasGradient::kShared;
   const bool is_complete =
       !has_window &&
       (params.bias_gradient_kind == BiasGradient::kInOrder ||

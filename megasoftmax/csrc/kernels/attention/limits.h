@@ -96,6 +96,9 @@ struct AttentionHopperBackwardTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   static constexpr int keys() { return 64 * warpgroups; }
 };
+// So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
+// them is a power of 2, for equal parts of a tile.
+inline constexpr int kMaxBiasCluster = 8;
 // The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {

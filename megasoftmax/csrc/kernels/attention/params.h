@@ -103,12 +103,13 @@ struct alignas(16) RowOfBackward {
 // kQueries, which needs no scores.
 enum class BiasGradient {
   kNone,
-  kDense,      // [batches, heads, queries, keys], in the type of the bias
-  kKeys,       // its sums over queries: [batches, heads, keys], float32
-  kQueries,    // its sums over keys: [batches, heads, queries], float32
-  kShared,     // its sums over what shares an entry of the bias, in any order, float32
-  kInOrder,    // as dense, summed over what shares an entry, by a launch of its own
-  kDiagonals,  // its sums along diagonals, tile by tile of keys
+  kDense,       // [batches, heads, queries, keys], in the type of the bias
+  kKeys,        // its sums over queries: [batches, heads, keys], float32
+  kQueries,     // its sums over keys: [batches, heads, queries], float32
+  kShared,      // its sums over what shares an entry of the bias, in any order, float32
+  kInClusters,  // the same in the order of batches, in the type of the bias, by Hopper's clusters
+  kInOrder,     // as dense, summed over what shares an entry, by a launch of its own
+  kDiagonals,   // its sums along diagonals, tile by tile of keys
 };
 
 struct AttentionBackwardParams : AttentionParams {

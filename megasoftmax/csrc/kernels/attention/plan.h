@@ -195,6 +195,15 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   return tile_for(kAttentionHopperBackwardTiles, params);
 }
 
+// Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
+// clusters: they take the same tiles of it.
+inline bool sums_in_clusters(const AttentionBackwardParams& params) {
+  const int64_t batches = params.batches_per_bias.divisor;
+  return params.bias_gradient_kind == BiasGradient::kShared && params.note.words == nullptr &&
+         params.heads_per_bias.divisor == 1 && batches > 1 && batches <= kMaxBiasCluster &&
+         (batches & (batches - 1)) == 0;
+}
+
 // Do blocks of Hopper's forward take several tiles of queries? By length and window; what a mask or
 // ranges leave is not known.
 inline bool shares_blocks(const AttentionParams& params) {

@@ -9,6 +9,10 @@
 // Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
 // writes where it alone has read. So the tile is that of the bias's gradient, too.
 //
+// The warps of the copying warpgroup that would be idle take part in the gradient of a bias. They
+// clear it where no tile is. Where batches share it, and a cluster of blocks has one of them each,
+// each block sums some rows of a tile: the others send it theirs. Else they add to it.
+//
 // With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
 // the last two sum the gradients of scores along diagonals, while the next tile runs.
 
@@ -125,7 +129,8 @@ struct HopperBackwardMemory {
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
   // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
-  // table gives each stage, and sums for its gradient; barriers.
+  // table gives each stage, and sums for its gradient, or what a tile of the bias has from other
+  // blocks of a cluster; barriers.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
@@ -141,13 +146,20 @@ struct HopperBackwardMemory {
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
   static constexpr int kDiagonalsAt = kRowsAt + kStages * kRowBytes;
   static constexpr int kDiagonalSumsAt = kDiagonalsAt + kStages * Diagonals::kBytes;
-  static constexpr int kBarriersAt =
-      kBias == HopperBias::kTable ? kDiagonalSumsAt + DiagonalSums::kBytes : kDiagonalsAt;
+  static constexpr int kSentAt = kDiagonalsAt;
+  static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
+  static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
+  static constexpr int kBarriersAt = kBias == HopperBias::kTable
+                                         ? kDiagonalSumsAt + DiagonalSums::kBytes
+                                     : kBias == HopperBias::kTile ? kSentAt + kSentBytes
+                                                                  : kDiagonalsAt;
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
-      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6));
+      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 7));
   // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
+  // In a cluster one of them sends what others sum.
+  static constexpr int kStoringWarps = 2;
 
   uint32_t address;
 
@@ -166,6 +178,7 @@ struct HopperBackwardMemory {
   __device__ uint32_t sums(int warpgroup) const {
     return address + kSumsAt + warpgroup * kSumBytes;
   }
+  __device__ uint32_t sent() const { return address + kSentAt; }
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
@@ -178,6 +191,7 @@ struct HopperBackwardMemory {
   __device__ Barrier gradients_are_there(int buffer) const {
     return barrier(kBiasBarrier + 4 + buffer);
   }
+  __device__ Barrier sent_is_there() const { return barrier(kBiasBarrier + 6); }
 };
 
 // Writes 64 x 64 results of a warpgroup to two panels of 32 columns, swizzled as tensor copies read
@@ -203,27 +217,106 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   }
 }
 
-// Adds gradients of scores, a tile in shared memory, to those of a bias that several share, by the
-// warps that would be idle: each takes rows of 128 keys.
+// Which row of the gradient of a bias the first query of a batch and head has.
+__device__ __forceinline__ int64_t row_of_bias_gradient(const AttentionBackwardParams& params,
+                                                        int batch, int head) {
+  int bias_batch, bias_head;
+  params.entry_of_bias(batch, head, bias_batch, bias_head);
+  int bias_heads, rest;  // a division of 64 bits would take registers that these warps lack
+  params.heads_per_bias.split(static_cast<int>(params.heads), bias_heads, rest);
+  return int64_t{bias_batch * bias_heads + bias_head} * params.queries;
+}
+
+// Adds gradients of scores, a tile in shared memory, to those of a bias that several share, from
+// row `first_row` on, by the warps that would be idle: each takes rows of 128 keys.
 template <class T, class Memory>
 __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
-                                                     const char* panels, int bias_batch,
-                                                     int bias_head, int first_query,
-                                                     int first_key) {
+                                                     const char* panels, int64_t first_row,
+                                                     int rows, int first_key) {
   const int lane = thread_index_anew() % 32, key = first_key + 4 * lane;
   if (key >= params.keys) return;
   const char* const panel = panels + lane / 16 * Memory::kScorePanelBytes + lane % 2 * 8;
-  int bias_heads, rest;  // a division of 64 bits would take registers that these warps lack
-  params.heads_per_bias.split(static_cast<int>(params.heads), bias_heads, rest);
-  const int64_t first_row =
-      int64_t{bias_batch * bias_heads + bias_head} * params.queries + first_query;
-  const int rows = min(Memory::kQueries, params.queries - first_query);
 #pragma unroll 2
   for (int row = thread_index_anew() / 32 - 1; row < rows; row += Memory::kSummingWarps) {
     const auto four = *reinterpret_cast<const Pack<T, 4>*>(
         panel + Tile<T, Memory::kQueries, 64>::offset(row, lane % 16 / 2));
     add_to_global(static_cast<float*>(params.bias_gradient) + (first_row + row) * params.keys + key,
                   four[0], four[1], four[2], four[3]);
+  }
+}
+
+// The part of a lane in the gradient of a bias: 8 of the 128 keys of a block, in every second row
+// of its warp.
+template <class T>
+struct PartOfRows {
+  static constexpr int kLanes = 16;
+
+  int chunk, row;
+
+  __device__ PartOfRows()
+      : chunk(thread_index_anew() % kLanes), row(thread_index_anew() % 32 / kLanes) {}
+  // In the row of the gradient with this number; null beyond the keys.
+  __device__ Pack<T>* in_gradient(const AttentionBackwardParams& params, int64_t number,
+                                  int first_key) const {
+    const int key = first_key + 8 * chunk;
+    return key < params.keys ? reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) +
+                                                          number * params.keys + key)
+                             : nullptr;
+  }
+};
+
+// Clears rows of the gradient of a bias, from `begin` to `end` after `first_row`, by warp number
+// `warp` of so many.
+template <class T>
+__device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParams& params,
+                                                    int64_t first_row, int begin, int end,
+                                                    int first_key, int warp, int warps) {
+  const PartOfRows<T> part;
+  int row = begin + 2 * warp + part.row;
+  Pack<T>* to = part.in_gradient(params, first_row + row, first_key);
+  if (to == nullptr) return;
+#pragma unroll 1
+  for (; row < end; row += 2 * warps) {
+    *to = {};
+    to += int64_t{2 * warps} * (params.keys / 8);
+  }
+}
+
+// Stores the sums over the blocks of a cluster of gradients of scores, `rows` rows of them from
+// `first_row` on, by two warps. This block's lie in `own`, those of the others in `sent`, one after
+// the other: their panels have `panel_rows` rows. Each sum is always made in the same order.
+template <class T, class Memory>
+__device__ __forceinline__ void store_bias_gradient(const AttentionBackwardParams& params,
+                                                    uint32_t own, uint32_t sent, int panel_rows,
+                                                    int others, int64_t first_row, int rows,
+                                                    int first_key) {
+  static_assert(Memory::kStoringWarps == 2);
+  const PartOfRows<T> part;
+  int row = static_cast<int>(thread_index_anew()) / 32 * 2 - 2 + part.row;
+  Pack<T>* to = part.in_gradient(params, first_row + row, first_key);
+  if (to == nullptr) return;
+  const uint32_t panel = part.chunk / 8;
+  uint32_t offset = row * 128 + (part.chunk % 8 ^ row) * 16;
+  own += panel * Memory::kScorePanelBytes;
+  sent += panel * panel_rows * 128;
+#pragma unroll 1
+  for (; row < rows; row += 4) {
+    float sums[8];
+    Pack<T> eight;
+    load_four(eight.words, own + offset);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] = eight[i];
+    uint32_t from = sent + offset;
+#pragma unroll 1
+    for (int i = 0; i < others; ++i) {
+      load_four(eight.words, from);
+      from += panel_rows * 256;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] += eight[j];
+    }
+    *to = Pack<T>::round(sums);
+    to += int64_t{params.keys} / 2;
+    offset = (offset + 4 * 128) ^ 64;  // 4 rows further chunks are swapped
   }
 }
 
@@ -242,6 +335,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
   const bool is_added = kHasTile && params.bias_gradient_kind == BiasGradient::kShared;
+  const bool is_in_cluster = kHasTile && params.bias_gradient_kind == BiasGradient::kInClusters;
+  const int cluster = is_in_cluster ? static_cast<int>(params.batches_per_bias.divisor) : 1;
   const bool has_diagonals = kHasTable && params.bias_gradient_kind == BiasGradient::kDiagonals;
 
   if (threadIdx.x == 0) {
@@ -253,12 +348,22 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     for (int buffer = 0; buffer < (kBias == HopperBias::kNone ? 0 : 2); ++buffer) {
       memory.bias_is_there(buffer).init(1);
       memory.scores_are_used(buffer).init((kHasTile ? 1 : 0) +
-                                          (is_added || has_diagonals ? Memory::kSummingWarps : 0));
+                                          (is_added || has_diagonals ? Memory::kSummingWarps : 0) +
+                                          (is_in_cluster ? Memory::kStoringWarps * cluster : 0));
       memory.gradients_are_there(buffer).init(1);
     }
+    if constexpr (kHasTile) memory.sent_is_there().init(1);
     publish_barriers();
   }
   __syncthreads();
+  // Blocks of a cluster begin to send when all have their barriers, and end when nothing is sent.
+  const auto sync_cluster = [&] {
+    if (!is_in_cluster) return;
+    __syncwarp();
+    arrive_at_cluster();
+    wait_for_cluster();
+  };
+  sync_cluster();
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
@@ -269,18 +374,69 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (threadIdx.x >= 32) {
       const int lane = static_cast<int>(threadIdx.x) % 32;
       if constexpr (kHasTile) {
-        if (!is_added) return;
-        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-          const int buffer = step % 2;
-          memory.gradients_are_there(buffer).wait(step / 2 & 1);
-          int bias_batch, bias_head;
-          params.entry_of_bias(batch, tiles.head, bias_batch, bias_head);
-          add_to_bias_gradient<T, Memory>(
-              params, shared_memory + Memory::kScoresAt + buffer * Memory::kScoreBytes, bias_batch,
-              bias_head, tiles.query, first_key);
-          __syncwarp();  // all lanes have read theirs
-          if (lane == 0) memory.scores_are_used(buffer).arrive();
+        const int warp = static_cast<int>(uniform(threadIdx.x / 32)) - 1;
+        int rest, block;  // of the cluster
+        params.batches_per_bias.split(batch, rest, block);
+        const int panel_rows = kQueries / cluster, panel_bytes = panel_rows * 128;
+        if (is_in_cluster && warp == Memory::kStoringWarps) {
+          for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+            const int buffer = step % 2;
+            memory.gradients_are_there(buffer).wait(step / 2 & 1);
+            // All have read what was sent before.
+            if (step > 0) memory.scores_are_used(1 - buffer).wait((step - 1) / 2 & 1);
+            if (lane == 0)
+              memory.sent_is_there().arrive_and_expect((cluster - 1) * 2 * panel_bytes);
+            const int to = lane / 2, panel = lane % 2;
+            if (to < cluster && to != block)
+              start_copy_to_block(
+                  memory.sent() + ((block - (block > to ? 1 : 0)) * 2 + panel) * panel_bytes,
+                  memory.scores(buffer) + panel * Memory::kScorePanelBytes + to * panel_bytes,
+                  panel_bytes, memory.sent_is_there(), to);
+            __syncwarp();
+          }
+        } else if (is_added) {
+          for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+            const int buffer = step % 2;
+            memory.gradients_are_there(buffer).wait(step / 2 & 1);
+            add_to_bias_gradient<T, Memory>(
+                params, shared_memory + Memory::kScoresAt + buffer * Memory::kScoreBytes,
+                row_of_bias_gradient(params, batch, tiles.head) + tiles.query,
+                min(kQueries, params.queries - tiles.query), first_key);
+            __syncwarp();  // all lanes have read theirs
+            if (lane == 0) memory.scores_are_used(buffer).arrive();
+          }
+        } else if (params.bias_gradient_kind != BiasGradient::kNone) {
+          const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+          int head = key_head * heads, done = 0;  // queries before are cleared, or have tiles
+          for (int step = 0;; tiles.advance(params, batch, first_key), ++step) {
+            const bool is_left = tiles.are_left();
+            while (true) {
+              const bool is_last = head == tiles.head;
+              const int end = !is_last ? params.queries : is_left ? tiles.query : 0;
+              if (done < end)
+                clear_bias_gradient<T>(
+                    params, row_of_bias_gradient(params, batch, head), done, end, first_key,
+                    is_in_cluster ? block * Memory::kStoringWarps + warp : warp,
+                    is_in_cluster ? cluster * Memory::kStoringWarps : Memory::kSummingWarps);
+              if (is_last) break;
+              ++head;
+              done = 0;
+            }
+            if (!is_left) break;
+            done = tiles.query + kQueries;
+            if (!is_in_cluster) continue;
+            const int buffer = step % 2, first = tiles.query + block * panel_rows;
+            const int64_t first_row = row_of_bias_gradient(params, batch, head) + first;
+            memory.gradients_are_there(buffer).wait(step / 2 & 1);
+            memory.sent_is_there().wait(step & 1);
+            store_bias_gradient<T, Memory>(params, memory.scores(buffer) + block * panel_bytes,
+                                           memory.sent(), panel_rows, cluster - 1, first_row,
+                                           min(panel_rows, params.queries - first), first_key);
+            __syncwarp();  // all lanes have read theirs
+            if (lane < cluster) memory.scores_are_used(buffer).arrive_in(lane);
+          }
         }
+        sync_cluster();
       } else if constexpr (kHasTable) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
         if (warp == 1) {
@@ -355,6 +511,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
                             first_key + 64 * i, query, bias_head, bias_batch);
       }
     }
+    sync_cluster();
     return;
   }
 
@@ -560,7 +717,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
                            batch);  // with the sums that follow
     }
-    if ((is_added || has_diagonals) && warpgroup == 0 && is_first_of_group)
+    if ((is_added || is_in_cluster || has_diagonals) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
@@ -600,6 +757,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+  sync_cluster();
 #endif
 }
 

@@ -22,10 +22,11 @@ bool has_code(Kernel* kernel) {
   return false;
 }
 
-// A block for each of so many tiles of each head and batch, but at most so many blocks.
+// A block for each of so many tiles of each head and batch, but at most so many blocks. Those that
+// follow each other are in clusters of `cluster`, unless that is 1.
 template <class Params, class Maps>
 cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
-                             int64_t most_blocks, int threads, int shared_bytes,
+                             int64_t most_blocks, int cluster, int threads, int shared_bytes,
                              cudaStream_t stream, Params params, const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
@@ -34,7 +35,8 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
                            heads_of_section(params, heads, params.batches, bytes_of_head(params),
                                             current_device().cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, Together::kNot, 1, stream, params, maps);
+                shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
+                stream, params, maps);
 }
 
 // Of queries and gradients of outputs, and of keys and values.
@@ -99,7 +101,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
       return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
-                              most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
+                              most_blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
+                              maps);
     });
   });
 }
@@ -125,6 +128,9 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperBackwardMemory<kBias, kIndex>;
+      const int cluster = params.bias_gradient_kind == BiasGradient::kInClusters
+                              ? static_cast<int>(params.batches_per_bias.divisor)
+                              : 1;
       Strided sums = contiguous(params.heads, params.queries, params.head_dim);
       sums.data = params.query_gradient_sum;
       BackwardTensorMaps maps;
@@ -154,7 +160,7 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
                                   ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
                                   : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
                               divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                              Memory::kThreads, Memory::kBytes, stream, params, maps);
+                              cluster, Memory::kThreads, Memory::kBytes, stream, params, maps);
     });
   });
 }

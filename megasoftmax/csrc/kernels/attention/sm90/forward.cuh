@@ -321,17 +321,25 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
       end_products();
     };
-    // Makes logits of products.
+    // Makes logits of products, and lets go of the keys, of a tile of the bias once it was read.
     const auto add_bias_of = [&](const Tiles& tiles) {
+      const Barrier keys = memory.keys_are_used(tiles.step % kStages);
       const int stage = tiles.step % Memory::kBiasStages;
-      memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-      if constexpr (Memory::kIsTable) {
+      const auto wait_for_bias = [&] {
+        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+      };
+      if constexpr (!kHasBias) {
+        release(keys);
+      } else if constexpr (Memory::kIsTable) {
+        release(keys);
+        wait_for_bias();
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
       } else {
+        wait_for_bias();
         using Panel = Tile<T, 64, 64>;
         const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
                                              16 * warp_in_group);
@@ -340,6 +348,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         for (int step = 0; step < kSteps; ++step)
           load_matrices(bias.packs[step].words,
                         (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
+        release(keys);
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
         add_bias(scores, params.scale, bias);
@@ -347,7 +356,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
-      if constexpr (kHasBias) add_bias_of(tiles);
+      add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
 #pragma unroll
@@ -405,7 +414,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       start_scores(tiles.step % kStages);
       wait_for_products<0>();
       touch(scores[0]);
-      release(memory.keys_are_used(tiles.step % kStages));
       weigh(tiles);
       round_weights();
       for (tiles.advance(params, block); tiles.are_left() && tiles.key < seen.end;
@@ -417,7 +425,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_output(before % kStages);
         wait_for_products<1>();
         touch(scores[0]);
-        release(memory.keys_are_used(stage));
         weigh(tiles);
         wait_for_products<0>();
         touch(output[0]);

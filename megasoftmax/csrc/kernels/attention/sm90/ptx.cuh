@@ -18,6 +18,14 @@ struct Barrier {
   __device__ void arrive() const {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
   }
+  // At the same barrier of a block of the cluster.
+  __device__ void arrive_in(int block) const {
+    asm volatile(
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(address),
+        "r"(block)
+        : "memory");
+  }
   // Arrives; the phase also waits for so many bytes of copies.
   __device__ void arrive_and_expect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
@@ -70,6 +78,20 @@ __device__ inline void start_copy_of_bytes(uint32_t shared, const void* global, 
       : "memory");
 }
 
+// Starts to copy bytes of shared memory to a block of the cluster, which counts them on its barrier
+// of the same place, likewise.
+__device__ inline void start_copy_to_block(uint32_t to, uint32_t from, int bytes, Barrier barrier,
+                                           int block) {
+  asm volatile(
+      "{.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %4;\n"
+      "mapa.shared::cluster.u32 counter, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[there], [%1], %2, [counter];}" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier.address), "r"(block)
+      : "memory");
+}
+
 // Makes what this thread wrote to shared memory visible to products and tensor copies. Others may
 // start them after a barrier of the threads.
 __device__ inline void publish_writes() {
@@ -104,6 +126,13 @@ __device__ inline void wait_for_reads_of_stores() {
 __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
+               : "r"(shared)
+               : "memory");
+}
+// Of 16.
+__device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared)
                : "memory");
 }
