@@ -12,6 +12,7 @@
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../online_softmax.cuh"
+#include "../parts.cuh"
 #include "../sm80/tile.cuh"
 #include "../tile_of_queries.cuh"
 #include "ptx.cuh"
@@ -90,17 +91,21 @@ class TilesOfBlock {
   int key, end;   // the first key of the tile at hand; none is left from `end` on
   uint32_t step;  // how many the block took before
 
-  __device__ TilesOfBlock(const AttentionParams& params, const TileOfQueries& block, uint32_t step)
+  __device__ TilesOfBlock(const AttentionForwardParams& params, const TileOfQueries& block,
+                          uint32_t step)
       : step(step) {
     const int last_query = min(block.first_query + kQueries, params.queries) - 1;
-    end = visible_keys(params, last_query).end;
-    int seen = visible_keys(params, block.first_query).begin / kNoteTile * kNoteTile;
+    const int first_seen = visible_keys(params, block.first_query).begin;
+    const KeyRange part = part_of<kKeys>(
+        params, {first_seen / kKeys * kKeys, visible_keys(params, last_query).end}, block.split);
+    end = part.end;
+    int seen = part.begin;
     if constexpr (!kIsPlain)
       seen = tiles_.from(params, block.batch, block.head, block.first_query, seen);
     go_to(seen);
   }
   __device__ bool are_left() const { return key < end; }
-  __device__ void advance(const AttentionParams& params, const TileOfQueries& block) {
+  __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block) {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
@@ -421,8 +426,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
 
-    const float sink = sink_logit(params.sink, block.head);
     const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
+    if (params.parts != nullptr) {
+      // Found anew: it would take a register of the products.
+      const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(work.number())));
+      store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
+                  softmax.max[0], softmax.sum[0]);
+      continue;
+    }
+    const float sink = sink_logit(params.sink, block.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowEnd row_end(softmax.max[0][half], sum_of_row(softmax.sum[0][half]), sink,
