@@ -278,6 +278,31 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const TileOfQueries block(params, kQueries, work.number());
     const int group_query = block.first_query + 64 * warpgroup;
     const int warp_query = group_query + 16 * warp_in_group;
+    if (group_query >= params.queries) {
+      // The warpgroup has no queries of the last tile, and gives everything back. Of a barrier that
+      // went on without a lane, that lane would wait for ever.
+      const auto pass = [&](Barrier used) {
+        __syncwarp();
+        release(used);
+      };
+      memory.queries_are_there().wait(done & 1);
+      ++done;
+      pass(memory.queries_are_used());
+      Tiles tiles(params, block, first_step);
+      for (; tiles.are_left(); tiles.advance(params, block)) {
+        wait_for(keys_are_there, tiles.step);
+        pass(memory.keys_are_used(tiles.step % kStages));
+        if constexpr (kHasBias) {
+          const int stage = tiles.step % Memory::kBiasStages;
+          memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+          pass(memory.bias_is_used(stage, warpgroup));
+        }
+        wait_for(values_are_there, tiles.step);
+        pass(memory.values_are_used(tiles.step % kStages));
+      }
+      first_step = uniform(tiles.step);
+      continue;
+    }
     // Of these keys all queries of the warpgroup see all, by length and window.
     int all_visible_begin, all_visible_end;
     {
