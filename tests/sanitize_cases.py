@@ -543,8 +543,11 @@ ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
 HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
 # Those of which GPUs with small blocks have tiles of their own.
 SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
-# Queries and keys. Up to 16 queries take the kernels that split the keys, 1030 keys into 4 parts.
-ATTENTION_SIZES = ((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257))
+# Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split into 4 parts.
+ATTENTION_SIZES = (
+    *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257)),
+    (33, 1030),
+)
 # In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
 # to 128 queries, backward, takes the place of one that was read. The first sizes run without mask
 # and dropout, which have kernels of their own.

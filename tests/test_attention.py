@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import megasoftmax
 from megasoftmax import RelativeBias, reference
+from megasoftmax.explain import explain_attention
 
 INF, NAN = torch.inf, torch.nan
 
@@ -396,6 +397,66 @@ def test_decoding(heads: tuple[int, int], keys: int, queries: int, dtype: torch.
         mask = coin(1, 1, 1, keys, device="cuda")
         check(q, k, v, bias=bias.requires_grad_(), mask=mask, sink=0.5, what=f"{dims}, bias")
         check(q, k, v, causal=True, window=(300, 0), what=f"{dims}, window")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [40, 64, 128, 200])
+@pytest.mark.parametrize("lengths", [(17, 1500), (64, 4001), (100, 9000), (193, 2304)])
+def test_blocks_share_the_keys_of_queries(
+    lengths: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    """More queries than decoding has, but too few for a GPU."""
+    queries, keys = lengths
+    assert explain_attention(1, 4, queries, dim, keys=keys).splits > 1
+    shape = {"batch": 1, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
+    q, k, v = tensors("cuda", dtype, **shape)
+    check(q, k, v)
+    check(q, k, v, causal=True, sink=0.5)
+    check(q, k, v, window=(1100, 3), what="window")
+    mask = coin(1, 4, queries, keys, device="cuda")
+    mask[..., 256:1280] = True  # some splits see nothing
+    mask[:, 1, 5] = True  # and a query
+    check(q, k, v, mask=mask, what="mask")
+    first = torch.randint(-9, keys, (1, 4, queries), device="cuda", dtype=torch.int32)
+    check(q, k, v, visible=(first, first + 700), what="ranges")
+    bias = normal(1, 4, queries, keys, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    check(q, k, v, bias=bias, causal=True, what="bias")
+    check(q, k, v, bias=bias.detach().float().requires_grad_(), mask=mask, what="float32 bias")
+    table = _table("16 bits", *lengths, dtype).requires_grad_()
+    check(q, k, v, bias=RelativeBias(table), sink=0.5, what="table")
+    large = bias.detach().masked_fill(mask, torch.finfo(dtype).min).requires_grad_()
+    check(q, k, v, bias=large, what="large bias")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+def test_splits_drop_what_whole_rows_drop() -> None:
+    """Of keys that are split, those that a call of many batches keeps whole."""
+    shape = {"batch": 1, "heads": (2, 2), "lengths": (40, 3000), "dims": (64, 64)}
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    seed = torch.tensor([3], device="cuda")
+    function = functools.partial(megasoftmax.attention, scale=0.5, dropout=0.4, seed=seed)
+    split = function(q, k, v, fused=True)
+    torch.testing.assert_close(split, function(q, k, v, fused=False), rtol=0.02, atol=0.02)
+
+
+@gpu
+@pytest.mark.parametrize("planted", [NAN, INF])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_splits_keep_what_is_no_number(queries: int, planted: float) -> None:
+    """In a row that sees it, wherever its split is; and in no other row."""
+    shape = {"batch": 1, "heads": (2, 2), "lengths": (queries, 6000), "dims": (64, 64)}
+    q, k, v = tensors("cuda", torch.float16, **shape)
+    bias = torch.zeros(1, 2, queries, 6000, device="cuda", dtype=torch.float16)
+    bias[:, 1, -1, 4321] = planted
+    output, lse = megasoftmax.attention(q, k, v, bias=bias, return_lse=True, fused=True)
+    assert output[0, 1, -1].isnan().all()
+    assert lse[0, 1, -1].isnan()
+    output[0, 1, -1] = lse[0, 1, -1] = 0
+    assert output.isfinite().all()
+    assert lse.isfinite().all()
 
 
 def _table(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor:

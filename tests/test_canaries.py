@@ -236,9 +236,9 @@ ATTENTION_BIASES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 def test_attention(
     of_bias: str | None, is_float: bool, dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Few queries take kernels of their own; the keys of 2049 are split there."""
+    """Few queries take kernels of their own; the keys of 2049 are split."""
     for number, keys in enumerate(LENGTHS if device == "cuda" else (1, 9)):
-        for queries in (1, 33) if keys < 2049 else (1,):
+        for queries in (1, 33):
             query = normal(BATCHES, HEADS, queries, dim, device=device, dtype=dtype)
             key, value, gradient = (
                 normal(BATCHES, heads, length, dim, device=device, dtype=dtype, seed=seed)

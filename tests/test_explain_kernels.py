@@ -145,21 +145,59 @@ def test_wider_values_choose_the_tile() -> None:
 
 def test_few_queries_split_the_keys() -> None:
     found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
-    assert (found.kernel, found.splits) == ("decode", 3)  # 64 blocks, 132 multiprocessors
-    assert found.blocks == 8 * 8 * 3
-    assert found.workspace_bytes == 3 * 8 * 32 * (128 + 2) * 4
+    assert (found.kernel, found.splits) == ("decode", 2)  # 64 blocks, 132 multiprocessors
+    assert found.blocks == 8 * 8 * 2
+    assert found.workspace_bytes == 2 * 8 * 32 * (128 + 2) * 4
     assert "at most 16 queries: 1" in found.why
     most = kernel_limits().attention["kMaxDecodeQueries"]
     assert explain_attention(1, 1, most, 64).kernel == "decode"
     assert explain_attention(1, 1, most + 1, 64).kernel == "forward"
-    # No split has fewer keys than it is worth.
+    # No split has fewer keys than it is worth, and none needs no workspace.
     fewest = kernel_limits().attention["kFewestKeysOfSplit"]
-    for keys in (fewest, 2 * fewest):
-        assert explain_attention(1, 1, 1, 64, keys=keys).splits == keys // fewest
-    # A window leaves fewer keys.
-    assert explain_attention(1, 1, 2, 64, keys=2 * fewest, window=(9, 0)).splits == 1
-    small = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8, multiprocessors=64)
-    assert small.splits == 2  # of 4096 keys, for 8 blocks per multiprocessor
+    for keys, splits in ((fewest, 1), (2 * fewest - 1, 1), (4 * fewest, 4), (9 * fewest, 9)):
+        found = explain_attention(1, 1, 1, 64, keys=keys)
+        assert found.splits == splits
+        assert found.workspace_bytes == (0 if splits == 1 else splits * (64 + 2) * 4)
+    # A window leaves fewer keys, also where it has no limit to the right.
+    for window in ((9, 0), (9, -1)):
+        assert explain_attention(1, 1, 2, 64, keys=9 * fewest, window=window).splits == 1
+
+
+@pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
+    """Of a step of decoding and of more queries; a multiprocessor has room for one such block."""
+    for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
+        found = explain_attention(batches, 32, queries, dim, keys=keys, key_heads=8)
+        blocks = found.blocks // found.splits
+        assert found.blocks == blocks * found.splits
+        assert (found.workspace_bytes > 0) == (found.splits > 1)
+        if found.splits > 1:
+            assert keys // found.splits >= 256
+            # One more split would begin another wave, or would have too few keys.
+            waves = -(-found.blocks // H200.multiprocessors)
+            one_more = found.blocks + blocks
+            assert one_more > waves * H200.multiprocessors or keys // (found.splits + 1) < 256
+        elif keys == 131_072:
+            assert blocks > 64
+
+
+def test_more_queries_split_long_keys() -> None:
+    for queries in (17, 64, 128):
+        found = explain_attention(1, 32, queries, 128, keys=131_072)
+        assert (found.kernel, found.hopper, found.splits) == ("forward", True, 8)
+        assert found.blocks == 32 * 8
+        assert found.workspace_bytes == 8 * 32 * queries * (128 + 2) * 4
+        assert "8 blocks share the keys" in found.why
+        portable = explain_attention(1, 32, queries, 128, keys=131_072, major=8)
+        assert (portable.hopper, portable.splits) == (False, 8)
+    # Windows leave few keys, and training has blocks enough.
+    assert explain_attention(1, 32, 64, 128, keys=131_072, window=(100, 0)).splits == 1
+    for shape in ((4, 16, 4096, 128), (8, 16, 1024, 64), (1, 16, 2048, 128), (2, 16, 4096, 256)):
+        assert explain_attention(*shape).splits == 1
+    # Where it would win less than an eighth, nothing is split.
+    assert explain_attention(1, 8, 1024, 128).splits == 1
+    assert explain_attention(1, 8, 1024, 128, backward=True).splits == 1
 
 
 @pytest.mark.parametrize(

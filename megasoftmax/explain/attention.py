@@ -25,13 +25,13 @@ class AttentionExplanation:
     """How the kernels serve a call."""
 
     backward: bool
-    kernel: str  # "forward", "decode" (up to 16 queries, the keys are split) or "backward"
+    kernel: str  # "forward", "decode" (up to 16 queries) or "backward"
     hopper: bool  # the kernels for compute capability 9.0 alone run, not the portable ones
     why: str
     tile_queries: int  # of a block; of "decode", rows of all heads that share keys
     tile_keys: int  # that a block takes at a time; of "decode", a warp
     tile_head_dim: int  # what head dimensions are filled up to
-    splits: int  # of the keys among blocks
+    splits: int  # of the keys among blocks, forward; parts wait in the workspace
     slices: int  # blocks with the same keys, each for some columns of the gradients
     threads: int  # of a block
     shared_bytes: int | None  # of a block; None for Hopper's kernels, which it does not choose
@@ -211,9 +211,11 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     most = limits["kMaxDecodeQueries"]
     reasons = []
     if kernel == "decode":
-        reasons += [f"at most {most} queries: {call.queries}; blocks share the keys"]
+        reasons += [f"at most {most} queries: {call.queries}"]
     elif kernel == "forward":
         reasons += [f"more than {most} queries: {call.queries}"]
+    if plan.splits > 1:
+        reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]
     head_dim = max(call.head_dim, call.value_dim)
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]

@@ -272,13 +272,11 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   params.statistics = static_cast<float*>(statistics.data_ptr());
   Tensor parts;
   params.splits = attention_forward_splits(params);
-  if (params.splits > 0) {
-    parts =
-        new_tensor({params.splits, params.rows(), params.value_dim + 2}, ScalarType::Float, query);
+  if (params.splits > 1) {
+    parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
-  } else {
-    note = set_note(params, mask, first, end, note, query);
   }
+  if (!takes_few_queries(params)) note = set_note(params, mask, first, end, note, query);
   check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));

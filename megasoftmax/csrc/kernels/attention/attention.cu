@@ -15,6 +15,11 @@ std::atomic<bool> are_portable_alone{false};
 
 bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
 
+// Its tile of the forward, where that may run, or -1.
+int hopper_forward(const AttentionParams& params) {
+  return !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
+}
+
 // The tile of Hopper's backward, where that runs, or -1.
 int hopper_backward(const AttentionBackwardParams& params) {
   const int tile = may_use_hopper() ? hopper_backward_tile(params) : -1;
@@ -29,23 +34,26 @@ int hopper_backward(const AttentionBackwardParams& params) {
 }  // namespace
 
 int attention_forward_splits(const AttentionParams& params) {
-  return forward_splits(params, current_device().multiprocessors);
+  return forward_splits(params, current_device(), hopper_forward(params));
 }
 
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
   const bool is_half = params.query.type == DType::kFloat16;
-  const int tile = params.parts == nullptr && may_use_hopper() ? hopper_tile(params) : -1;
-  if (tile >= 0) {
-    bool is_there = false;
+  const int tile = hopper_forward(params);
+  bool is_there = false;
+  if (tile >= 0)
     MEGASOFTMAX_RETURN_IF_ERROR(
         is_half ? attention_hopper_forward_instance<__half>(params, tile, stream, is_there)
                 : attention_hopper_forward_instance<__nv_bfloat16>(params, tile, stream, is_there));
-    if (is_there) return cudaSuccess;
-  }
-  return is_half ? attention_forward_instance<__half>(params, stream)
-                 : attention_forward_instance<__nv_bfloat16>(params, stream);
+  if (!is_there)
+    MEGASOFTMAX_RETURN_IF_ERROR(is_half
+                                    ? attention_forward_instance<__half>(params, stream)
+                                    : attention_forward_instance<__nv_bfloat16>(params, stream));
+  if (params.parts == nullptr) return cudaSuccess;
+  return is_half ? attention_combine_instance<__half>(params, stream)
+                 : attention_combine_instance<__nv_bfloat16>(params, stream);
 }
 
 int attention_backward_keys(const AttentionBackwardParams& params) {

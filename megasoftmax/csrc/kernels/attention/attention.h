@@ -11,7 +11,8 @@ namespace megasoftmax {
 cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
                            cudaStream_t stream);
 
-// Parts that the forward wants room for, see AttentionForwardParams::parts; 0: none.
+// Into how many parts the forward wants the keys split; more than one need a workspace, see
+// AttentionForwardParams::parts.
 int attention_forward_splits(const AttentionParams& params);
 
 // The type of the queries selects the instance.

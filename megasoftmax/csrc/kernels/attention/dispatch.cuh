@@ -4,6 +4,7 @@
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "instances/instances.h"
+#include "parts.cuh"
 #include "plan.h"
 #include "sm80/backward.cuh"
 #include "sm80/decode.cuh"
@@ -53,22 +54,20 @@ cudaError_t launch_flat(void (*kernel)(Params), int64_t count, int threads, cuda
 
 template <class T, bool kHasBias>
 cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
-  const int64_t rows = params.heads_per_key_head.divisor * params.queries;
-  params.row_tiles = Divider(divide_up<int64_t>(rows, 16));
+  params.row_tiles = Divider(decode_row_tiles(params));
   const int index = tile_for(kAttentionForwardTiles, params);
-  MEGASOFTMAX_RETURN_IF_ERROR(with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
+  return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
     const int warps = decode_warps(kDim, current_device().shared_bytes);
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
                         params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
                         32 * warps, DecodeLayout(kDim, warps).bytes, stream, params);
-  }));
-  return launch_flat(attention_combine_kernel<T>, params.rows() * 32, 128, stream, params);
+  });
 }
 
 template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
-  if (params.parts != nullptr)
+  if (takes_few_queries(params))
     return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
                                        : launch_decode<T, false>(params, stream);
   const Device device = current_device();
@@ -78,13 +77,24 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
       using Memory = ForwardMemory<T, kBias, kIndex>;
       AttentionForwardParams launched = params;
       launched.bias_stages = bias_stages(Memory::kTile, kBias, device);
+      launched.row_tiles = Divider(divide_up(params.queries, Memory::kQueries));
       return launch_tiles(is_plain(params) ? attention_forward_kernel<T, kBias, true, kIndex>
                                            : attention_forward_kernel<T, kBias, false, kIndex>,
-                          divide_up(params.queries, Memory::kQueries), params.heads, params.batches,
+                          params.splits * launched.row_tiles.divisor, params.heads, params.batches,
                           Memory::kThreads, Memory::kLayout.bytes(launched.bias_stages), stream,
                           launched);
     });
   });
+}
+
+template <class T>
+cudaError_t attention_combine_instance(const AttentionForwardParams& params, cudaStream_t stream) {
+  constexpr int kWarps = kCombineThreads / 32;
+  const int64_t blocks = divide_up<int64_t>(params.rows(), kWarps / combine_warps(params.splits));
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  const int shared_bytes = kWarps * params.value_dim * static_cast<int>(sizeof(float));
+  return launch(attention_combine_kernel<T>, dim3(static_cast<unsigned>(blocks)),
+                dim3(kCombineThreads), shared_bytes, Together::kNot, 1, stream, params);
 }
 
 // A kernel of a block of keys.

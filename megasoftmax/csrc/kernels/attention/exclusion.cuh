@@ -139,8 +139,9 @@ class KeyTiles {
     const int tile = key / kNoteTile + 1;
     const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
     if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
-    const auto [first_query, head, batch] = block();
-    return from(params, batch, head, first_query, divide_up(tile, 32) * 32 * kNoteTile);
+    const auto queries = block();
+    return from(params, queries.batch, queries.head, queries.first_query,
+                divide_up(tile, 32) * 32 * kNoteTile);
   }
   // Of the tile that was found last.
   __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }

@@ -14,11 +14,11 @@ struct AttentionCall {
 };
 
 struct AttentionExplanation {
-  int64_t is_decode;      // few queries: blocks split the keys, and a second launch adds the parts
+  int64_t is_decode;      // the kernel of few queries runs
   int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim;  // what head dimensions are filled up to
   int64_t tile_queries, tile_keys;
-  int64_t splits;  // of the keys, in decoding
+  int64_t splits;  // of the keys among blocks, forward; a second launch adds the parts
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
   int64_t threads, blocks;
   int64_t shared_bytes;  // of a block; 0 for Hopper's kernels, which are not chosen by it
@@ -27,45 +27,55 @@ struct AttentionExplanation {
 
 namespace {
 
-void explain_hopper_forward(const AttentionParams& params, const AttentionHopperTile& tile,
+void explain_hopper_forward(const AttentionForwardParams& params, const AttentionHopperTile& tile,
                             int64_t multiprocessors, AttentionExplanation& found) {
   found.is_hopper = 1;
   found.tile_head_dim = tile.head_dim;
   found.tile_queries = tile.queries();
   found.tile_keys = tile.keys;
-  found.splits = found.slices = 1;
   found.threads = tile.threads();
-  found.blocks = params.batches * params.heads * divide_up(params.queries, tile.queries());
+  found.blocks =
+      params.batches * params.heads * params.splits * divide_up(params.queries, tile.queries());
   if (shares_blocks(params)) found.blocks = std::min(found.blocks, multiprocessors);
 }
 
-void explain_forward(const AttentionParams& params, int splits, const Device& device,
-                     AttentionExplanation& found) {
+void explain_portable_forward(const AttentionForwardParams& params, const Device& device,
+                              AttentionExplanation& found) {
   const AttentionTile& tile =
       kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)];
   found.tile_head_dim = tile.head_dim;
-  found.is_decode = splits > 0;
-  found.splits = found.slices = 1;
-  if (splits == 0) {
+  found.is_decode = takes_few_queries(params);
+  if (!found.is_decode) {
     found.tile_queries = tile.queries();
     found.tile_keys = tile.keys;
     found.threads = tile.threads();
-    found.blocks = params.batches * params.heads * divide_up(params.queries, tile.queries());
+    found.blocks =
+        params.batches * params.heads * params.splits * divide_up(params.queries, tile.queries());
     const BiasKind kind = bias_kind(params);
     found.shared_bytes = ForwardLayout(tile, kind).bytes(bias_stages(tile, kind, device));
     return;
   }
   found.tile_queries = kMaxDecodeQueries;
   found.tile_keys = kDecodeKeys;
-  found.splits = splits;
   const int warps = decode_warps(tile.head_dim, device.shared_bytes);
   found.threads = 32 * warps;
   found.shared_bytes = DecodeLayout(tile.head_dim, warps).bytes;
-  const int64_t rows = params.heads_per_key_head.divisor * params.queries;
-  found.blocks =
-      params.batches * params.key_heads * splits * divide_up<int64_t>(rows, kMaxDecodeQueries);
-  const int64_t bytes_of_part = (params.value_dim + 2) * static_cast<int64_t>(sizeof(float));
-  found.workspace_bytes = splits * params.rows() * bytes_of_part;
+  found.blocks = params.batches * params.key_heads * params.splits * decode_row_tiles(params);
+}
+
+void explain_forward(AttentionForwardParams params, const Device& device,
+                     AttentionExplanation& found) {
+  const int tile =
+      device.major == kHopperMajor && !takes_few_queries(params) ? hopper_tile(params) : -1;
+  params.splits = forward_splits(params, device, tile);
+  found.splits = params.splits;
+  found.slices = 1;
+  if (params.splits > 1)
+    found.workspace_bytes = params.part_floats() * static_cast<int64_t>(sizeof(float));
+  if (tile >= 0)
+    explain_hopper_forward(params, kAttentionHopperTiles[tile], device.multiprocessors, found);
+  else
+    explain_portable_forward(params, device, found);
 }
 
 void explain_backward(const AttentionBackwardParams& params, int hopper_tile, const Device& device,
@@ -135,16 +145,12 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   device.shared_bytes = static_cast<int>(call->shared_bytes);
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = static_cast<int>(call->major);
-  const bool is_hopper = device.major == kHopperMajor;
   if (call->is_backward != 0) {
-    explain_backward(params, is_hopper ? hopper_backward_tile(params) : -1, device, *explanation);
+    const int tile = device.major == kHopperMajor ? hopper_backward_tile(params) : -1;
+    explain_backward(params, tile, device, *explanation);
     return;
   }
-  const int splits = forward_splits(params, device.multiprocessors);
-  const int tile = is_hopper && splits == 0 ? hopper_tile(params) : -1;
-  if (tile >= 0)
-    explain_hopper_forward(params, kAttentionHopperTiles[tile], call->multiprocessors,
-                           *explanation);
-  else
-    explain_forward(params, splits, device, *explanation);
+  AttentionForwardParams forward;
+  static_cast<AttentionParams&>(forward) = params;
+  explain_forward(forward, device, *explanation);
 }

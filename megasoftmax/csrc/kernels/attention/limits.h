@@ -113,10 +113,22 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
 // Where a block has no room for so many, half as many.
 constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
+constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
 inline constexpr int kDecodeStages = 2;
-// Keys are split for one block per multiprocessor if each split gets at least kFewestKeysOfSplit
-// keys, and for kMaxDecodeBlocksPerSm blocks if each gets at least kKeysOfSplit.
-inline constexpr int kMaxDecodeBlocksPerSm = 8, kFewestKeysOfSplit = 256, kKeysOfSplit = 4096;
+
+// Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
+// keys, of at least so many. The parts are as many as make whole waves of blocks, up to so many
+// waves; how many, the time tells, in keys that a block takes. A wave takes those of a block, its
+// start, and, of each row, kKeysOfPart for writing and reading a part, which has as many bytes as a
+// key. Blocks do not end at once: one of kImbalance of a wave is lost. Adding parts up is a launch.
+inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
+inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
+
+// A warp adds up at least four parts of a row where there are as many.
+inline constexpr int kCombineThreads = 256;
+constexpr int combine_warps(int splits) {
+  return splits > 16 ? 8 : splits > 8 ? 4 : splits > 4 ? 2 : 1;
+}
 
 // dQ in the same order each time: the queries of a block.
 inline constexpr int kInOrderQueries = 64;

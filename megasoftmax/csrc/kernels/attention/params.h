@@ -61,7 +61,7 @@ struct AttentionParams {
 
   TileOrder order;  // set by the launcher
 
-  // Of mask and ranges, where one is given and keys are not split.
+  // Of mask and ranges, where one is given; few queries need none.
   Note note;
 
   // Which entry of the bias a batch and head have.
@@ -79,16 +79,33 @@ struct AttentionParams {
   __host__ __device__ int64_t bias_heads() const { return heads / heads_per_bias.divisor; }
 };
 
+// Of a row and a part of the keys: the largest logit, and the sum of weights relative to it.
+struct alignas(8) PartEnd {
+  float max, sum;
+};
+
 struct AttentionForwardParams : AttentionParams {
   Strided output;
 
-  // [splits, rows, value_dim + 2], float32, workspace: of each part of the keys the weighted sums
-  // of values, and the largest score and the sum of weights. Null: keys are not split.
+  // Keys are split among so many blocks, and `parts`, workspace of part_floats(), has what each
+  // makes of a row. Null: keys are not split.
+  int splits = 1;
   float* parts = nullptr;
-  int splits = 0;
-  Divider row_tiles;  // of a key head; set by the launcher
+  Divider row_tiles;  // of those that have the same keys; set by the launcher
 
   int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
+
+  // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
+  // PartEnd.
+  int64_t part_floats() const {
+    return splits * rows() * (value_dim + static_cast<int64_t>(sizeof(PartEnd) / sizeof(float)));
+  }
+  __device__ float* part(int64_t split, int64_t row) const {
+    return parts + (split * rows() + row) * value_dim;
+  }
+  __device__ PartEnd& part_end(int64_t split, int64_t row) const {
+    return reinterpret_cast<PartEnd*>(parts + splits * rows() * value_dim)[split * rows() + row];
+  }
 };
 
 // What a backward needs of a row of scores.

@@ -119,26 +119,41 @@ inline bool takes_few_queries(int64_t queries, bool has_dropout, int64_t mask_bl
   return queries <= kMaxDecodeQueries && !has_dropout && mask_block == 1;
 }
 
-// That kernel has the keys split among blocks: into how many parts. 0: another kernel.
-inline int forward_splits(const AttentionParams& params, int multiprocessors) {
-  if (!takes_few_queries(params.queries, params.dropout.seed != nullptr, params.mask_block))
-    return 0;
-  const int64_t row_tiles =
-      divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, 16);
-  const int64_t blocks = params.batches * params.key_heads * row_tiles;
-  // What a window leaves of the keys: blocks find their parts of it, and of ranges, themselves.
-  const bool is_window = params.window_left >= 0 && params.window_right >= 0;
-  const int64_t seen = is_window
-                           ? int64_t{params.window_left} + params.window_right + params.queries
-                           : int64_t{params.keys};
+inline bool takes_few_queries(const AttentionParams& params) {
+  return takes_few_queries(params.queries, params.dropout.is_given(), params.mask_block);
+}
+
+// Tiles of 16 rows of a key head, where queries are few.
+inline int64_t decode_row_tiles(const AttentionParams& params) {
+  return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kMaxDecodeQueries);
+}
+
+// Into how many parts the keys of blocks are split, so many of which are a wave; a block has `rows`
+// of some queries.
+inline int splits_for(const AttentionParams& params, int64_t blocks, int64_t of_wave, int rows) {
+  if (blocks == 0) return 1;
+  // From what the first query sees to the last key; blocks find their parts of what they see.
+  const int64_t seen =
+      params.window_left < 0 ? int64_t{params.keys} : int64_t{params.window_left} + params.queries;
   const int64_t keys = std::min<int64_t>(seen, params.keys);
-  const auto splits_for = [&](int64_t blocks_per_sm, int fewest_keys) {
-    return std::clamp<int64_t>(
-        divide_up<int64_t>(multiprocessors * blocks_per_sm, std::max<int64_t>(blocks, 1)), 1,
-        std::max<int64_t>(keys / fewest_keys, 1));
+  const int64_t most = std::max<int64_t>(keys / kFewestKeysOfSplit, 1);
+  const auto time_of = [&](int64_t splits) {
+    const int64_t waves = divide_up(blocks * splits, of_wave);
+    const int64_t of_block = divide_up(keys, splits) + kKeysOfStart;
+    if (splits == 1) return (kImbalance * waves + 1) * of_block;
+    return (kImbalance * waves + 1) * (of_block + kKeysOfPart * rows) + kImbalance * kKeysOfLaunch;
   };
-  return static_cast<int>(
-      std::max(splits_for(1, kFewestKeysOfSplit), splits_for(kMaxDecodeBlocksPerSm, kKeysOfSplit)));
+  // For less than an eighth another launch is not worth the host's time.
+  int64_t best = 1, least = time_of(1) * 7 / 8;
+  for (int waves = 1; waves <= kMaxWavesOfSplits; ++waves) {
+    const int64_t splits = std::min(waves * of_wave / blocks, most);
+    if (splits <= 1) continue;
+    if (const int64_t time = time_of(splits); time < least) {
+      best = splits;
+      least = time;
+    }
+  }
+  return static_cast<int>(best);
 }
 
 // Such launches have kernels of their own, which lose no time over masks and dropout.
@@ -236,6 +251,26 @@ inline int64_t bytes_of_head(const AttentionForwardParams& params) {
 }
 inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
   return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
+}
+
+// Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
+inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
+  if (takes_few_queries(params)) {
+    // They wait for memory: all that have room run at a time.
+    const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
+    const int bytes = DecodeLayout(head_dim, decode_warps(head_dim, device.shared_bytes)).bytes;
+    const int per_sm = std::min(decode_blocks_per_sm(head_dim),
+                                device.shared_bytes_per_sm / (bytes + kReservedSharedBytes));
+    return splits_for(params, params.batches * params.key_heads * decode_row_tiles(params),
+                      int64_t{per_sm} * device.multiprocessors, kMaxDecodeQueries);
+  }
+  // They compute: several on a multiprocessor take longer.
+  const int queries =
+      hopper_tile >= 0
+          ? kAttentionHopperTiles[hopper_tile].queries()
+          : kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)].queries();
+  return splits_for(params, params.batches * params.heads * divide_up(params.queries, queries),
+                    device.multiprocessors, queries);
 }
 
 inline bool is_valid(const AttentionParams& params) {

@@ -1,5 +1,5 @@
 #pragma once
-// Which queries a block of the forward owns.
+// Which queries a block of the forward owns, and which part of their keys.
 
 #include "../common/ptx.cuh"
 #include "params.h"
@@ -8,15 +8,16 @@ namespace megasoftmax {
 
 // What a block owns. Cheap enough to be found anew where it is needed seldom.
 struct TileOfQueries {
-  int first_query, head, batch;
+  int first_query, head, batch, split;
 
-  __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile)
+  __device__ TileOfQueries(const AttentionForwardParams& params, int queries_per_tile)
       : TileOfQueries(params, queries_per_tile, block_index_anew()) {}
-  __device__ TileOfQueries(const AttentionParams& params, int queries_per_tile, int number) {
-    int tile;
+  __device__ TileOfQueries(const AttentionForwardParams& params, int queries_per_tile, int number) {
+    int tile, of_queries;
     params.order.place(number, tile, head, batch);
     // Of causal attention the last queries see most keys: they begin first.
-    first_query = (params.order.tiles - 1 - tile) * queries_per_tile;
+    params.row_tiles.split(params.order.tiles - 1 - tile, split, of_queries);
+    first_query = of_queries * queries_per_tile;
   }
 };
 

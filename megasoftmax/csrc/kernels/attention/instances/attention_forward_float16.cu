@@ -3,4 +3,6 @@
 namespace megasoftmax {
 template cudaError_t attention_forward_instance<__half>(const AttentionForwardParams&,
                                                         cudaStream_t);
+template cudaError_t attention_combine_instance<__half>(const AttentionForwardParams&,
+                                                        cudaStream_t);
 }  // namespace megasoftmax

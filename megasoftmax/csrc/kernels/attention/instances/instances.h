@@ -11,6 +11,9 @@ namespace megasoftmax {
 
 template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream);
+// Adds up parts of rows, where keys are split.
+template <class T>
+cudaError_t attention_combine_instance(const AttentionForwardParams& params, cudaStream_t stream);
 // `is_there` becomes false where the code for 9.0a is missing, and nothing is launched.
 template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,

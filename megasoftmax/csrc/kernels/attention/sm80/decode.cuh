@@ -11,6 +11,7 @@
 #include "../exclusion.cuh"
 #include "../layout.h"
 #include "../online_softmax.cuh"
+#include "../parts.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -29,9 +30,9 @@ struct DecodeRow {
   }
 };
 
-// As many warps as the block has room for.
+// As many warps as the block has room for. Without parts it writes rows of the output.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * max_decode_warps(kDim))
+__global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   using Rows = Tile<T, kDecodeKeys, kDim>;
   constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
@@ -62,13 +63,11 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim))
       first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
       last_seen = max(last_seen, visible[half].end);
     }
-    const int seen = __reduce_max_sync(~0u, last_seen);
-    begin = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
-    begin = begin / kDecodeKeys * kDecodeKeys;
-    const int keys = divide_up(max(seen - begin, 0), params.splits);
-    const int keys_per_split = divide_up(keys, kDecodeKeys) * kDecodeKeys;
-    begin += split * keys_per_split;
-    end = min(begin + keys_per_split, seen);
+    first_seen = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
+    const KeyRange part = part_of<kDecodeKeys>(
+        params, {first_seen / kDecodeKeys * kDecodeKeys, __reduce_max_sync(~0u, last_seen)}, split);
+    begin = part.begin;
+    end = part.end;
   }
 
   // Queries, as matrices `a`.
@@ -198,50 +197,33 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim))
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
     const int64_t row_of_all = params.row_index(batch, place.head, place.query);
-    float* const part =
-        params.parts + (split * params.rows() + row_of_all) * (params.value_dim + 2);
-    if (lane == 0) {
-      part[params.value_dim] = max;
-      part[params.value_dim + 1] = sum;
-    }
-    for (int column = lane; column < params.value_dim; column += 32) {
-      float total = 0.f;
+    const auto total_of = [&](int column) {
+      float2 total = {};
 #pragma unroll
       for (int i = 0; i < kMaxWarps; ++i) {
-        if (i < warps) total += sums[(i * 16 + row) * kPitch + column] * shares[i];
+        if (i >= warps) break;
+        const float2 more =
+            *reinterpret_cast<const float2*>(sums + (i * 16 + row) * kPitch + column);
+        total.x += more.x * shares[i];
+        total.y += more.y * shares[i];
       }
-      part[column] = total;
+      return total;
+    };
+    if (params.parts != nullptr) {
+      if (lane == 0) params.part_end(split, row_of_all) = {max, sum};
+      float* const part = params.part(split, row_of_all);
+      for (int column = 2 * lane; column < params.value_dim; column += 64)
+        *reinterpret_cast<float2*>(part + column) = total_of(column);
+      continue;
     }
-  }
-}
-
-// Rows from the parts of all splits, a warp each.
-template <class T>
-__global__ void __launch_bounds__(128)
-    attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
-  const int64_t rows = params.rows(), row = int64_t{blockIdx.x} * 4 + threadIdx.x / 32;
-  if (row >= rows) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t of_head = row / params.queries, batch = of_head / params.heads;
-  const int head = static_cast<int>(of_head - batch * params.heads);
-  const int query = static_cast<int>(row - of_head * params.queries);
-  const int pitch = params.value_dim + 2;
-  const auto part = [&](int split) { return params.parts + (split * rows + row) * pitch; };
-  float max = kLowest, sum = 0.f;
-  for (int split = 0; split < params.splits; ++split)
-    max = fmaxf(max, part(split)[params.value_dim]);
-  for (int split = 0; split < params.splits; ++split)
-    sum += part(split)[params.value_dim + 1] *
-           exp2_approximate((part(split)[params.value_dim] - max) * kLog2E);
-  const RowEnd row_end(max, sum, sink_logit(params.sink, head), params.can_exclude);
-  if (lane == 0) row_end.store(params, row);
-  T* const out = params.output.row<T>(batch, head, query);
-  for (int column = lane; column < params.value_dim; column += 32) {
-    float total = 0.f;
-    for (int split = 0; split < params.splits; ++split)
-      total +=
-          part(split)[column] * exp2_approximate((part(split)[params.value_dim] - max) * kLog2E);
-    out[column] = from_float<T>(total * row_end.factor);
+    const RowEnd row_end(max, sum, sink_logit(params.sink, place.head), params.can_exclude);
+    if (lane == 0) row_end.store(params, row_of_all);
+    T* const out = params.output.row<T>(batch, place.head, place.query);
+    for (int column = 2 * lane; column < params.value_dim; column += 64) {
+      const float2 total = total_of(column);
+      *reinterpret_cast<uint32_t*>(out + column) =
+          round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
+    }
   }
 }
 

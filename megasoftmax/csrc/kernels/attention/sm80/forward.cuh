@@ -5,7 +5,8 @@
 // and values after the other. The bias is added to the scaled product of queries and keys;
 // exclusion follows; then the softmax, online; then the product with the values. Queries, keys and
 // values are read once per tile of queries, mostly from the L2 cache, the bias once, the output
-// written once.
+// written once. Where there are few tiles of queries, several blocks have the same queries and each
+// takes a part of the keys.
 
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
@@ -13,6 +14,7 @@
 #include "../exclusion.cuh"
 #include "../layout.h"
 #include "../online_softmax.cuh"
+#include "../parts.cuh"
 #include "../tile_of_queries.cuh"
 #include "tile.cuh"
 
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   using BiasTile = typename Memory::Bias::Rows;
   constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
   constexpr int kWarpQueries = Memory::kWarpQueries, kQueries = Memory::kQueries;
-  constexpr int kKeys = Memory::kKeys;
+  constexpr int kKeys = Memory::kKeys, kStep = kIsPlain ? kKeys : kNoteTile;
   constexpr int kM = kWarpQueries / 16, kN = kKeys / 8, kColumns = kDim / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const QueryTile query_tile{shared_address(shared_memory)};
@@ -59,8 +61,10 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     const int last_query = min(block.first_query + kQueries, params.queries) - 1;
     const KeyRange first_sees = visible_keys(params, block.first_query),
                    last_sees = visible_keys(params, last_query);
-    begin = first_sees.begin / kKeys * kKeys;
-    end = last_sees.end;
+    const KeyRange part =
+        part_of<kStep>(params, {first_sees.begin / kStep * kStep, last_sees.end}, block.split);
+    begin = part.begin;
+    end = part.end;
     all_visible_begin = last_sees.begin;
     all_visible_end = first_sees.end - kKeys;
     query_tile.template start_copy<kThreads>(
@@ -176,8 +180,15 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   const FirstElement mine;
   const int warp = thread_index_anew() / 32;
   const int warp_query = block.first_query + warp * kWarpQueries;
-  const float sink = sink_logit(params.sink, head);
   const int64_t first_row = params.row_index(batch, head, warp_query);
+  if (params.parts != nullptr) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+      store_parts(params, block.split, first_row + mine.row + m * 16,
+                  warp_query + mine.row + m * 16, output[m], softmax.max[m], softmax.sum[m]);
+    return;
+  }
+  const float sink = sink_logit(params.sink, head);
   float factors[kM][2];
   // Where no key is visible the copy of queries may still be on its way to where results go.
   wait_for_copies();

@@ -91,6 +91,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
                               : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
       // Before the maps: it gives a new thread its context.
       MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+      AttentionForwardParams launched = params;
+      launched.row_tiles = Divider(divide_up(params.queries, Memory::kQueries));
       TensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
@@ -100,8 +102,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
-                              most_blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
+      return launch_with_maps(kernel, params.splits * launched.row_tiles.divisor, params.heads,
+                              most_blocks, 1, Memory::kThreads, Memory::kBytes, stream, launched,
                               maps);
     });
   });

@@ -12,6 +12,7 @@
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../online_softmax.cuh"
+#include "../parts.cuh"
 #include "../sm80/tile.cuh"
 #include "../tile_of_queries.cuh"
 #include "ptx.cuh"
@@ -90,17 +91,21 @@ class TilesOfBlock {
   int key, end;   // the first key of the tile at hand; none is left from `end` on
   uint32_t step;  // how many the block took before
 
-  __device__ TilesOfBlock(const AttentionParams& params, const TileOfQueries& block, uint32_t step)
+  __device__ TilesOfBlock(const AttentionForwardParams& params, const TileOfQueries& block,
+                          uint32_t step)
       : step(step) {
     const int last_query = min(block.first_query + kQueries, params.queries) - 1;
-    end = visible_keys(params, last_query).end;
-    int seen = visible_keys(params, block.first_query).begin / kNoteTile * kNoteTile;
+    const int first_seen = visible_keys(params, block.first_query).begin;
+    const KeyRange part = part_of<kKeys>(
+        params, {first_seen / kKeys * kKeys, visible_keys(params, last_query).end}, block.split);
+    end = part.end;
+    int seen = part.begin;
     if constexpr (!kIsPlain)
       seen = tiles_.from(params, block.batch, block.head, block.first_query, seen);
     go_to(seen);
   }
   __device__ bool are_left() const { return key < end; }
-  __device__ void advance(const AttentionParams& params, const TileOfQueries& block) {
+  __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block) {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
@@ -392,20 +397,25 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     memory.queries_are_there().wait(done & 1);
     ++done;
     Tiles tiles(params, block, first_step);
+    // All lanes have waited: of a barrier that went on without a lane, that lane would wait for ever.
+    const auto pass = [&](Barrier used) {
+      __syncwarp();
+      release(used);
+    };
     // Goes past tiles that other warpgroups alone see, up to a key. They are there before it lets
     // go of them: else it would do so twice before others have once.
     const auto pass_tiles = [&](int until) {
       for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block)) {
         const uint32_t stage = tiles.step % kStages;
         wait_for(keys_are_there, tiles.step);
-        release(memory.keys_are_used(stage));
+        pass(memory.keys_are_used(stage));
         if constexpr (kHasBias) {
           const int bias_stage = tiles.step % Memory::kBiasStages;
           memory.bias_is_there(bias_stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-          release(memory.bias_is_used(bias_stage, warpgroup));
+          pass(memory.bias_is_used(bias_stage, warpgroup));
         }
         wait_for(values_are_there, tiles.step);
-        release(memory.values_are_used(stage));
+        pass(memory.values_are_used(stage));
       }
     };
     pass_tiles(seen.begin - kKeys + 1);
@@ -444,15 +454,22 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       touch(output[0]);
       release(memory.values_are_used(last % kStages));
     } else {
-      release(memory.queries_are_used());
+      pass(memory.queries_are_used());
     }
     pass_tiles(tiles.end);
     // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
 
-    const float sink = sink_logit(params.sink, block.head);
     const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
+    if (params.parts != nullptr) {
+      // Found anew: it would take a register of the products.
+      const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(work.number())));
+      store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
+                  softmax.max[0], softmax.sum[0]);
+      continue;
+    }
+    const float sink = sink_logit(params.sink, block.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowEnd row_end(softmax.max[0][half], sum_of_row(softmax.sum[0][half]), sink,

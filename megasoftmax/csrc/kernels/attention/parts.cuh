@@ -1,0 +1,115 @@
+#pragma once
+// Rows of which several blocks make parts, each of some of the keys: what a block leaves in the
+// workspace, and the launch that adds it up.
+
+#include "../common/vector.cuh"
+#include "exclusion.cuh"
+#include "fragments.cuh"
+#include "online_softmax.cuh"
+#include "params.h"
+
+namespace megasoftmax {
+
+// Of keys that are seen, a multiple of kStep first, what a split takes: whole steps, but for the
+// end.
+template <int kStep>
+__device__ inline KeyRange part_of(const AttentionForwardParams& params, KeyRange seen, int split) {
+  if (params.splits == 1) return seen;
+  const int steps = divide_up(max(seen.end - seen.begin, 0), kStep);
+  const int keys = divide_up(steps, params.splits) * kStep;
+  const int begin = seen.begin + split * keys;
+  return {begin, min(begin + keys, seen.end)};
+}
+
+// Leaves what a warp has of 16 rows, of which the lane's first one is `row`, query `query`.
+template <int kN>
+__device__ inline void store_parts(const AttentionForwardParams& params, int split, int64_t row,
+                                   int query, const float (&output)[kN][4], const float (&max)[2],
+                                   const float (&sum)[2]) {
+  const FirstElement mine;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int offset = row_offset(0, 2 * half);
+    const float total = sum_of_row(sum[half]);
+    if (query + offset >= params.queries) continue;
+    if (mine.column == 0) params.part_end(split, row + offset) = {max[half], total};
+    float* const part = params.part(split, row + offset);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int column = mine.column + column_offset(n, 0);
+      if (column < params.value_dim)
+        *reinterpret_cast<float2*>(part + column) = {output[n][2 * half], output[n][2 * half + 1]};
+    }
+  }
+}
+
+// A row from its parts, by as many warps as have enough of them.
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads)
+    attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
+  constexpr int kColumns = 4, kLanes = 32;  // a lane's columns at a time
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto* const totals = reinterpret_cast<float4*>(shared_memory);  // [warps, value_dim / kColumns]
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  const int warps = combine_warps(params.splits), chunks = params.value_dim / kColumns;
+  const int64_t rows = params.rows();
+  const int64_t number = int64_t{blockIdx.x} * (kCombineThreads / kLanes / warps) + warp / warps;
+  const int64_t row = min(number, rows - 1);
+  const int first_split = warp % warps;
+
+  float max = kLowest, sum = 0.f;
+  for (int split = lane; split < params.splits; split += kLanes)
+    max = fmaxf(max, params.part_end(split, row).max);
+  max = warp_max<kLanes>(max);
+  const auto share_of = [&](const PartEnd& end) {
+    return exp2_approximate((end.max - max) * kLog2E);
+  };
+  for (int split = lane; split < params.splits; split += kLanes) {
+    const PartEnd end = params.part_end(split, row);
+    sum += end.sum * share_of(end);
+  }
+  sum = warp_sum<kLanes>(sum);
+
+  for (int chunk = lane; chunk < chunks; chunk += kLanes) {
+    float4 total = {};
+#pragma unroll 4
+    for (int split = first_split; split < params.splits; split += warps) {
+      const float share = share_of(params.part_end(split, row));
+      const float4 part = *reinterpret_cast<const float4*>(params.part(split, row) + chunk * 4);
+      total.x += part.x * share;
+      total.y += part.y * share;
+      total.z += part.z * share;
+      total.w += part.w * share;
+    }
+    totals[warp * chunks + chunk] = total;
+  }
+  __syncthreads();
+  if (first_split != 0 || number >= rows) return;
+  int64_t of_all, batch;
+  int query, head;
+  {
+    of_all = row / params.queries;
+    query = static_cast<int>(row - of_all * params.queries);
+    batch = of_all / params.heads;
+    head = static_cast<int>(of_all - batch * params.heads);
+  }
+  const RowEnd row_end(max, sum, sink_logit(params.sink, head), params.can_exclude);
+  if (lane == 0) row_end.store(params, row);
+  const float factor = row_end.factor * params.dropout.factor;
+  T* const out = params.output.row<T>(batch, head, query);
+  for (int chunk = lane; chunk < chunks; chunk += kLanes) {
+    float4 total = totals[warp * chunks + chunk];
+    for (int other = 1; other < warps; ++other) {
+      const float4 more = totals[(warp + other) * chunks + chunk];
+      total.x += more.x;
+      total.y += more.y;
+      total.z += more.z;
+      total.w += more.w;
+    }
+    *reinterpret_cast<Pack<T, kColumns>*>(out + chunk * kColumns) = Pack<T, kColumns>::round(
+        {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
+  }
+}
+
+}  // namespace megasoftmax
