@@ -79,6 +79,10 @@ struct AttentionForwardParams : AttentionParams {
   Divider row_tiles;  // of a key head; set by the launcher
 
   int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
+
+  // Of Hopper's kernel, workspace: how many tiles of queries were taken by blocks that were done
+  // with one. Null: each block knows its tiles from the start.
+  uint32_t* tiles_taken = nullptr;
 };
 
 // What a backward needs of a row of scores.

@@ -141,9 +141,10 @@ inline int forward_splits(const AttentionParams& params, int multiprocessors) {
       std::max(splits_for(1, kFewestKeysOfSplit), splits_for(kMaxDecodeBlocksPerSm, kKeysOfSplit)));
 }
 
-// Such launches have kernels of their own, which lose no time over masks and dropout.
+// Such launches have kernels of their own, which lose no time over masks, ranges and dropout.
 inline bool is_plain(const AttentionParams& params) {
-  return params.note.words == nullptr && params.dropout.seed == nullptr;
+  return params.note.words == nullptr && !params.visible.are_given() &&
+         params.dropout.seed == nullptr;
 }
 
 // Tensor copies know no entries that several batches, heads or tokens share.
