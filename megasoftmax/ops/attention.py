@@ -149,9 +149,9 @@ def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor
     tile = kernel_limits().attention["kNoteTile"]
     of_queries, of_keys = -(-queries // tile), -(-keys // tile)
     words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
-    words += words % 2  # the bits of pairs begin at an even one
+    words = -(-words // 4) * 4  # the bits of pairs begin at a multiple of 16 bytes
     if block == 1:
-        words += (1 if mask.shape[2] == 1 else queries) * 2 * of_keys
+        words += (1 if mask.shape[2] == 1 else queries) * 4 * -(-of_keys // 2)
     return mask.new_empty((*mask.shape[:2], words), dtype=torch.int32)
 
 

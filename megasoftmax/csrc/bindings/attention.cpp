@@ -124,7 +124,9 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
     check(given->is_cuda() && given->get_device_index() == beside.get_device_index() &&
               given->scalar_type() == ScalarType::Int && given->dim() == 3 &&
               given->size(0) == batches && given->size(1) == heads && given->size(2) == words &&
-              (words <= 1 || given->stride(2) == 1),
+              (words == 0 ||
+               (given->stride(2) == 1 && (given->stride(0) | given->stride(1)) % 4 == 0 &&
+                reinterpret_cast<uintptr_t>(given->data_ptr()) % 16 == 0)),
           "note must be what tile_note made of this mask");
   }
   const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
@@ -270,13 +272,20 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
-  Tensor parts;
+  Tensor parts, tiles_taken;
   params.splits = attention_forward_splits(params);
   if (params.splits > 1) {
     parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }
-  if (!takes_few_queries(params)) note = set_note(params, mask, first, end, note, query);
+  if (!takes_few_queries(params) && (mask || first || end)) {
+    const bool finds_ranges = attention_forward_finds_ranges(params);
+    if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query);
+    if (finds_ranges) {
+      tiles_taken = new_tensor({1}, ScalarType::Int, query);
+      params.tiles_taken = static_cast<uint32_t*>(tiles_taken.data_ptr());
+    }
+  }
   check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));

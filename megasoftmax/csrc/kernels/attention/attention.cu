@@ -15,9 +15,15 @@ std::atomic<bool> are_portable_alone{false};
 
 bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
 
-// Its tile of the forward, where that may run, or -1.
+// The tile of Hopper's forward, where that runs, or -1.
 int hopper_forward(const AttentionParams& params) {
-  return !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
+  const int tile = !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
+  if (tile < 0) return -1;
+  const HopperBias bias = hopper_bias(params);
+  const bool is_there = params.query.type == DType::kFloat16
+                            ? attention_hopper_forward_is_there<__half>(tile, bias)
+                            : attention_hopper_forward_is_there<__nv_bfloat16>(tile, bias);
+  return is_there ? tile : -1;
 }
 
 // The tile of Hopper's backward, where that runs, or -1.
@@ -37,17 +43,20 @@ int attention_forward_splits(const AttentionParams& params) {
   return forward_splits(params, current_device(), hopper_forward(params));
 }
 
+bool attention_forward_finds_ranges(const AttentionForwardParams& params) {
+  return hopper_forward(params) >= 0;
+}
+
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
   const bool is_half = params.query.type == DType::kFloat16;
   const int tile = hopper_forward(params);
-  bool is_there = false;
   if (tile >= 0)
     MEGASOFTMAX_RETURN_IF_ERROR(
-        is_half ? attention_hopper_forward_instance<__half>(params, tile, stream, is_there)
-                : attention_hopper_forward_instance<__nv_bfloat16>(params, tile, stream, is_there));
-  if (!is_there)
+        is_half ? attention_hopper_forward_instance<__half>(params, tile, stream)
+                : attention_hopper_forward_instance<__nv_bfloat16>(params, tile, stream));
+  else
     MEGASOFTMAX_RETURN_IF_ERROR(is_half
                                     ? attention_forward_instance<__half>(params, stream)
                                     : attention_forward_instance<__nv_bfloat16>(params, stream));

@@ -15,6 +15,10 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
 // AttentionForwardParams::parts.
 int attention_forward_splits(const AttentionParams& params);
 
+// Whether the forward needs no note of ranges without a mask, and takes `tiles_taken` where a mask
+// or ranges are given.
+bool attention_forward_finds_ranges(const AttentionForwardParams& params);
+
 // The type of the queries selects the instance.
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream);
 

@@ -14,6 +14,15 @@ struct KeyRange {
   __device__ bool contains(int key) const { return key >= begin && key < end; }
 };
 
+// A bit for each of the 32 keys from `first_key` on that is outside of a range.
+__device__ inline uint32_t bits_outside(const KeyRange& range, int first_key) {
+  // Shifted by 32 and more, nothing is left.
+  const auto bits_from = [&](int key) {
+    return __funnelshift_lc(0, ~0u, static_cast<uint32_t>(max(key, first_key) - first_key));
+  };
+  return bits_from(range.end) | ~bits_from(range.begin);
+}
+
 // By length and window.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int query) {
   const int diagonal = query + params.keys - params.queries;
@@ -181,6 +190,40 @@ struct Excluded {
     return all != 0;
   }
 
+  // Adds those of queries in rows that bits_of(half, word) tells: of the row of elements 2 * half,
+  // of 32 keys from number 32 * word on.
+  template <class BitsOf>
+  __device__ __forceinline__ void add_words(BitsOf&& bits_of) {
+    static_assert(kM == 1);
+    const FirstElement mine;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) add_word(0, half, word, bits_of(half, word), mine);
+    }
+  }
+
+  // Adds those of queries in columns: a lane has the bits of 32 keys of the query of its number, of
+  // which the first in a row is number `first_row`, and of the query 32 further.
+  __device__ __forceinline__ void add_bits_of_lanes(const uint32_t (&bits)[kN / 4], int first_row) {
+    static_assert(kN % 4 == 0);
+    uint32_t all = 0;
+#pragma unroll
+    for (const uint32_t word : bits) all |= word;
+    if (!__any_sync(~0u, all != 0)) return;
+    const FirstElement mine;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const int column = column_offset(n, right);
+        add_column(n, right,
+                   __shfl_sync(~0u, bits[column / 32], mine.column + column % 32) >>
+                       (first_row + mine.row));
+      }
+    }
+  }
+
   // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
   // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
   // `is_cut`: length or window may exclude some.
@@ -196,14 +239,14 @@ struct Excluded {
   }
   // The same; keys_of(query, offset, has_ranges) tells what a query sees, by range if that may
   // matter, and nothing of one beyond the tensor. It is this lane's `offset` queries from its
-  // first.
+  // first. The note is not read where it `is_known` what it excludes.
   template <bool kKeysInRows, bool kIsPlain, class KeysOf>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut,
-                                       KeysOf&& keys_of) {
+                                       KeysOf&& keys_of, bool is_known = false) {
     const FirstElement mine;
     bool is_mixed = false;
-    if (!kIsPlain && params.note.words != nullptr) {
+    if (!kIsPlain && !is_known && params.note.words != nullptr) {
       const NoteLayout& layout = params.note.layout;
       const uint32_t* const note = params.note.of(batch, head);
       const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
@@ -249,12 +292,8 @@ struct Excluded {
         for (int half = 0; half < 2; ++half) {
           const KeyRange visible = range_of(mine.row, row_offset(m, 2 * half));
 #pragma unroll
-          for (int n = 0; n < kN; ++n) {
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              if (!visible.contains(first_key + mine.column + column_offset(n, i))) add(m, n, i);
-            }
-          }
+          for (int word = 0; word < kWords; ++word)
+            add_word(m, half, word, bits_outside(visible, first_key + word * 32), mine);
         }
       }
     }
@@ -278,6 +317,20 @@ struct Excluded {
   __device__ static constexpr uint32_t bit_of(int m, int n, int i) {
     return 1u << (n % 4 * 8 + m * 4 + i);
   }
+  // Of a query in column `right` of n those that the bits of its keys tell, from this lane's first
+  // on.
+  __device__ __forceinline__ void add_column(int n, int right, uint32_t bits) {
+    // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+    uint32_t keys = bits & (kM == 2 ? 0x01010101u : 0x0101u);
+    keys |= keys >> 6;
+    keys = (keys | keys >> 12) & 0x55u;
+    words[n / 4] |= keys << (n % 4 * 8 + right);
+  }
+  // Of the row of elements 2 * half those that the bits of 32 keys tell.
+  __device__ __forceinline__ void add_word(int m, int half, int word, uint32_t bits,
+                                           const FirstElement& mine) {
+    words[word] |= (bits >> mine.column & 0x03030303u) << (m * 4 + half * 2);
+  }
   __device__ void exclude_all() {
 #pragma unroll
     for (uint32_t& word : words) word = ~0u;
@@ -299,11 +352,7 @@ struct Excluded {
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           const int query = first_query + mine.column + column_offset(n, right);
-          // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
-          uint32_t keys = __ldg(row_of(query)) >> shift & (kM == 2 ? 0x01010101u : 0x0101u);
-          keys |= keys >> 6;
-          keys = (keys | keys >> 12) & 0x55u;
-          words[n / 4] |= keys << (n % 4 * 8 + right);
+          add_column(n, right, __ldg(row_of(query)) >> shift);
         }
       }
     } else {
@@ -314,7 +363,7 @@ struct Excluded {
           const uint32_t* const row = row_of(first_query + mine.row + row_offset(m, 2 * half));
 #pragma unroll
           for (int word = 0; word < kWords; ++word)
-            words[word] |= (__ldg(row + word) >> mine.column & 0x03030303u) << (m * 4 + half * 2);
+            add_word(m, half, word, __ldg(row + word), mine);
         }
       }
     }

@@ -8,6 +8,7 @@ namespace megasoftmax {
 namespace {
 
 constexpr int kNoteThreads = 256;
+constexpr int kRangesThreads = 1024;  // a warp for each of 32 tiles of queries
 
 // Bits of the keys of a tile, the first of them `first_key`.
 using TileBits = uint64_t;
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(kNoteThreads)
     if (query >= params.queries) continue;
     if (query < layout.bit_rows)
       reinterpret_cast<TileBits*>(
-          words + layout.bits())[int64_t{query} * layout.key_tiles + key_tile] = excluded[half];
+          words + layout.bits())[int64_t{query} * (layout.words_of_bits() / 2) + key_tile] =
+          excluded[half];
     TileBits visible = inside & ~excluded[half];
     const auto& [first, end] = params.visible;
     if (first.data != nullptr)
@@ -144,20 +146,19 @@ __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int he
 }
 
 // A block notes 32 tiles of queries, a word of each line of keys.
-__global__ void __launch_bounds__(kNoteThreads)
+__global__ void __launch_bounds__(kRangesThreads)
     attention_note_of_ranges_kernel(const __grid_constant__ AttentionParams params, int groups,
                                     int heads) {
   const NoteLayout& layout = params.note.layout;
   const int entry = static_cast<int>(blockIdx.x) / groups;
   const int group = static_cast<int>(blockIdx.x) % groups;
   const int batch = entry / heads, head = entry % heads;
-  constexpr int kWarps = kNoteThreads / 32;
+  constexpr int kWarps = kRangesThreads / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   __shared__ SeenTiles seen_of[32];
-  for (int tile = warp; tile < 32; tile += kWarps) {
-    const SeenTiles seen = seen_tiles(params, batch, head, (group * 32 + tile) * kNoteTile);
-    if (lane == 0) seen_of[tile] = seen;
-  }
+  static_assert(kWarps == 32);
+  const SeenTiles seen_by_warp = seen_tiles(params, batch, head, (group * 32 + warp) * kNoteTile);
+  if (lane == 0) seen_of[warp] = seen_by_warp;
   __syncthreads();
   const SeenTiles tiles = seen_of[lane];
   const int query_tile = group * 32 + lane;
@@ -191,14 +192,15 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
   const int64_t entries = int64_t{batches} * heads;
   const int64_t tiles = entries * note.layout.query_tiles * note.layout.key_tiles;
   if (tiles == 0) return cudaSuccess;
-  const auto start = [&](void (*kernel)(AttentionParams, int, int), int64_t blocks, int divisor) {
+  const auto start = [&](void (*kernel)(AttentionParams, int, int), int64_t blocks, int threads,
+                         int divisor) {
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-    return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kNoteThreads), 0,
-                  Together::kNot, 1, stream, params, divisor, heads);
+    return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                  0, Together::kNot, 1, stream, params, divisor, heads);
   };
   if (params.mask.data == nullptr) {
     const int groups = note.layout.words_of_queries();
-    return start(attention_note_of_ranges_kernel, entries * groups, groups);
+    return start(attention_note_of_ranges_kernel, entries * groups, kRangesThreads, groups);
   }
   const int64_t pitch = note.layout.words() * sizeof(uint32_t);
   const int64_t width = note.layout.bits() * sizeof(uint32_t);
@@ -209,7 +211,8 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaMemsetAsync(note.words + entry * note.layout.words(), 0, width, stream));
   }
-  return start(attention_note_kernel, divide_up<int64_t>(tiles, kNoteThreads / 32), batches);
+  return start(attention_note_kernel, divide_up<int64_t>(tiles, kNoteThreads / 32), kNoteThreads,
+               batches);
 }
 
 }  // namespace megasoftmax

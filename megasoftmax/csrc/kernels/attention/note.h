@@ -25,7 +25,8 @@ struct NoteLayout {
 
   __host__ __device__ int words_of_keys() const { return divide_up(key_tiles, 32); }
   __host__ __device__ int words_of_queries() const { return divide_up(query_tiles, 32); }
-  __host__ __device__ int words_of_bits() const { return key_tiles * (kNoteTile / 32); }
+  // Of two tiles each 16 bytes, which are read at a time.
+  __host__ __device__ int words_of_bits() const { return divide_up(key_tiles, 2) * 4; }
 
   // Where each part begins. Seen: some pair is visible. Mixed: but not all of them.
   __host__ __device__ int64_t seen_by_query() const { return 0; }
@@ -33,9 +34,9 @@ struct NoteLayout {
     return int64_t{query_tiles} * words_of_keys();
   }
   __host__ __device__ int64_t seen_by_key() const { return 2 * mixed_by_query(); }
-  // At an even word, since they are written by 64.
+  // At a multiple of 16 bytes.
   __host__ __device__ int64_t bits() const {
-    return divide_up<int64_t>(seen_by_key() + int64_t{key_tiles} * words_of_queries(), 2) * 2;
+    return divide_up<int64_t>(seen_by_key() + int64_t{key_tiles} * words_of_queries(), 4) * 4;
   }
   __host__ __device__ int64_t words() const { return bits() + int64_t{bit_rows} * words_of_bits(); }
 };

@@ -95,6 +95,10 @@ struct AttentionForwardParams : AttentionParams {
 
   int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
 
+  // Of Hopper's kernel, workspace: how many tiles of queries were taken by blocks that were done
+  // with one. Null: each block knows its tiles from the start.
+  uint32_t* tiles_taken = nullptr;
+
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.
   int64_t part_floats() const {

@@ -156,9 +156,10 @@ inline int splits_for(const AttentionParams& params, int64_t blocks, int64_t of_
   return static_cast<int>(best);
 }
 
-// Such launches have kernels of their own, which lose no time over masks and dropout.
+// Such launches have kernels of their own, which lose no time over masks, ranges and dropout.
 inline bool is_plain(const AttentionParams& params) {
-  return params.note.words == nullptr && params.dropout.seed == nullptr;
+  return params.note.words == nullptr && !params.visible.are_given() &&
+         params.dropout.seed == nullptr;
 }
 
 // Tensor copies know no entries that several batches, heads or tokens share.

@@ -14,15 +14,17 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
 // Adds up parts of rows, where keys are split.
 template <class T>
 cudaError_t attention_combine_instance(const AttentionForwardParams& params, cudaStream_t stream);
-// `is_there` becomes false where the code for 9.0a is missing, and nothing is launched.
+// Whether the code for 9.0a of a tile is there.
+template <class T>
+bool attention_hopper_forward_is_there(int index, HopperBias bias);
 template <class T>
 cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
-                                              cudaStream_t stream, bool& is_there);
+                                              cudaStream_t stream);
 // With Hopper's kernels of `hopper_tile`, or with the portable ones where it is -1.
 template <class T>
 cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
                                         cudaStream_t stream);
-// Whether the code for 9.0a of a tile is there.
+// As of the forward.
 template <class T>
 bool attention_hopper_backward_is_there(int index, HopperBias bias);
 // Gradients of keys and values, and sums of those of queries.

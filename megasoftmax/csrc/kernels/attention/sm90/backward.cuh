@@ -581,6 +581,19 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       ranges[i] = row < params.queries ? visible_keys(params, batch, head, row) : KeyRange{0, 0};
     }
   };
+  // Of these queries the bits of this warp's keys, and of others, that the mask excludes.
+  [[maybe_unused]] uint32_t masked[Memory::kQueryPanels][2];
+  const bool has_bits =
+      !kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0;
+  const auto find_masked = [&](int head, int query) {
+    const NoteLayout& layout = params.note.layout;
+    const uint32_t* const words = params.note.of(batch, head) + layout.bits() + warp_key / 32;
+    const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
+#pragma unroll
+    for (int i = 0; i < kQueries / 32; ++i)
+      masked[i / 2][i % 2] =
+          __ldg(words + int64_t{min(query + 32 * i + lane, params.queries - 1)} * pitch);
+  };
   // From this lane's first column on.
   const auto rows_of = [&](int stage) {
     return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
@@ -670,6 +683,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   for (int step = 0; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (has_ranges) find_ranges(head, query);
+    if (has_bits) find_masked(head, query);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     start_scores(weights, memory.keys(), memory.queries(stage));
     start_scores(gradients, memory.values(), memory.gradients(stage));
@@ -678,7 +692,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
     if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
 #pragma unroll
-      for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+      for (int panel = 0; panel < Memory::kQueryPanels; ++panel) {
+        // What the mask leaves of ranges is in the note alone.
+        const bool is_known = has_bits && !has_ranges;
+        if (is_known) excluded[panel].add_bits_of_lanes(masked[panel], warp_key % 32);
         excluded[panel].template find<true, kIsPlain>(
             params, batch, head, query + 64 * panel, warp_key, is_cut,
             [&](int seeing, int offset, bool) {
@@ -688,7 +705,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
               const int source = FirstElement().column + offset % 32;
               return KeyRange{__shfl_sync(~0u, of_lane.begin, source),
                               __shfl_sync(~0u, of_lane.end, source)};
-            });
+            },
+            is_known);
+      }
     }
     wait_for_products<1>();
     touch(weights);

@@ -72,20 +72,33 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
 }
 
 template <class T>
-cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
-                                              cudaStream_t stream, bool& is_there) {
-  return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
-      using Memory = HopperMemory<kBias, kIndex>;
+bool attention_hopper_forward_is_there(int index, HopperBias bias) {
+  bool is_there = false;
+  with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       static const bool has_kernels =
           has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
           has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
       is_there = has_kernels;
-      if (!is_there) return cudaSuccess;
+      return cudaSuccess;
+    });
+  });
+  return is_there;
+}
+
+template <class T>
+cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
+                                              cudaStream_t stream) {
+  return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
+    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+      using Memory = HopperMemory<kBias, kIndex>;
       int most_blocks = INT32_MAX;
-      if (shares_blocks(params))
+      if (shares_blocks(params) || params.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+      if (params.tiles_taken != nullptr)
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            cudaMemsetAsync(params.tiles_taken, 0, sizeof(*params.tiles_taken), stream));
       const auto kernel = is_plain(params)
                               ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                               : attention_hopper_forward_kernel<T, kBias, false, kIndex>;

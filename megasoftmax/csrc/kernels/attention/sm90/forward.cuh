@@ -24,6 +24,69 @@ struct TensorMaps {
   CUtensorMap query, key, value, bias;
 };
 
+// What the copying warp tells the others of a tile of queries that the block takes, and what they
+// see by length, window and range: each query; of each 64 queries the keys between the first and
+// the last that one sees, and the keys that all of them see.
+template <int kQueries>
+struct AssignedTile {
+  static constexpr int kGroups = kQueries / 64;
+
+  int number;  // of the tile; negative: there is no other
+  int unused;
+  KeyRange seen[kGroups], whole[kGroups], rows[kQueries];
+
+  // By the lanes of a warp.
+  __device__ void find(const AttentionParams& params, const TileOfQueries& block) {
+    const int lane = thread_index_anew() % 32;
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      int first = INT32_MAX, end = 0, whole_first = 0, whole_end = INT32_MAX;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = group * 64 + half * 32 + lane, query = block.first_query + row;
+        KeyRange range{0, 0};
+        if (query < params.queries) {
+          range = visible_keys(params, block.batch, block.head, query);
+          if (range.begin < range.end) {
+            first = min(first, range.begin);
+            end = max(end, range.end);
+          } else {
+            range = {0, 0};
+          }
+          whole_first = max(whole_first, range.begin);
+          whole_end = min(whole_end, range.end);
+        }
+        rows[row] = range;
+      }
+      first = __reduce_min_sync(~0u, first);
+      end = __reduce_max_sync(~0u, end);
+      whole_first = __reduce_max_sync(~0u, whole_first);
+      whole_end = __reduce_min_sync(~0u, whole_end);
+      if (lane == 0) {
+        seen[group] = {first, end};
+        whole[group] = {whole_first, whole_end};
+      }
+    }
+  }
+  // The first key from `key` on between those that some 64 queries see; INT32_MAX if none is left.
+  __device__ int next(int key) const {
+    int found = INT32_MAX;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const KeyRange range = seen[group];
+      if (key < range.end) found = min(found, max(key, range.begin));
+    }
+    return found;
+  }
+  // The key after the last one that is seen.
+  __device__ int end() const {
+    int found = 0;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) found = max(found, seen[group].end);
+    return found;
+  }
+};
+
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
@@ -53,7 +116,9 @@ struct HopperMemory {
       kBias == HopperBias::kNone ? 0 : kBiasStages * kBiasTilesOfStage;
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
   static constexpr int kBiasBarrier = 2 + 4 * kStages;
-  static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
+  using Assignment = AssignedTile<kQueries>;  // two, in turn
+  static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
+  static constexpr int kBytes = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
 
   uint32_t address;
 
@@ -62,6 +127,9 @@ struct HopperMemory {
   }
   __device__ static Diagonals diagonals(char* memory, int stage) {
     return {reinterpret_cast<float*>(memory + kBiasAt + stage * kBiasBytes)};
+  }
+  __device__ static Assignment& assignment(char* memory, int number) {
+    return reinterpret_cast<Assignment*>(memory + kAssignmentsAt)[number % 2];
   }
   __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
@@ -91,29 +159,43 @@ class TilesOfBlock {
   int key, end;   // the first key of the tile at hand; none is left from `end` on
   uint32_t step;  // how many the block took before
 
+  // `assigned` counts where launches are not plain.
   __device__ TilesOfBlock(const AttentionForwardParams& params, const TileOfQueries& block,
-                          uint32_t step)
+                          const AssignedTile<kQueries>& assigned, uint32_t step)
       : step(step) {
-    const int last_query = min(block.first_query + kQueries, params.queries) - 1;
-    const int first_seen = visible_keys(params, block.first_query).begin;
-    const KeyRange part = part_of<kKeys>(
-        params, {first_seen / kKeys * kKeys, visible_keys(params, last_query).end}, block.split);
+    KeyRange seen;
+    if constexpr (kIsPlain) {
+      const int last_query = min(block.first_query + kQueries, params.queries) - 1;
+      seen = {visible_keys(params, block.first_query).begin, visible_keys(params, last_query).end};
+    } else {
+      seen = {assigned.next(0), assigned.end()};
+    }
+    const KeyRange part =
+        part_of<kKeys>(params, {seen.begin / kKeys * kKeys, seen.end}, block.split);
     end = part.end;
-    int seen = part.begin;
-    if constexpr (!kIsPlain)
-      seen = tiles_.from(params, block.batch, block.head, block.first_query, seen);
-    go_to(seen);
+    if constexpr (kIsPlain) {
+      go_to(part.begin);
+    } else {
+      const int first = max(part.begin, seen.begin);
+      go_to(params.note.words == nullptr || first >= end
+                ? first
+                : tiles_.from(params, block.batch, block.head, block.first_query,
+                              first / kNoteTile * kNoteTile));
+    }
   }
   __device__ bool are_left() const { return key < end; }
-  __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block) {
+  __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block,
+                          const AssignedTile<kQueries>& assigned) {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
-      go_to(tiles_.after(params, key + kNoteTile, [&] { return block; }));
+      go_to(params.note.words == nullptr
+                ? assigned.next(key + kKeys)
+                : tiles_.after(params, key + kNoteTile, [&] { return block; }));
     }
     ++step;
   }
-  // By mask or range.
+  // By mask.
   __device__ bool may_exclude() const {
     return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kNoteTile));
   }
@@ -126,7 +208,8 @@ class TilesOfBlock {
 };
 
 // The tiles of queries of a block: all blocks take them in turn, every other turn in reverse, since
-// causal tiles become shorter.
+// causal tiles become shorter. What a mask or ranges leave of a tile is not known before: then a
+// block takes the next one when it is done with one, which it counts in global memory.
 class WorkOfBlock {
  public:
   int turn = 0;
@@ -139,6 +222,16 @@ class WorkOfBlock {
   }
   __device__ bool is_left() const { return number() < count_; }
   __device__ bool may_come() const { return turn * static_cast<int>(gridDim.x) < count_; }
+  // The number of the tile of the next turn, or one that is too large. Lane 0 of the copying warp
+  // counts, and has it alone.
+  __device__ uint32_t next(const AttentionForwardParams& params) const {
+    if (params.tiles_taken != nullptr)
+      return threadIdx.x == 0 ? gridDim.x + atomicAdd(params.tiles_taken, 1) : 0;
+    WorkOfBlock after = *this;
+    ++after.turn;
+    return after.may_come() ? static_cast<uint32_t>(after.number()) : ~0u;
+  }
+  __device__ bool has(uint32_t number) const { return number < static_cast<uint32_t>(count_); }
 
  private:
   int count_;
@@ -162,7 +255,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     memory.queries_are_there().init(1);
-    memory.queries_are_used().init(4 * kWarpgroups);
+    memory.queries_are_used().init(4 * kWarpgroups +
+                                   (Memory::kIsTable && !kIsPlain ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       memory.keys_are_there(stage).init(1);
       memory.values_are_there(stage).init(1);
@@ -178,17 +272,33 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   __syncthreads();
   WorkOfBlock work(params);
   uint32_t first_step = 0;
+  // Of the launches that are not plain, others than the copying warp take its word for their next
+  // tile of queries.
+  const auto assigned_number = [&](int done) {
+    memory.queries_are_there().wait(done & 1);
+    return static_cast<int>(
+        uniform(static_cast<uint32_t>(Memory::assignment(shared_memory, done).number)));
+  };
+  const auto may_come = [&](int done, int& number) {
+    if constexpr (kIsPlain) {
+      return work.may_come();
+    } else {
+      return (number = assigned_number(done)) >= 0;
+    }
+  };
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
     if (threadIdx.x >= 32) {
       if constexpr (Memory::kIsTable) {
-        for (; work.may_come(); ++work.turn) {
-          if (!work.is_left()) continue;
-          const TileOfQueries block(params, kQueries, work.number());
+        int number;
+        for (int done = 0; may_come(done, number); ++work.turn, ++done) {
+          if (kIsPlain && !work.is_left()) continue;
+          const TileOfQueries block(params, kQueries, kIsPlain ? work.number() : number);
+          const auto& assigned = Memory::assignment(shared_memory, done);
           const BiasRows<T> bias(params, block.batch, block.head);
-          Tiles tiles(params, block, first_step);
-          for (; tiles.are_left(); tiles.advance(params, block)) {
+          Tiles tiles(params, block, assigned, first_step);
+          for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
             const int stage = tiles.step % Memory::kBiasStages;
             Memory::diagonals(shared_memory, stage)
                 .template fill<32 * kFillers>(static_cast<int>(threadIdx.x) - 32, bias,
@@ -201,14 +311,38 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             if (threadIdx.x % 32 == 0) memory.bias_is_there(stage, 0).arrive();
           }
           first_step = uniform(tiles.step);
+          if constexpr (!kIsPlain) {
+            __syncwarp();  // all lanes have read what is assigned
+            if (threadIdx.x % 32 == 0) memory.queries_are_used().arrive();
+          }
         }
       }
       return;
     }
     const bool is_first = threadIdx.x == 0;
-    for (int done = 0; work.may_come(); ++work.turn) {
-      if (!work.is_left()) continue;
-      const TileOfQueries block(params, kQueries, work.number());
+    uint32_t number = blockIdx.x;
+    for (int done = 0; kIsPlain ? work.may_come() : true; ++work.turn) {
+      if (kIsPlain && !work.is_left()) continue;
+      auto& assigned = Memory::assignment(shared_memory, done);
+      [[maybe_unused]] uint32_t following;
+      if constexpr (kIsPlain) {
+        number = work.number();
+      } else {
+        // The tile before the last one is done, and what was assigned then is not needed any more.
+        const bool is_left = work.has(number);
+        if (is_left) {
+          following = work.next(params);
+          assigned.find(params, TileOfQueries(params, kQueries, static_cast<int>(number)));
+        }
+        if (is_first) assigned.number = is_left ? static_cast<int>(number) : -1;
+        __syncwarp();  // all lanes have written theirs
+        if (!is_left) {
+          memory.queries_are_used().wait((done & 1) ^ 1);
+          if (is_first) memory.queries_are_there().arrive();
+          return;
+        }
+      }
+      const TileOfQueries block(params, kQueries, static_cast<int>(number));
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
       const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
@@ -246,8 +380,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                               bias_batch);
         }
       };
-      Tiles tiles(params, block, first_step);
-      for (; tiles.are_left(); tiles.advance(params, block)) {
+      Tiles tiles(params, block, assigned, first_step);
+      for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
         const int stage = tiles.step % kStages;
         fill(memory.keys(stage), maps.key, memory.keys_are_there(stage),
              memory.keys_are_used(stage), tiles.step, tiles.key);
@@ -256,6 +390,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
              memory.values_are_used(stage), tiles.step, tiles.key);
       }
       first_step = uniform(tiles.step);
+      if constexpr (!kIsPlain) number = __shfl_sync(~0u, following, 0);
     }
     return;
   }
@@ -273,32 +408,34 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
-  for (int done = 0; work.may_come(); ++work.turn) {
-    if (!work.is_left()) continue;
-    const TileOfQueries block(params, kQueries, work.number());
+  int number;
+  for (int done = 0; may_come(done, number); ++work.turn) {
+    if (kIsPlain && !work.is_left()) continue;
+    const TileOfQueries block(params, kQueries, kIsPlain ? work.number() : number);
+    const auto& assigned = Memory::assignment(shared_memory, done);
     const int group_query = block.first_query + 64 * warpgroup;
     const int warp_query = group_query + 16 * warp_in_group;
-    // By length and window: of these keys all queries of the warpgroup see all; of those some see
-    // some, and none where it has no queries.
+    // By length, window and range: of these keys all queries of the warpgroup see all; and these
+    // some see, none where it has no queries.
     int all_visible_begin = 0, all_visible_end = 0;
-    KeyRange seen{0, 0};
-    if (group_query < params.queries) {
+    [[maybe_unused]] KeyRange seen_by_any{0, 0};
+    if constexpr (!kIsPlain) {
+      all_visible_begin = assigned.whole[warpgroup].begin;
+      all_visible_end = assigned.whole[warpgroup].end - kKeys;
+    } else if (group_query < params.queries) {
       const KeyRange of_first = visible_keys(params, group_query),
                      of_last = visible_keys(params, min(group_query + 64, params.queries) - 1);
       all_visible_begin = of_last.begin;
       all_visible_end = of_first.end - kKeys;
-      seen = {of_first.begin, of_last.end};
+      seen_by_any = {of_first.begin, of_last.end};
     }
-    // What this lane's rows see by range.
-    [[maybe_unused]] KeyRange ranges[2];
-    if constexpr (!kIsPlain) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = warp_query + mine.row + row_offset(0, 2 * half);
-        ranges[half] =
-            visible_keys(params, block.batch, block.head, min(query, params.queries - 1));
+    const auto seen = [&]() -> const KeyRange& {
+      if constexpr (kIsPlain) {
+        return seen_by_any;
+      } else {
+        return assigned.seen[warpgroup];
       }
-    }
+    };
 
     float output[1][kColumns][4] = {};
     float scores[1][kN][4];
@@ -359,23 +496,58 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias(scores, params.scale, bias);
       }
     };
+    // Of a tile the bits of this lane's rows that the mask excludes, on their way while products
+    // run.
+    [[maybe_unused]] uint4 masked[2];
+    const auto load_masked = [&](const Tiles& tiles) {
+      if constexpr (!kIsPlain) {
+        masked[0] = masked[1] = make_uint4(0, 0, 0, 0);
+        if (!tiles.may_exclude()) return;
+        const NoteLayout& layout = params.note.layout;
+        const uint32_t* const note = params.note.of(block.batch, block.head);
+        if (layout.bit_rows > 0) {
+          const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = min(warp_query + mine.row + 8 * half, params.queries - 1);
+            masked[half] = __ldg(reinterpret_cast<const uint4*>(
+                note + layout.bits() + int64_t{row} * pitch + tiles.key / 32));
+          }
+        } else {
+          const int line = min(group_query / kNoteTile, layout.query_tiles - 1);
+          const int tile = tiles.key / kNoteTile;
+          const uint32_t seen = __ldg(note + layout.seen_by_query() +
+                                      int64_t{line} * layout.words_of_keys() + tile / 32) >>
+                                tile % 32;
+          const uint32_t left = (seen & 1) - 1, right = (seen >> 1 & 1) - 1;
+          masked[0] = masked[1] = make_uint4(left, left, right, right);
+        }
+      }
+    };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
       add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Excluded<1, kN / 2> excluded;
-          excluded.template find<false, kIsPlain>(
-              params, block.batch, block.head, warp_query, tiles.key + half * kNoteTile, is_cut,
-              [&](int query, int offset, bool has_ranges) {
-                if (query >= params.queries) return KeyRange{0, 0};
-                return has_ranges ? ranges[offset / 8] : visible_keys(params, query);
-              });
-          excluded.apply(reinterpret_cast<Accumulators<1, kN / 2>&>(scores[0][half * (kN / 2)]),
-                         -INFINITY);
+        Excluded<1, kN> excluded;
+        if constexpr (kIsPlain) {
+          excluded.template find<false, true>(params, block.batch, block.head, warp_query,
+                                              tiles.key, is_cut);
+        } else {
+          if (is_cut) {
+            const KeyRange* const rows =
+                assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
+            const KeyRange ranges[2] = {rows[0], rows[8]};
+            excluded.add_words([&](int half, int word) {
+              return bits_outside(ranges[half], tiles.key + 32 * word);
+            });
+          }
+          excluded.add_words([&](int half, int word) {
+            const uint4& row = masked[half];
+            return word == 0 ? row.x : word == 1 ? row.y : word == 2 ? row.z : row.w;
+          });
         }
+        excluded.apply(scores, -INFINITY);
       }
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
@@ -394,41 +566,50 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
     };
 
-    memory.queries_are_there().wait(done & 1);
+    if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
     ++done;
-    Tiles tiles(params, block, first_step);
-    // All lanes have waited: of a barrier that went on without a lane, that lane would wait for ever.
-    const auto pass = [&](Barrier used) {
+    Tiles tiles(params, block, assigned, first_step);
+    // All lanes have waited: of a barrier that went on without a lane, that lane would wait for
+    // ever. And all have read what is assigned.
+    const auto release_by_all = [&](Barrier used) {
       __syncwarp();
       release(used);
     };
     // Goes past tiles that other warpgroups alone see, up to a key. They are there before it lets
     // go of them: else it would do so twice before others have once.
     const auto pass_tiles = [&](int until) {
-      for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block)) {
+      for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block, assigned)) {
         const uint32_t stage = tiles.step % kStages;
         wait_for(keys_are_there, tiles.step);
-        pass(memory.keys_are_used(stage));
+        release_by_all(memory.keys_are_used(stage));
         if constexpr (kHasBias) {
           const int bias_stage = tiles.step % Memory::kBiasStages;
           memory.bias_is_there(bias_stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-          pass(memory.bias_is_used(bias_stage, warpgroup));
+          release_by_all(memory.bias_is_used(bias_stage, warpgroup));
         }
         wait_for(values_are_there, tiles.step);
-        pass(memory.values_are_used(stage));
+        release_by_all(memory.values_are_used(stage));
       }
     };
-    pass_tiles(seen.begin - kKeys + 1);
-    if (tiles.are_left() && tiles.key < seen.end) {
+    pass_tiles(seen().begin - kKeys + 1);
+    // What is assigned is needed up to the last tile.
+    bool are_queries_used = false;
+    const auto release_queries = [&] {
+      are_queries_used = kIsPlain || !tiles.are_left();
+      if (are_queries_used) release_by_all(memory.queries_are_used());
+    };
+    if (tiles.are_left() && tiles.key < seen().end) {
+      load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
       round_weights();
-      for (tiles.advance(params, block); tiles.are_left() && tiles.key < seen.end;
-           tiles.advance(params, block)) {
+      for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
+           tiles.advance(params, block, assigned)) {
         const uint32_t stage = tiles.step % kStages, before = tiles.step - 1;
+        load_masked(tiles);
         wait_for(keys_are_there, tiles.step);
         start_scores(stage);
         wait_for(values_are_there, before);
@@ -446,7 +627,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
         round_weights();
       }
-      release(memory.queries_are_used());
+      release_queries();
       const uint32_t last = tiles.step - 1;
       wait_for(values_are_there, last);
       start_output(last % kStages);
@@ -454,9 +635,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       touch(output[0]);
       release(memory.values_are_used(last % kStages));
     } else {
-      pass(memory.queries_are_used());
+      release_queries();
     }
     pass_tiles(tiles.end);
+    if (!are_queries_used) release_by_all(memory.queries_are_used());
     // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
