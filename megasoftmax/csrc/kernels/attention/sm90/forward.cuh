@@ -6,6 +6,7 @@
 // next keys, then that of the weights before with their values, and makes weights while the latter
 // runs.
 
+#include "../../common/limits.h"
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../dropping.cuh"
@@ -26,21 +27,25 @@ struct TensorMaps {
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
-  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = divide_up(kDim, 64);
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
   static constexpr int kThreads = kTile.threads(), kStages = 2;
   static_assert(shares_registers(kTile));
-  static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
+  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0);
+  static_assert(kKeys == kNoteTile || kKeys == 2 * kNoteTile);
 
-  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
-  // each stage and warpgroup, of a table that of each stage; barriers.
+  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup, unless they
+  // take the place of its queries; the bias of each stage and warpgroup, of a table that of each
+  // stage; barriers.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
   static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kResultsAt = kValuesAt + kStages * kKeyBytes;
-  static constexpr int kBiasAt = kResultsAt + kWarpgroups * kQueryBytes;
+  static constexpr bool kHasOwnResults = kTile.has_own_results;
+  static constexpr int kResultsAt = kHasOwnResults ? kValuesAt + kStages * kKeyBytes : 0;
+  static constexpr int kBiasAt =
+      kValuesAt + kStages * kKeyBytes + (kHasOwnResults ? kWarpgroups * kQueryBytes : 0);
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
   static constexpr int kBiasStages = kIsTable ? kStages : kTile.bias_stages;
@@ -53,6 +58,7 @@ struct HopperMemory {
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
   static constexpr int kBiasBarrier = 2 + 4 * kStages;
   static constexpr int kBytes = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
+  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
 
   uint32_t address;
 
@@ -104,13 +110,13 @@ class TilesOfBlock {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
-      go_to(tiles_.after(params, key + kNoteTile, [&] { return block; }));
+      go_to(tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; }));
     }
     ++step;
   }
   // By mask or range.
   __device__ bool may_exclude() const {
-    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kNoteTile));
+    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kNoteTile));
   }
 
  private:
@@ -347,15 +353,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Excluded<1, kN / 2> excluded;
+        for (int part = 0; part < kKeys / kNoteTile; ++part) {
+          constexpr int kPart = kNoteTile / 8;
+          Excluded<1, kPart> excluded;
           excluded.template find<false, kIsPlain>(
-              params, block.batch, block.head, warp_query, tiles.key + half * kNoteTile, is_cut,
+              params, block.batch, block.head, warp_query, tiles.key + part * kNoteTile, is_cut,
               [&](int query, int offset, bool has_ranges) {
                 if (query >= params.queries) return KeyRange{0, 0};
                 return has_ranges ? ranges[offset / 8] : visible_keys(params, query);
               });
-          excluded.apply(reinterpret_cast<Accumulators<1, kN / 2>&>(scores[0][half * (kN / 2)]),
+          excluded.apply(reinterpret_cast<Accumulators<1, kPart>&>(scores[0][part * kPart]),
                          -INFINITY);
         }
       }
@@ -407,14 +414,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
         round_weights();
       }
-      release(memory.queries_are_used());
+      if constexpr (Memory::kHasOwnResults) release(memory.queries_are_used());
       const uint32_t last = tiles.step - 1;
       wait_for(values_are_there, last);
       start_output(last % kStages);
       wait_for_products<0>();
       touch(output[0]);
       release(memory.values_are_used(last % kStages));
-    } else {
+    } else if constexpr (Memory::kHasOwnResults) {
       release(memory.queries_are_used());
     }
     // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
@@ -432,11 +439,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         row_end.store(params, first_row + row);
       factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
     }
-    store_rows<T, Tile<T, 64, kDim>>(
+    // Results of a warp take the place of queries of all warps.
+    if constexpr (!Memory::kHasOwnResults) sync_warpgroup(warpgroup);
+    store_rows<T, Tile<T, 64, 64 * Memory::kPanels>>(
         shared_memory + Memory::kResultsAt + warpgroup * Memory::kQueryBytes, 16 * warp_in_group,
         output[0], factors, params.output.row<T>(block.batch, block.head, group_query),
         params.output.query_stride, params.queries - group_query, params.value_dim);
-    __syncwarp();  // results may take their place again
+    if constexpr (!Memory::kHasOwnResults) publish_writes();  // before queries are copied there
+    __syncwarp();                                             // results may take their place again
+    if constexpr (!Memory::kHasOwnResults) release(memory.queries_are_used());
   }
 #endif
 }
