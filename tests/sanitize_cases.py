@@ -89,7 +89,7 @@ def cases() -> list[Case]:
             "attention",
             is_attention,
             dtype=HALVES,
-            dim=HEAD_DIMS,
+            dim=tuple(sorted({*HEAD_DIMS, *HOPPER_DIMS})),
             bias=ATTENTION_BIASES,
             bias_dtype=BIAS_DTYPES,
             deterministic=(False, True),
@@ -575,7 +575,7 @@ def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_:
     is_tile = bias in TILE_BIASES and bias_dtype != "fp32"
     are_there = {
         "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS,
-        "portable": True,
+        "portable": dim in HEAD_DIMS,
         "small": dim in SMALL_DIMS,
     }
     return (bias == "none") == (bias_dtype is None) and are_there[kernels]

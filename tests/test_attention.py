@@ -326,7 +326,7 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [(192, 192), (300, 170), (64, 448), (448, 64), (130, 900)])
 def test_masks_over_any_number_of_tiles(lengths: tuple[int, int], dim: int, causal: bool) -> None:
     """Kernels take half of a tile of 64 by 64 at a time, or up to two, and skip unseen ones."""
@@ -475,7 +475,7 @@ def _table(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("dim", [40, 64, 72, 96, 128, 160, 256])
 @pytest.mark.parametrize(
     "lengths", [(17, 1), (63, 65), (129, 127), (192, 128), (193, 391), (448, 64), (130, 900)]
 )
@@ -510,7 +510,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("batch", "heads", "bias", "lengths", "options"),
     [
@@ -556,7 +556,7 @@ def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("has_table", [False, True])
-@pytest.mark.parametrize("dim", [32, 33, 128, 129])
+@pytest.mark.parametrize("dim", [32, 33, 128, 129, 256])
 def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernels: str) -> None:
     """By their names: else tests of all kinds could test one of them twice."""
     inputs = [
@@ -574,13 +574,14 @@ def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernel
     names = " ".join({event.name for event in profiler.events()})
     major, minor = acted_capability() or torch.cuda.get_device_capability()
     has_small_blocks = kernels == "small" or (major, minor) in ((8, 6), (8, 9), (12, 0))
-    is_hopper = major == 9 and kernels == "own" and 32 < dim <= 128
+    widest = {"forward": 256, "backward": 128}
     # Rows of the tables in limits.h: in large blocks, and in small ones.
     rows = {
-        "forward": {32: (0, 0), 33: (1, 1), 128: (2, 2), 129: (3, 4)},
-        "backward": {32: (0, 0), 33: (1, 1), 128: (2, 3), 129: (4, 5)},
+        "forward": {32: (0, 0), 33: (1, 1), 128: (2, 2), 129: (3, 4), 256: (3, 4)},
+        "backward": {32: (0, 0), 33: (1, 1), 128: (2, 3), 129: (4, 5), 256: (4, 5)},
     }
     for direction, of_dim in rows.items():
+        is_hopper = major == 9 and kernels == "own" and 32 < dim <= widest[direction]
         assert (f"attention_hopper_{direction}_kernel" in names) == is_hopper
         found = re.findall(rf"attention_{direction}_kernel<[^>]*, (\d+)>", names)
         assert [int(row) for row in found] == ([] if is_hopper else [of_dim[dim][has_small_blocks]])

@@ -46,7 +46,7 @@ def table_of(family: str, name: str) -> list[list[str]]:
 # Attention
 
 
-HEAD_DIMS = [8, 31, 32, 33, 64, 65, 100, 128, 129, 256]
+HEAD_DIMS = [8, 31, 32, 33, 64, 65, 80, 81, 96, 100, 128, 129, 192, 200, 256]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -83,11 +83,14 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     padded = -(-head_dim // 8) * 8
     found = explain_attention(2, 6, 3000, head_dim, key_heads=3)
     back = explain_attention(2, 6, 3000, head_dim, key_heads=3, backward=True)
-    assert found.hopper == back.hopper == (32 < head_dim <= 128)
-    if not found.hopper:
-        assert f"Hopper's own do not take a head dimension of {padded}" in found.why
-        return
     assert (found.kernel, back.kernel) == ("forward", "backward")
+    assert found.hopper == (32 < head_dim <= 256)
+    assert back.hopper == (32 < head_dim <= 128)
+    for each in (found, back):
+        refused = f"Hopper's own do not take a head dimension of {padded}"
+        assert (refused in each.why) == (not each.hopper)
+    if not found.hopper:
+        return
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
@@ -97,6 +100,8 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
     assert found.blocks == 2 * 6 * -(-3000 // (64 * warpgroups))
     assert found.workspace_bytes == 0
+    if not back.hopper:
+        return
     backward_table = table_of("attention", "kAttentionHopperBackwardTiles")
     tile, queries = next(map(int, row[:2]) for row in backward_table if int(row[0]) >= padded)
     assert (back.tile_head_dim, back.threads) == (tile, 128 * 3)
@@ -105,14 +110,15 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 129])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 129, 256])
 def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     """With as many keys as tensor copies of a dense bias do not take."""
     options: dict[str, Any] = {"keys": 1001, "relative": True}
     found = explain_attention(2, 6, 1000, head_dim, **options)
     back = explain_attention(2, 6, 1000, head_dim, **options, backward=True)
     both = explain_attention(2, 6, 1000, head_dim, **options, backward=True, bias_gradient=True)
-    assert found.hopper == back.hopper == both.hopper == (32 < head_dim <= 128)
+    assert found.hopper == (32 < head_dim <= 256)
+    assert back.hopper == both.hopper == (32 < head_dim <= 128)
     without = explain_attention(2, 6, 1000, head_dim, keys=1001)
     entries = 6 * (1000 + 1001 - 1)
     assert found.bytes_read == without.bytes_read + 2 * entries

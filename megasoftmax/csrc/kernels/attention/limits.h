@@ -56,7 +56,8 @@ struct AttentionHopperTile {
   int warpgroups;
   int keys;
   int copier_registers, registers;
-  int bias_stages;  // tiles of the bias in shared memory at a time
+  int bias_stages;       // tiles of the bias in shared memory at a time
+  bool has_own_results;  // in shared memory, or in the place of queries
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
@@ -79,9 +80,13 @@ inline constexpr int64_t kMaxHeadsOfSection = 128;
 // 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
-    // head dim, warpgroups, keys, registers (that copies, others), bias stages
-    {        64,          3,  128,  32, 160,            2},  // 430
-    {       128,          2,  128,  40, 232,            1},  // 593
+    // head dim, warpgroups, keys, registers (that copies, others), bias stages, own results
+    {        64,          3,  128,  32, 160,            2,         true},  // 430
+    {        80,          2,  128,  40, 232,            1,         true},
+    {        96,          2,  128,  40, 232,            1,         true},
+    {       128,          2,  128,  40, 232,            1,         true},  // 593
+    {       192,          2,   64,  40, 232,            1,         true},
+    {       256,          2,   64,  40, 232,            1,        false},
 };
 // clang-format on
 
@@ -104,6 +109,8 @@ inline constexpr int kMaxBiasCluster = 8;
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // head dim, queries, registers (that copies, others)
     {        64,     128,  24, 240},  // 420
+    {        80,      64,  24, 240},
+    {        96,      64,  24, 240},
     {       128,      64,  24, 240},  // 556
 };
 // clang-format on

@@ -189,14 +189,20 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
                              params.queries);
 }
 
+// The largest head dimension of a table.
+template <class TileShape, int kCount>
+constexpr int largest_head_dim(const TileShape (&tiles)[kCount]) {
+  return tiles[kCount - 1].head_dim;
+}
+
 // Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
 inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
   const int dim = std::max(params.head_dim, params.value_dim);
-  if (!takes_hopper_bias(params) || dim <= 32 || dim > 128 || params.keys == 0 ||
-      !is_dense(params.query, params.heads, params.queries) ||
+  if (!takes_hopper_bias(params) || dim <= 32 || dim > largest_head_dim(kAttentionHopperTiles) ||
+      params.keys == 0 || !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))
     return -1;
@@ -205,7 +211,9 @@ inline int hopper_tile(const AttentionParams& params) {
 
 // The same backward, of kAttentionHopperBackwardTiles.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
-  if (hopper_tile(params) < 0 || params.query_gradient_sum == nullptr || params.queries == 0 ||
+  const int dim = std::max(params.head_dim, params.value_dim);
+  if (hopper_tile(params) < 0 || dim > largest_head_dim(kAttentionHopperBackwardTiles) ||
+      params.query_gradient_sum == nullptr || params.queries == 0 ||
       !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
     return -1;
   return tile_for(kAttentionHopperBackwardTiles, params);

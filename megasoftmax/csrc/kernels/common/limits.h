@@ -42,4 +42,13 @@ constexpr int least_shared_bytes() {
   return least;
 }
 
+// The same of the GPUs whose compute capability has this major number.
+constexpr int shared_bytes_of(int major) {
+  int least = 0;
+  for (const Gpu& gpu : kGpus) {
+    if (gpu.major == major && (least == 0 || gpu.shared_bytes < least)) least = gpu.shared_bytes;
+  }
+  return least;
+}
+
 }  // namespace megasoftmax

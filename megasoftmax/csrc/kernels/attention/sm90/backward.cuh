@@ -16,6 +16,7 @@
 // With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
 // the last two sum the gradients of scores along diagonals, while the next tile runs.
 
+#include "../../common/limits.h"
 #include "../../common/math.cuh"
 #include "../bias.cuh"
 #include "../dropping.cuh"
@@ -122,8 +123,8 @@ struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
-  static constexpr int kPanels = kDim / 64, kQueryPanels = kQueries / 64, kStages = 2;
-  static_assert(kDim % 64 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
+  static constexpr int kPanels = divide_up(kDim, 64), kQueryPanels = kQueries / 64, kStages = 2;
+  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
   static_assert(shares_registers(kTile));
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
 
@@ -156,6 +157,7 @@ struct HopperBackwardMemory {
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 7));
+  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
   // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
   // In a cluster one of them sends what others sum.
@@ -749,10 +751,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     sync_warpgroup(warpgroup);
     if (is_first_of_group) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        start_sum_of_box(maps.query_gradient_sum,
-                         memory.sums(warpgroup) + i * Memory::kSumPanelBytes,
-                         64 * column_panel + 32 * i, query + 64 * query_panel, head, batch);
+      for (int i = 0; i < 2; ++i) {
+        const int column = 64 * column_panel + 32 * i;
+        if (column < kDim)
+          start_sum_of_box(maps.query_gradient_sum,
+                           memory.sums(warpgroup) + i * Memory::kSumPanelBytes, column,
+                           query + 64 * query_panel, head, batch);
+      }
       end_stores();
     }
     wait_for_products<0>();
@@ -764,7 +769,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   // Through what held sums.
   if (is_first_of_group) wait_for_reads_of_stores();
   sync_warpgroup(warpgroup);
-  using Rows = Tile<T, 64, kDim>;
+  using Rows = Tile<T, 64, 64 * Memory::kPanels>;
   static_assert(Rows::kBytes <= Memory::kSumBytes);
   const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
                          int width) {

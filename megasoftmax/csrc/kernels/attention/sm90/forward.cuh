@@ -6,6 +6,7 @@
 // next keys, then that of the weights before with their values, and makes weights while the latter
 // runs.
 
+#include "../../common/limits.h"
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../dropping.cuh"
@@ -90,21 +91,25 @@ struct AssignedTile {
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
-  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = kDim / 64;
+  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = divide_up(kDim, 64);
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
   static constexpr int kThreads = kTile.threads(), kStages = 2;
   static_assert(shares_registers(kTile));
-  static_assert(kDim % 64 == 0 && kKeys == 2 * kNoteTile && kQueries % kNoteTile == 0);
+  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0);
+  static_assert(kKeys == kNoteTile || kKeys == 2 * kNoteTile);
 
-  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup; the bias of
-  // each stage and warpgroup, of a table that of each stage; barriers.
+  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup, unless they
+  // take the place of its queries; the bias of each stage and warpgroup, of a table that of each
+  // stage; barriers.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
   static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kResultsAt = kValuesAt + kStages * kKeyBytes;
-  static constexpr int kBiasAt = kResultsAt + kWarpgroups * kQueryBytes;
+  static constexpr bool kHasOwnResults = kTile.has_own_results;
+  static constexpr int kResultsAt = kHasOwnResults ? kValuesAt + kStages * kKeyBytes : 0;
+  static constexpr int kBiasAt =
+      kValuesAt + kStages * kKeyBytes + (kHasOwnResults ? kWarpgroups * kQueryBytes : 0);
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
   static constexpr int kBiasStages = kIsTable ? kStages : kTile.bias_stages;
@@ -119,6 +124,7 @@ struct HopperMemory {
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
   static constexpr int kBytes = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
+  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
 
   uint32_t address;
 
@@ -191,13 +197,13 @@ class TilesOfBlock {
     } else {
       go_to(params.note.words == nullptr
                 ? assigned.next(key + kKeys)
-                : tiles_.after(params, key + kNoteTile, [&] { return block; }));
+                : tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; }));
     }
     ++step;
   }
   // By mask.
   __device__ bool may_exclude() const {
-    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kNoteTile));
+    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kNoteTile));
   }
 
  private:
@@ -498,10 +504,13 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     // Of a tile the bits of this lane's rows that the mask excludes, on their way while products
     // run.
-    [[maybe_unused]] uint4 masked[2];
+    constexpr int kMaskWords = kKeys / 32;
+    using MaskWords = std::conditional_t<kMaskWords == 4, uint4, uint2>;
+    alignas(16) [[maybe_unused]] uint32_t masked[2][kMaskWords];
     const auto load_masked = [&](const Tiles& tiles) {
       if constexpr (!kIsPlain) {
-        masked[0] = masked[1] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) masked[0][word] = masked[1][word] = 0;
         if (!tiles.may_exclude()) return;
         const NoteLayout& layout = params.note.layout;
         const uint32_t* const note = params.note.of(block.batch, block.head);
@@ -510,7 +519,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int row = min(warp_query + mine.row + 8 * half, params.queries - 1);
-            masked[half] = __ldg(reinterpret_cast<const uint4*>(
+            reinterpret_cast<MaskWords&>(masked[half]) = __ldg(reinterpret_cast<const MaskWords*>(
                 note + layout.bits() + int64_t{row} * pitch + tiles.key / 32));
           }
         } else {
@@ -519,8 +528,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           const uint32_t seen = __ldg(note + layout.seen_by_query() +
                                       int64_t{line} * layout.words_of_keys() + tile / 32) >>
                                 tile % 32;
-          const uint32_t left = (seen & 1) - 1, right = (seen >> 1 & 1) - 1;
-          masked[0] = masked[1] = make_uint4(left, left, right, right);
+#pragma unroll
+          for (int word = 0; word < kMaskWords; ++word)
+            masked[0][word] = masked[1][word] = (seen >> word / 2 & 1) - 1;
         }
       }
     };
@@ -542,10 +552,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
               return bits_outside(ranges[half], tiles.key + 32 * word);
             });
           }
-          excluded.add_words([&](int half, int word) {
-            const uint4& row = masked[half];
-            return word == 0 ? row.x : word == 1 ? row.y : word == 2 ? row.z : row.w;
-          });
+          excluded.add_words([&](int half, int word) { return masked[half][word]; });
         }
         excluded.apply(scores, -INFINITY);
       }
@@ -592,10 +599,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     pass_tiles(seen().begin - kKeys + 1);
-    // What is assigned is needed up to the last tile.
+    // What is assigned is needed up to the last tile, and results may take the place of queries.
     bool are_queries_used = false;
     const auto release_queries = [&] {
-      are_queries_used = kIsPlain || !tiles.are_left();
+      are_queries_used = Memory::kHasOwnResults && (kIsPlain || !tiles.are_left());
       if (are_queries_used) release_by_all(memory.queries_are_used());
     };
     if (tiles.are_left() && tiles.key < seen().end) {
@@ -638,7 +645,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release_queries();
     }
     pass_tiles(tiles.end);
-    if (!are_queries_used) release_by_all(memory.queries_are_used());
+    const auto release_queries_at_last = [&] {
+      if (!are_queries_used) release_by_all(memory.queries_are_used());
+    };
+    if constexpr (Memory::kHasOwnResults) release_queries_at_last();
     // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
@@ -649,6 +659,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(work.number())));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
                   softmax.max[0], softmax.sum[0]);
+      if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
       continue;
     }
     const float sink = sink_logit(params.sink, block.head);
@@ -661,11 +672,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         row_end.store(params, first_row + row);
       factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
     }
-    store_rows<T, Tile<T, 64, kDim>>(
+    // Results of a warp take the place of queries of all warps.
+    if constexpr (!Memory::kHasOwnResults) sync_warpgroup(warpgroup);
+    store_rows<T, Tile<T, 64, 64 * Memory::kPanels>>(
         shared_memory + Memory::kResultsAt + warpgroup * Memory::kQueryBytes, 16 * warp_in_group,
         output[0], factors, params.output.row<T>(block.batch, block.head, group_query),
         params.output.query_stride, params.queries - group_query, params.value_dim);
-    __syncwarp();  // results may take their place again
+    if constexpr (!Memory::kHasOwnResults) publish_writes();  // before queries are copied there
+    __syncwarp();                                             // results may take their place again
+    if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
   }
 #endif
 }

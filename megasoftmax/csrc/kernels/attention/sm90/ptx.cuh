@@ -206,17 +206,30 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
   return matrix >> 32 << 32 | low;
 }
 
+// What products name: numbers of registers, and the registers of eights of columns.
 #define MEGASOFTMAX_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define MEGASOFTMAX_16(d, n) \
-  MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1), MEGASOFTMAX_4(d, n + 2), MEGASOFTMAX_4(d, n + 3)
-#define MEGASOFTMAX_OF_32                                                                       \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define MEGASOFTMAX_OF_64                                                                       \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "  \
-  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "  \
-  "%56, %57, %58, %59, %60, %61, %62, %63}"
+#define MEGASOFTMAX_8(d, n) MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1)
+#define MEGASOFTMAX_32(d, n) \
+  MEGASOFTMAX_8(d, n), MEGASOFTMAX_8(d, n + 2), MEGASOFTMAX_8(d, n + 4), MEGASOFTMAX_8(d, n + 6)
+#define MEGASOFTMAX_TO_31                                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MEGASOFTMAX_TO_39 MEGASOFTMAX_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MEGASOFTMAX_TO_47 MEGASOFTMAX_TO_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MEGASOFTMAX_TO_63                                               \
+  MEGASOFTMAX_TO_47                                                     \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+  "%61, %62, %63"
+#define MEGASOFTMAX_TO_95                                                  \
+  MEGASOFTMAX_TO_63                                                        \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "    \
+  "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, " \
+  "%91, %92, %93, %94, %95"
+#define MEGASOFTMAX_TO_127                                                   \
+  MEGASOFTMAX_TO_95                                                          \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "   \
+  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
 
 // Starts results = a b^T, or += where is_sum: a 64 x 16 and b of kN * 8 rows and 16 columns, both
 // in shared memory; or kIsTransposed, b of 16 rows and kN * 8 columns.
@@ -224,60 +237,78 @@ template <class T, bool kIsTransposed = false, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
                                               int is_sum) {
   static_assert(kN == 8 || kN == 16);
-#define MEGASOFTMAX_PRODUCT_64(type)                                                           \
-  asm volatile(                                                                                \
-      "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
-      "." type " " MEGASOFTMAX_OF_32 ", %32, %33, p, 1, 1, 0, %35;}"                           \
-      : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4)                                 \
-      : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
-#define MEGASOFTMAX_PRODUCT_128(type)                                                           \
-  asm volatile(                                                                                 \
-      "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
-      "." type " " MEGASOFTMAX_OF_64 ", %64, %65, p, 1, 1, 0, %67;}"                            \
-      : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4), MEGASOFTMAX_16(results, 8),     \
-        MEGASOFTMAX_16(results, 12)                                                             \
-      : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
+#define MEGASOFTMAX_PRODUCT(type, columns, registers, first, second, third, fourth, ...)  \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #third                                   \
+               ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
+               " {" registers "}, %" #first ", %" #second ", p, 1, 1, 0, %" #fourth ";}"  \
+               : __VA_ARGS__                                                              \
+               : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
+#define MEGASOFTMAX_PRODUCTS(type)                                                                \
+  if constexpr (kN == 8)                                                                          \
+    MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, MEGASOFTMAX_32(results, 0)); \
+  if constexpr (kN == 16)                                                                         \
+  MEGASOFTMAX_PRODUCT(type, 128, MEGASOFTMAX_TO_63, 64, 65, 66, 67, MEGASOFTMAX_32(results, 0),   \
+                      MEGASOFTMAX_32(results, 8))
   if constexpr (std::is_same_v<T, __half>) {
-    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("f16");
-    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("f16");
+    MEGASOFTMAX_PRODUCTS("f16");
   } else {
-    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("bf16");
-    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("bf16");
+    MEGASOFTMAX_PRODUCTS("bf16");
   }
-#undef MEGASOFTMAX_PRODUCT_64
-#undef MEGASOFTMAX_PRODUCT_128
+#undef MEGASOFTMAX_PRODUCTS
+#undef MEGASOFTMAX_PRODUCT
 }
 
-// Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns.
+// Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns. The last of the
+// panels of b may be used in part.
 template <class T, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
                                               uint64_t b) {
-  static_assert(kN == 8 || kN == 16);
-#define MEGASOFTMAX_PRODUCT_64(type)                                                             \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " MEGASOFTMAX_OF_32 \
-               ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                        \
-               : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4)                          \
+  static_assert(kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 || kN == 32);
+#define MEGASOFTMAX_PRODUCT(type, columns, registers, a0, a1, a2, a3, second, ...)     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type   \
+               " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #second \
+               ", 1, 1, 1, 1;"                                                         \
+               : __VA_ARGS__                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define MEGASOFTMAX_PRODUCT_128(type)                                                             \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " MEGASOFTMAX_OF_64 \
-               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                         \
-               : MEGASOFTMAX_16(results, 0), MEGASOFTMAX_16(results, 4),                          \
-                 MEGASOFTMAX_16(results, 8), MEGASOFTMAX_16(results, 12)                          \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define MEGASOFTMAX_PRODUCTS(type)                                               \
+  if constexpr (kN == 8)                                                         \
+    MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, 36,         \
+                        MEGASOFTMAX_32(results, 0));                             \
+  if constexpr (kN == 10)                                                        \
+    MEGASOFTMAX_PRODUCT(type, 80, MEGASOFTMAX_TO_39, 40, 41, 42, 43, 44,         \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8));  \
+  if constexpr (kN == 12)                                                        \
+    MEGASOFTMAX_PRODUCT(type, 96, MEGASOFTMAX_TO_47, 48, 49, 50, 51, 52,         \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8),   \
+                        MEGASOFTMAX_8(results, 10));                             \
+  if constexpr (kN == 16)                                                        \
+    MEGASOFTMAX_PRODUCT(type, 128, MEGASOFTMAX_TO_63, 64, 65, 66, 67, 68,        \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8)); \
+  if constexpr (kN == 24)                                                        \
+    MEGASOFTMAX_PRODUCT(type, 192, MEGASOFTMAX_TO_95, 96, 97, 98, 99, 100,       \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),  \
+                        MEGASOFTMAX_32(results, 16));                            \
+  if constexpr (kN == 32)                                                        \
+  MEGASOFTMAX_PRODUCT(type, 256, MEGASOFTMAX_TO_127, 128, 129, 130, 131, 132,    \
+                      MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),    \
+                      MEGASOFTMAX_32(results, 16), MEGASOFTMAX_32(results, 24))
   if constexpr (std::is_same_v<T, __half>) {
-    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("f16");
-    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("f16");
+    MEGASOFTMAX_PRODUCTS("f16");
   } else {
-    if constexpr (kN == 8) MEGASOFTMAX_PRODUCT_64("bf16");
-    if constexpr (kN == 16) MEGASOFTMAX_PRODUCT_128("bf16");
+    MEGASOFTMAX_PRODUCTS("bf16");
   }
-#undef MEGASOFTMAX_PRODUCT_64
-#undef MEGASOFTMAX_PRODUCT_128
+#undef MEGASOFTMAX_PRODUCTS
+#undef MEGASOFTMAX_PRODUCT
 }
 
 #undef MEGASOFTMAX_4
-#undef MEGASOFTMAX_16
-#undef MEGASOFTMAX_OF_32
-#undef MEGASOFTMAX_OF_64
+#undef MEGASOFTMAX_8
+#undef MEGASOFTMAX_32
+#undef MEGASOFTMAX_TO_31
+#undef MEGASOFTMAX_TO_39
+#undef MEGASOFTMAX_TO_47
+#undef MEGASOFTMAX_TO_63
+#undef MEGASOFTMAX_TO_95
+#undef MEGASOFTMAX_TO_127
 
 }  // namespace megasoftmax
