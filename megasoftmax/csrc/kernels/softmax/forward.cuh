@@ -7,6 +7,8 @@
 // written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
 // can keep is read twice.
 
+#include <algorithm>
+
 #include "dropping.cuh"
 #include "logits.cuh"
 #include "row_owner.cuh"
@@ -29,6 +31,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   constexpr KernelShape kShape = kForwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Entries = EntriesOf<Mask>;
   constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
   RowOwner<kShape> owner;
@@ -48,65 +51,49 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Entries entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
-  const auto with_writer = [&](auto&& write) {
-    with_dtype(params.probabilities_type, [&](auto tag) {
-      write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element, columns));
-    });
-  };
+  // Where the first of each group of chunks begins.
+  const int first = first_column + owner.first_thread() * kElements;
   float z[kChunks][kElements];
   int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
-  // The lanes of a pair write whole groups of chunks.
-  const int written_end =
-      kIsPair ? round_up(end - first_column, kStride) + first_column : bounds.end;
-  if (is_row) {  // while the loads are in flight
-    fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
-                 first_column + kBatch, owner.thread(), kShape.threads_per_row);
-    with_writer([&](const auto& writer) {
-      writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
-    });
-  }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
       first_column, end);
   // Else the columns of all chunks would stay in registers.
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
-  logits.template of<kStride, false>(params, first_column, extent, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
-  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, end), z, first_column, end,
-                      exponent);
+  if constexpr (Bias::kPresent) {
+    logits.template of<kStride, false>(params, first, extent, column, raw, z);
+    accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
+  } else {
+    logits.template exclude<kStride, false>(params, first, extent, column, raw);
+    accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
+  }
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  with_writer([&](const auto& writer) {
-    if (kIsPair && columns % kElements == 0 && denominator.is_regular()) {
-      auto* const target = keep_in_register(writer.row + column);
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (first_column + i * kStride >= end) continue;
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
-        auto pack = writer.round(z[i]);
-        kept.drop(i, pack);
-        if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
-      }
-      return;
-    }
+  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
+  with_dtype(params.probabilities_type, [&](auto tag) {
+    const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const int at = column + i * kStride;
-      if (at >= written_end) continue;
+      const int group = first + i * kStride, at = column + i * kStride;
+      Pack<decltype(tag), kElements> pack = {};
+      if (group < end) {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
-      replace_special(params, denominator, bounds, logits.mask, at, z[i]);
-      auto pack = writer.round(z[i]);
-      kept.drop(i, pack);
-      writer.store(at, pack);
+        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        replace_special(params, denominator, bounds, logits.mask, at, z[i]);
+        pack = writer.round(z[i]);
+        kept.drop(i, pack);
+      }
+      writer.store(writer.columns.contains(group, kGroup), at, pack);
     }
   });
+  fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
+               first_column + kBatch, owner.thread(), kShape.threads_per_row);
 }
 
 template <class T, class Mask, class Bias, int kKernel>
@@ -204,7 +191,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           float z[kBiasChunks][kElements];
           logits_with_bias(first, place, from, z);
           const int begin = first + from * kStride, end = part.bounds.end;
-          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, begin, end,
+          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
                               exponent);
         }
         const float max = warp_max<32>(mine.max);

@@ -52,7 +52,7 @@ __device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
             end,
             {__reduce_max_sync(~0u, bounds.begin), __reduce_min_sync(~0u, bounds.end)}};
   } else {
-    return {grid.begin(bounds), bounds.end, {}};
+    return {grid.begin(bounds), bounds.end, bounds};
   }
 }
 
