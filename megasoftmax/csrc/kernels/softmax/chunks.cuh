@@ -20,9 +20,9 @@ struct ChunkGrid {
     return {static_cast<int>(static_cast<uint32_t>(first_element) % kElements)};
   }
   __device__ int column(int chunk) const { return chunk * kElements - phase; }
-  // Where the first chunk that meets the bounds begins, and where the last one ends.
+  // Where the line of the first chunk that meets the bounds begins, and where the last one ends.
   __device__ int begin(const Bounds& bounds) const {
-    return column((bounds.begin + phase) / kElements);
+    return column((bounds.begin + phase) / kElements & -kLineChunks);
   }
   __device__ int end(const Bounds& bounds) const {
     return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements)
