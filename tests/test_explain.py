@@ -68,12 +68,12 @@ def _first_that_serves(
             "dropped bias gradient",
             1250,
         ),
-        # 256 visible columns touch up to 33 chunks, of 512.
+        # 256 visible columns touch up to 33 chunks, and the line where they begin 7 more.
         ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 40),
-            ((1024, 1024, HALF), {"window": (255, 0)}, "narrow", 40),
-            ((1024, 1016, HALF), {"window": (255, 0)}, "limited", 40),
-            ((2048, 2048, HALF), {"window": (960, 0)}, "narrow", 128),
-            ((2048, 2048, HALF), {"window": (961, 0)}, "limited", 129),
+        ((1024, 1024, HALF), {"window": (255, 0)}, "narrow", 40),
+        ((1024, 1016, HALF), {"window": (255, 0)}, "limited", 40),
+        ((2048, 2048, HALF), {"window": (960, 0)}, "narrow", 128),
+        ((2048, 2048, HALF), {"window": (961, 0)}, "limited", 129),
         # A window that limits nothing.
         ((8192, 8192, HALF), {"window": (8192, 8192)}, "plain", 1024),
     ],

@@ -158,17 +158,34 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const Reader scores = scores_of(row, part);
     const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
     const Entries entries(params, row.index);
+    using MaskBatch = MaskBytes<kElements>[kChunks];
+    const auto load_mask = [&](int first, MaskBatch& excluded) {
+      if constexpr (Mask::kPresent) {
+        if (scores.inside.contains(first, kBatch)) {
+          logits.mask.template load<kElements, kStride, true>(column_of(first), part.bounds,
+                                                              excluded);
+        } else {
+          logits.mask.template load<kElements, kStride, false>(column_of(first), part.bounds,
+                                                               excluded);
+        }
+      }
+    };
     // Logits of scores as they were copied, also to where they are kept.
-    const auto prepare = [&](int first, Pack<T>(&raw)[kChunks], Pack<T>* packs) {
+    const auto prepare = [&](int first, const MaskBatch& excluded, Pack<T>(&raw)[kChunks],
+                             Pack<T>* packs) {
       if (scores.inside.contains(first, kBatch)) {
         if (!Mask::kPresent && params.scale >= 0) return;
-        logits.template prepare<kStride, true>(params, column_of(first), raw);
+        logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
       } else {
-        logits.template prepare<kStride, false>(params, column_of(first), raw);
+        logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
     };
+    // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
+    // before is summed.
+    constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !Owner::kRereads;
+    [[maybe_unused]] MaskBatch excluded_next;
     // Logits of part of a batch, with a bias.
     const auto logits_with_bias = [&](int first, int place, int from,
                                       float (&z)[kBiasChunks][kElements]) {
@@ -198,8 +215,18 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
       } else {
         Pack<T> raw[kChunks];
-        load_kept(kept(place), raw);
-        prepare(first, raw, kept(place));
+        if constexpr (kLoadsAhead) {
+          load_kept(kept(place), raw);
+          prepare(first, excluded_next, raw, kept(place));
+          const int next_unit = unit + Owner::kWarps;
+          if (next_unit <= owner.last_unit(part))
+            load_mask(first_of(row, part, next_unit, 0), excluded_next);
+        } else {
+          [[maybe_unused]] MaskBatch excluded;
+          load_mask(first, excluded);
+          load_kept(kept(place), raw);
+          prepare(first, excluded, raw, kept(place));
+        }
         return sum_of(raw, exponent, before);
       }
     };
@@ -209,6 +236,10 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
+    if constexpr (kLoadsAhead) {
+      if (owner.first_unit() <= owner.last_unit(part))
+        load_mask(first_of(row, part, owner.first_unit(), 0), excluded_next);
+    }
     owner.template sum_pass<kSlots>(
         part, start, sum_batch,
         [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
@@ -264,7 +295,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           Pack<T> raw[kChunks];
           load_kept(packs, raw);
           keep_loads_together();
-          if (is_new) prepare(first, raw, packs);
+          if (is_new) {
+            [[maybe_unused]] MaskBatch excluded;
+            load_mask(first, excluded);
+            prepare(first, excluded, raw, packs);
+          }
           if (is_regular && scores.inside.contains(first, kBatch)) {
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
@@ -311,10 +346,18 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 constexpr int blocks_per_sm(const KernelShape& shape) { return shape.blocks_per_sm; }
 #endif
 
+// Blocks that a launch leaves registers for. Masks that are loaded ahead take 80 of a thread.
+template <class Mask, class Bias>
+constexpr int blocks_per_sm(const KernelShape& shape) {
+  if (Mask::kPresent && !Mask::kDrops && !Bias::kPresent && shape.storage == Storage::kShared &&
+      !shape.takes_turns)
+    return std::min(blocks_per_sm(shape), 65536 / (80 * shape.threads()));
+  return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
+}
+
 template <class T, class Mask, class Bias, int kKernel>
 __global__ void __launch_bounds__(
-    kForwardShape<kKernel>.threads(),
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(kForwardShape<kKernel>)))))
+    kForwardShape<kKernel>.threads(), (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {

@@ -98,12 +98,11 @@ struct Logits {
     of<kStride, kInside>(params, first, Extent{first, bounds.end, bounds}, column, raw, z);
   }
 
-  // The same without a bias, in the type of the scores.
+  // The same without a bias, in the type of the scores, with the mask's bytes of these chunks.
   template <int kStride, bool kInside, int kChunks>
-  __device__ void prepare(const ForwardParams& params, int column, Pack<T> (&raw)[kChunks]) const {
-    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
-    if constexpr (Mask::kPresent)
-      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+  __device__ void prepare(const ForwardParams& params, int column,
+                          const MaskBytes<kElements> (&excluded)[kChunks],
+                          Pack<T> (&raw)[kChunks]) const {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
