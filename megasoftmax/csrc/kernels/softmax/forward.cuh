@@ -233,8 +233,6 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const auto start = [&](int unit, int batch, int place) {
       start_copies(scores, first_of(row, part, unit, batch), place);
     };
-    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
-                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
     if constexpr (kLoadsAhead) {
       if (owner.first_unit() <= owner.last_unit(part))
@@ -327,6 +325,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         if (kTakesTurns && unit <= next_last) start_units(next_scores, next, next_part, unit, unit);
       });
     });
+    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     if (!has_next) break;
     start_units(next_scores, next, next_part, max(last + Owner::kWarps, owner.first_unit()),
                 next_last);
@@ -356,8 +356,8 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 }
 
 template <class T, class Mask, class Bias, int kKernel>
-__global__ void __launch_bounds__(
-    kForwardShape<kKernel>.threads(), (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
+__global__ void __launch_bounds__(kForwardShape<kKernel>.threads(),
+                                  (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
