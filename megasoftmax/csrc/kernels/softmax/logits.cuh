@@ -95,7 +95,7 @@ struct Logits {
   template <int kStride, bool kInside, class Params, int kChunks>
   __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
                      float (&z)[kChunks][kElements]) const {
-    of<kStride, kInside>(params, first, Extent{first, bounds.end, bounds}, column, raw, z);
+    of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
   }
 
   // The same without a bias, in the type of the scores, with the mask's bytes of these chunks.
