@@ -45,6 +45,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
       is_spread ? blocks : blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));
   schedule.blocks_per_tile = static_cast<int>(per_tile);
+  schedule.last_first = params.window.left < 0 && params.window.right >= 0;
   schedule.tiles = Divider(divide_up(blocks, per_tile));
   const Together together = schedule.is_cluster ? Together::kInClusters
                             : is_spread         ? Together::kAll
