@@ -226,6 +226,8 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   for (int turn = 0;; ++turn) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
+    fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
     const Inputs inputs(params, row.index, part.bounds, row.grid);
     const auto make_inputs = [&](int first, Pack<T>* packs) {
@@ -330,8 +332,6 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         if (kHasNext && unit <= next_last) start_units(next, next_part, unit, unit);
       });
     });
-    fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
-                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     if (!has_next) break;
     if constexpr (!Owner::kRereads)
       start_units(next, next_part, max(last + Owner::kWarps, owner.first_unit()), next_last);
