@@ -68,9 +68,12 @@ def _first_that_serves(
             "dropped bias gradient",
             1250,
         ),
-        # 256 visible columns touch up to 33 chunks, of 512.
-        ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 33),
-        ((4096, 4088, HALF), {"window": (255, 0)}, "limited", 33),
+        # 256 visible columns touch up to 33 chunks, and the line where they begin 7 more.
+        ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 40),
+        ((1024, 1024, HALF), {"window": (255, 0)}, "narrow", 40),
+        ((1024, 1016, HALF), {"window": (255, 0)}, "limited", 40),
+        ((2048, 2048, HALF), {"window": (960, 0)}, "narrow", 128),
+        ((2048, 2048, HALF), {"window": (961, 0)}, "limited", 129),
         # A window that limits nothing.
         ((8192, 8192, HALF), {"window": (8192, 8192)}, "plain", 1024),
     ],
@@ -207,7 +210,8 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     chunks = {1} | {edge + extra for edge in edges for extra in (0, 1)}
     fewest = {regime.min_rows for regime in table}
     rows = {count - less for count in fewest for less in (0, 1)} | {1}
-    kinds: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (0, 0)}]
+    kinds: list[dict[str, Any]] = [{}, {"causal": True}]
+    kinds += [{"window": (left, 0)} for left in (0, 1500)]
     kinds.append({"bias_gradient": True} if backward else {"masked": True})
     kinds.append({"dropout": True})
     reached = {

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -892,12 +893,13 @@ def test_rows_beyond_the_tables(variant: str, dtype: torch.dtype, columns: int) 
 @pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= 1026])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges_of_regimes_in_a_window(chunks: int, dtype: torch.dtype) -> None:
-    """A long row takes the regime of what a window leaves of it."""
+    """A row takes the regime of what a window leaves of it: a narrow row of at most half of it."""
     pack = _pack(dtype)
-    keys = pack * max(3 * chunks, 1100) + 3
-    scores = normal(1, 2, 5, keys, device="cuda", dtype=dtype)
-    edge = (chunks - 1) * pack + 1  # the most columns that never touch one more chunk
-    for visible in (edge - 1, edge, edge + 1, edge + pack):
+    # The most columns that never touch one more chunk, counted from the beginning of their line.
+    edge = max(chunks - LIMITS.constants["kLineChunks"], 1) * pack + 1
+    lengths = (max(3 * chunks, 1100) * pack + 3, (chunks + chunks // 2 + 9) * pack)
+    for keys, visible in itertools.product(lengths, (edge - 1, edge, edge + 1, edge + pack)):
+        scores = normal(1, 2, 5, keys, device="cuda", dtype=dtype)
         left = max(visible - 3, 0)
         check(scores, window=(left, 2), what=f"{visible} visible")
         check(scores, window=(visible - 1, 0), causal=True, sink=0.5, what=f"{visible} visible")

@@ -65,8 +65,25 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     return pack;
   }
   // The bits of -inf where `bits`, which covers whole lanes of that word, are set.
-  __device__ void lower(int word, uint32_t bits) {
-    words[word] = (words[word] & ~bits) | (kLowestWord & bits);
+  __device__ void lower(int word, uint32_t bits) { fill<kLowestWord>(word, bits); }
+  // The bits of kFill there.
+  template <uint32_t kFill>
+  __device__ void fill(int word, uint32_t bits) {
+    words[word] = (words[word] & ~bits) | (kFill & bits);
+  }
+  // The bits of kFill to the lanes outside [begin, end), without branches: three instructions a
+  // word for each end that cuts the pack.
+  template <uint32_t kFill>
+  __device__ void fill_outside(int begin, int end) {
+    const int kept_bits = min(end, kElements) * kLaneBits;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      fill<kFill>(i, __funnelshift_lc(0u, ~0u, static_cast<uint32_t>(max(kept_bits - 32 * i, 0))));
+    if (begin <= 0) return;
+    const int cut_bits = min(begin, kElements) * kLaneBits;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      fill<kFill>(i, __funnelshift_lc(~0u, 0u, static_cast<uint32_t>(max(cut_bits - 32 * i, 0))));
   }
 
   __device__ Bits bits(int lane) const {

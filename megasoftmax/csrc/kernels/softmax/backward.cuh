@@ -8,6 +8,8 @@
 // is none) and takes them in turn. Both inputs are read once, the gradient is written once (bf16: 6
 // bytes per element, 4 when causal).
 
+#include <algorithm>
+
 #include "bias_gradient.cuh"
 #include "inputs.cuh"
 #include "row_owner.cuh"
@@ -19,14 +21,7 @@ namespace megasoftmax {
 template <class T>
 __device__ inline void clear_outside(Pack<T>& probabilities, int column, const Bounds& bounds) {
   if (bounds.contains(column, kPackElements<T>)) return;
-  if (column >= bounds.end) {
-    probabilities = {};
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kPackElements<T>; ++j) {
-    if (!bounds.contains(column + j)) probabilities.clear(j);
-  }
+  probabilities.template fill_outside<0>(bounds.begin - column, bounds.end - column);
 }
 
 // D = sum(g * p) - h of a row from its sum, and the sink's gradient.
@@ -74,6 +69,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   constexpr KernelShape kShape = kBackwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Grid = typename Inputs::Entries::template Grid<kElements>;
   constexpr bool kIsPair = Inputs::kDrops && !Biases::kPresent && kShape.may_hold_pairs();
@@ -102,28 +98,15 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns);
     const Reader probabilities(params.probabilities, is_dense, first_element, index, grid, bounds,
                                columns);
-    const auto with_writer = [&](auto&& write) {
-      with_dtype(params.scores_gradient_type, [&](auto tag) {
-        write(RowWriter<decltype(tag), kElements>(params.scores_gradient, first_element, columns,
-                                                  !Biases::kPresent || columns % kElements == 0));
-      });
-    };
     Extent extent = extent_of<kIsPair>(grid, bounds);
     if (Biases::kPresent) extent.first_column = 0;
     const int begin = extent.first_column, end = extent.end;
+    // Where the first of each group of chunks begins.
+    const int first = begin + owner.first_thread() * kElements;
     const int column = begin + owner.thread() * kElements;
     Pack<T> g[kChunks], p[kChunks];
     gradients.template load<kStride>(column, g);
     probabilities.template load<kStride>(column, p);
-    // The lanes of a pair write whole groups of chunks.
-    const int written_end = kIsPair ? round_up(end - begin, kStride) + begin : bounds.end;
-    if (is_row) {  // while the loads are in flight
-      fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
-                   begin + kBatch, owner.thread(), kShape.threads_per_row);
-      with_writer([&](const auto& writer) {
-        writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
-      });
-    }
     if constexpr (Inputs::kDrops) {
       const Inputs inputs(params, index, bounds, grid);
       inputs.template make<kShape.threads_per_row, kIsPair>(extent, g, p);
@@ -131,8 +114,8 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     float mine = 0.f;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (begin + i * kStride >= end) continue;
-      if (!extent.inside.contains(begin + i * kStride, kStride))
+      if (first + i * kStride >= end) continue;
+      if (!extent.inside.contains(first + i * kStride, kGroup))
         clear_outside(p[i], column + i * kStride, bounds);
       mine += dot(g[i], p[i]);
     }
@@ -140,32 +123,35 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const float d = finish_dot(params, row, index.head, owner.sum(mine) * factor,
                                owner.thread() == 0 && is_row);
     if (!is_row) continue;
-    with_writer([&](const auto& writer) {
-      if (kIsPair && columns % kElements == 0 && isfinite(d)) {
-        auto* const target = keep_in_register(writer.row + column);
+    // Zeros leave with the gradients beside them, so that memory gets whole lines at a time.
+    with_dtype(params.scores_gradient_type, [&](auto tag) {
+      const RowWriter<decltype(tag), kElements> writer(
+          params.scores_gradient, first_element, columns,
+          !Biases::kPresent || columns % kElements == 0);
+      const auto write = [&](auto is_finite) {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-          if (begin + i * kStride >= end) continue;
-          float dz[kElements];
-          logits_gradient(g[i], p[i], factor, d, true, dz);
+          const int group = first + i * kStride, at = column + i * kStride;
+          Pack<decltype(tag), kElements> pack = {};
+          if (group < end) {
+            float dz[kElements], dx[kElements];
+            logits_gradient(g[i], p[i], factor, d, is_finite, dz);
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) dz[j] *= params.scale;
-          if (column + i * kStride < columns) writer.store_whole(target + i * kStride, dz);
+            for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+            pack = writer.round(dx);
+            if (at < bounds.end) biases.add(i, at, dz);
+          }
+          writer.store(writer.whole_chunks && writer.columns.contains(group, kGroup), at, pack);
         }
-        return;
-      }
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const int at = column + i * kStride;
-        if (at >= written_end) continue;
-        float dz[kElements], dx[kElements];
-        logits_gradient(g[i], p[i], factor, d, false, dz);
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
-        writer.store(at, dx);
-        biases.add(i, at, dz);
+      };
+      if (isfinite(d)) {
+        write(std::true_type{});
+      } else {
+        write(std::false_type{});
       }
     });
+    fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
+                 begin + kBatch, owner.thread(), kShape.threads_per_row);
   }
   if (is_owner) biases.finish(owner.thread());
 }

@@ -20,9 +20,9 @@ struct ChunkGrid {
     return {static_cast<int>(static_cast<uint32_t>(first_element) % kElements)};
   }
   __device__ int column(int chunk) const { return chunk * kElements - phase; }
-  // Where the first chunk that meets the bounds begins, and where the last one ends.
+  // Where the line of the first chunk that meets the bounds begins, and where the last one ends.
   __device__ int begin(const Bounds& bounds) const {
-    return column((bounds.begin + phase) / kElements);
+    return column((bounds.begin + phase) / kElements & -kLineChunks);
   }
   __device__ int end(const Bounds& bounds) const {
     return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements)
@@ -31,7 +31,8 @@ struct ChunkGrid {
 };
 
 // Where the first chunk of a row begins and the visible columns end, and which columns are visible
-// for certain; of a pair of rows, of both together. Chunks that lanes read at a time form a group.
+// for certain; of a pair of rows, of both together. Chunks that the lanes of a warp read at a time,
+// or that the lanes of one row do, form a group: tests of whole groups cost a lane next to nothing.
 struct Extent {
   int first_column, end;
   Bounds inside;
@@ -149,20 +150,18 @@ struct RowWriter {
       store_partial(row + column, pack, -column, columns.end - column);
     }
   }
+  // Stores a chunk, `is_whole` if all of it certainly lies inside the row.
+  __device__ void store(bool is_whole, int column, const Pack<T, kElements>& pack) const {
+    if (is_whole) {
+      store_whole(row + column, pack);
+    } else if (column < columns.end) {
+      store(column, pack);
+    }
+  }
   // Zeros to those of the chunks at column, column + kStride, ... that begin at `begin` or later.
-  // kMayBeEven: rows of whole chunks have a path of their own.
-  template <int kStride, int kChunks, bool kMayBeEven = false>
+  template <int kStride, int kChunks>
   __device__ void fill_behind(int column, int begin) const {
     constexpr float kZeros[kElements] = {};
-    if (kMayBeEven && columns.end % kElements == 0) {
-      T* const target = keep_in_register(row + column);
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const int at = column + i * kStride;
-        if (at >= begin && at < columns.end) store_whole(target + i * kStride, kZeros);
-      }
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;

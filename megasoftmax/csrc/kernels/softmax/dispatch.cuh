@@ -45,6 +45,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
       is_spread ? blocks : blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));
   schedule.blocks_per_tile = static_cast<int>(per_tile);
+  schedule.last_first = params.window.left < 0 && params.window.right >= 0;
   schedule.tiles = Divider(divide_up(blocks, per_tile));
   const Together together = schedule.is_cluster ? Together::kInClusters
                             : is_spread         ? Together::kAll
@@ -67,9 +68,7 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
 
 template <class T, class Mask, class Bias>
 cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaStream_t stream) {
-  const bool shares = shares_between_heads(params.mask, params.shape) ||
-                      shares_between_heads(params.bias, params.shape);
-  const int64_t queries_per_tile = shares ? kQueriesPerSharedTile : params.shape.queries;
+  const int64_t tile = queries_per_tile(params);
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     constexpr unsigned kPossible = Mask::kDrops     ? kDropped
@@ -83,7 +82,7 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
       return launch_flat_forward<T>(params, stream);
     } else {
       return launch_rows(softmax_forward_kernel<T, Mask, Bias, kernel_of(kForwardRegimes, kIndex)>,
-                         kRegime.shape(), params.shape, queries_per_tile, plan, stream, params);
+                         kRegime.shape(), params.shape, tile, plan, stream, params);
     }
   });
 }

@@ -7,6 +7,8 @@
 // written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
 // can keep is read twice.
 
+#include <algorithm>
+
 #include "dropping.cuh"
 #include "logits.cuh"
 #include "row_owner.cuh"
@@ -29,6 +31,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   constexpr KernelShape kShape = kForwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Entries = EntriesOf<Mask>;
   constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
   RowOwner<kShape> owner;
@@ -48,65 +51,49 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Entries entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
-  const auto with_writer = [&](auto&& write) {
-    with_dtype(params.probabilities_type, [&](auto tag) {
-      write(RowWriter<decltype(tag), kElements>(params.probabilities, first_element, columns));
-    });
-  };
+  // Where the first of each group of chunks begins.
+  const int first = first_column + owner.first_thread() * kElements;
   float z[kChunks][kElements];
   int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
-  // The lanes of a pair write whole groups of chunks.
-  const int written_end =
-      kIsPair ? round_up(end - first_column, kStride) + first_column : bounds.end;
-  if (is_row) {  // while the loads are in flight
-    fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
-                 first_column + kBatch, owner.thread(), kShape.threads_per_row);
-    with_writer([&](const auto& writer) {
-      writer.template fill_behind<kStride, kChunks, kIsPair>(column, written_end);
-    });
-  }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
       first_column, end);
   // Else the columns of all chunks would stay in registers.
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
-  logits.template of<kStride, false>(params, first_column, extent, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
-  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, end), z, first_column, end,
-                      exponent);
+  if constexpr (Bias::kPresent) {
+    logits.template of<kStride, false>(params, first, extent, column, raw, z);
+    accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
+  } else {
+    logits.template exclude<kStride, false>(params, first, extent, column, raw);
+    accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
+  }
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  with_writer([&](const auto& writer) {
-    if (kIsPair && columns % kElements == 0 && denominator.is_regular()) {
-      auto* const target = keep_in_register(writer.row + column);
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (first_column + i * kStride >= end) continue;
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
-        auto pack = writer.round(z[i]);
-        kept.drop(i, pack);
-        if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
-      }
-      return;
-    }
+  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
+  with_dtype(params.probabilities_type, [&](auto tag) {
+    const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const int at = column + i * kStride;
-      if (at >= written_end) continue;
+      const int group = first + i * kStride, at = column + i * kStride;
+      Pack<decltype(tag), kElements> pack = {};
+      if (group < end) {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
-      replace_special(params, denominator, bounds, logits.mask, at, z[i]);
-      auto pack = writer.round(z[i]);
-      kept.drop(i, pack);
-      writer.store(at, pack);
+        for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
+        replace_special(params, denominator, bounds, logits.mask, at, z[i]);
+        pack = writer.round(z[i]);
+        kept.drop(i, pack);
+      }
+      writer.store(writer.columns.contains(group, kGroup), at, pack);
     }
   });
+  fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
+               first_column + kBatch, owner.thread(), kShape.threads_per_row);
 }
 
 template <class T, class Mask, class Bias, int kKernel>
@@ -171,17 +158,34 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const Reader scores = scores_of(row, part);
     const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
     const Entries entries(params, row.index);
+    using MaskBatch = MaskBytes<kElements>[kChunks];
+    const auto load_mask = [&](int first, MaskBatch& excluded) {
+      if constexpr (Mask::kPresent) {
+        if (scores.inside.contains(first, kBatch)) {
+          logits.mask.template load<kElements, kStride, true>(column_of(first), part.bounds,
+                                                              excluded);
+        } else {
+          logits.mask.template load<kElements, kStride, false>(column_of(first), part.bounds,
+                                                               excluded);
+        }
+      }
+    };
     // Logits of scores as they were copied, also to where they are kept.
-    const auto prepare = [&](int first, Pack<T>(&raw)[kChunks], Pack<T>* packs) {
+    const auto prepare = [&](int first, const MaskBatch& excluded, Pack<T>(&raw)[kChunks],
+                             Pack<T>* packs) {
       if (scores.inside.contains(first, kBatch)) {
         if (!Mask::kPresent && params.scale >= 0) return;
-        logits.template prepare<kStride, true>(params, column_of(first), raw);
+        logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
       } else {
-        logits.template prepare<kStride, false>(params, column_of(first), raw);
+        logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
     };
+    // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
+    // before is summed.
+    constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !Owner::kRereads;
+    [[maybe_unused]] MaskBatch excluded_next;
     // Logits of part of a batch, with a bias.
     const auto logits_with_bias = [&](int first, int place, int from,
                                       float (&z)[kBiasChunks][kElements]) {
@@ -204,24 +208,36 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           float z[kBiasChunks][kElements];
           logits_with_bias(first, place, from, z);
           const int begin = first + from * kStride, end = part.bounds.end;
-          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, begin, end,
+          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
                               exponent);
         }
         const float max = warp_max<32>(mine.max);
         return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
       } else {
         Pack<T> raw[kChunks];
-        load_kept(kept(place), raw);
-        prepare(first, raw, kept(place));
+        if constexpr (kLoadsAhead) {
+          load_kept(kept(place), raw);
+          prepare(first, excluded_next, raw, kept(place));
+          const int next_unit = unit + Owner::kWarps;
+          if (next_unit <= owner.last_unit(part))
+            load_mask(first_of(row, part, next_unit, 0), excluded_next);
+        } else {
+          [[maybe_unused]] MaskBatch excluded;
+          load_mask(first, excluded);
+          load_kept(kept(place), raw);
+          prepare(first, excluded, raw, kept(place));
+        }
         return sum_of(raw, exponent, before);
       }
     };
     const auto start = [&](int unit, int batch, int place) {
       start_copies(scores, first_of(row, part, unit, batch), place);
     };
-    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
-                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
+    if constexpr (kLoadsAhead) {
+      if (owner.first_unit() <= owner.last_unit(part))
+        load_mask(first_of(row, part, owner.first_unit(), 0), excluded_next);
+    }
     owner.template sum_pass<kSlots>(
         part, start, sum_batch,
         [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
@@ -277,7 +293,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           Pack<T> raw[kChunks];
           load_kept(packs, raw);
           keep_loads_together();
-          if (is_new) prepare(first, raw, packs);
+          if (is_new) {
+            [[maybe_unused]] MaskBatch excluded;
+            load_mask(first, excluded);
+            prepare(first, excluded, raw, packs);
+          }
           if (is_regular && scores.inside.contains(first, kBatch)) {
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
@@ -305,6 +325,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         if (kTakesTurns && unit <= next_last) start_units(next_scores, next, next_part, unit, unit);
       });
     });
+    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     if (!has_next) break;
     start_units(next_scores, next, next_part, max(last + Owner::kWarps, owner.first_unit()),
                 next_last);
@@ -324,10 +346,18 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 constexpr int blocks_per_sm(const KernelShape& shape) { return shape.blocks_per_sm; }
 #endif
 
+// Blocks that a launch leaves registers for. Masks that are loaded ahead take 80 of a thread.
+template <class Mask, class Bias>
+constexpr int blocks_per_sm(const KernelShape& shape) {
+  if (Mask::kPresent && !Mask::kDrops && !Bias::kPresent && shape.storage == Storage::kShared &&
+      !shape.takes_turns)
+    return std::min(blocks_per_sm(shape), 65536 / (80 * shape.threads()));
+  return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
+}
+
 template <class T, class Mask, class Bias, int kKernel>
-__global__ void __launch_bounds__(
-    kForwardShape<kKernel>.threads(),
-    (Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(kForwardShape<kKernel>)))))
+__global__ void __launch_bounds__(kForwardShape<kKernel>.threads(),
+                                  (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {

@@ -1,6 +1,7 @@
 #pragma once
 // What the strides of a launch allow. Plain host code.
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -21,16 +22,23 @@ inline void drop_idle_limits(Window& window, const Shape& shape) {
   if (window.right >= shape.queries - 1) window.right = -1;
 }
 
-// Does every head of a batch read the same mask or bias, and one too large to stay in the L2 cache
-// beside the scores?
-inline bool shares_between_heads(const Strided& tensor, const Shape& shape) {
-  constexpr int64_t kCachedElements = int64_t{8} << 20;
-  return tensor.data != nullptr && shape.heads > 1 && tensor.head_stride == 0 &&
-         tensor.query_stride != 0 && shape.queries * shape.columns > kCachedElements;
+// Queries of a head that are followed by those of the next one. Where every head of a batch reads
+// the same mask or bias, and one too large to stay in the L2 cache beside the scores, a tile of
+// kTileBytes of it stays there from one head to the next. Many queries at a time are better for
+// the scores: single ones cost 7% at 2048 columns on an H200.
+inline int64_t queries_per_tile(const ForwardParams& params) {
+  constexpr int64_t kCachedElements = int64_t{8} << 20, kTileBytes = int64_t{4} << 20;
+  const Shape& shape = params.shape;
+  const auto bytes_of_row = [&](const Strided& tensor, int element_bytes) {
+    const bool is_shared = tensor.data != nullptr && shape.heads > 1 && tensor.head_stride == 0 &&
+                           tensor.query_stride != 0 &&
+                           shape.queries * shape.columns > kCachedElements;
+    return is_shared ? shape.columns * element_bytes : 0;
+  };
+  const int64_t bytes =
+      bytes_of_row(params.mask, 1) + bytes_of_row(params.bias, size_of(params.bias.type));
+  return bytes == 0 ? shape.queries : std::max<int64_t>(kTileBytes / bytes, 1);
 }
-// Then this many queries of one head are followed by those of the next. Single queries would be
-// worse for the scores: 7% at 2048 columns on an H200.
-inline constexpr int64_t kQueriesPerSharedTile = 128;
 
 // Can dimensions of `outer_count` and `inner_count` entries be stepped through as one?
 inline bool is_one_dimension(int64_t outer_stride, int64_t inner_stride, int64_t outer_count,

@@ -45,7 +45,7 @@ enum Rows : unsigned {
   kPlain = 1,          // no mask, no window, a whole number of chunks
   kLimited = 2,        // causal, with a wide window, or with a bias, which registers read once
   kMasked = 4,         // with a bool mask
-  kNarrow = 8,         // long ones of which a window leaves at most half: most of the work is zeros
+  kNarrow = 8,         // of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
   kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
   kUneven = 64,        // as kPlain, but not a whole number of chunks
@@ -82,8 +82,11 @@ inline constexpr int kResultBytes = 8;       // of a unit
 inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
 inline constexpr int kMaxDeclaredBytes = 192;       // of a block, which kernels declare themselves
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
-// Chunks in all, and visible ones, of rows that count as narrow.
-inline constexpr int64_t kLongRow = 512, kNarrowRow = 256;
+// A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
+inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
+// What a row shows begins at a multiple of so many chunks, 128 bytes of a 2-byte type: zeros ahead
+// of it end where a line of the caches ends, and no line is written in two parts.
+inline constexpr int kLineChunks = 8;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
@@ -100,9 +103,10 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows},
+    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,       10,  false,         1,         64,       0, kNarrow},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
-    {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        6,  false,         1,        256,       0, kNarrow},
+    {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
@@ -134,10 +138,11 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
+    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        8,  false,         1,         64,       0, kNarrow},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
-    {"narrow_256x1", Storage::kRegisters,   256,   1,     1,        5,  false,         1,        256,       0, kNarrow},
+    {"narrow_128x2", Storage::kRegisters,   128,   1,     2,        8,  false,         1,        256,       0, kNarrow},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},

@@ -13,6 +13,9 @@ namespace megasoftmax {
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
+  // Columns of a group of chunks that lie kStride apart.
+  template <int kStride>
+  static constexpr int kGroup = kStride < 32 * kElements ? kStride : 32 * kElements;
 
   RowIndex index;
   Bounds bounds;
@@ -25,44 +28,66 @@ struct Logits {
       : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
   // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
-  // groups of chunks are skipped, and unspecified, where the first of them begins behind the
-  // extent. kInside: all are within the bounds.
+  // groups of chunks are skipped, and unspecified, where the first of them, at first, first +
+  // kStride, ..., begins behind the extent. kInside: all are within the bounds.
   template <int kStride, bool kInside, class Params, int kChunks>
   __device__ void of(const Params& params, int first, const Extent& extent, int column,
                      Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) const {
-    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
-    if constexpr (Mask::kPresent)
-      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
-    [[maybe_unused]] Pack<typename Bias::Element, kElements> added[kChunks];
-    if constexpr (Bias::kPresent) {
+    if constexpr (!Bias::kPresent) {
+      exclude<kStride, kInside>(params, first, extent, column, raw);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[i][j] = raw[i][j];
+      }
+    } else {
+      [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+      if constexpr (Mask::kPresent)
+        mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+      Pack<typename Bias::Element, kElements> added[kChunks];
       const RowReader<typename Bias::Element, kElements, false> bias(
           params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns));
       bias.template load<kStride>(column, added);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (!kInside && first + i * kStride >= extent.end) continue;
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) {
+          z[i][j] = fmaf(raw[i][j], params.scale, added[i][j]);
+          if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
+        }
+        const int at = column + i * kStride;
+        if (kInside || extent.inside.contains(first + i * kStride, kGroup<kStride>) ||
+            bounds.contains(at, kElements))
+          continue;
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
+      }
     }
-    if (!Bias::kPresent && params.scale < 0) {
+  }
+
+  // The same without a bias, in the type of the scores; -inf in groups that are skipped.
+  template <int kStride, bool kInside, class Params, int kChunks>
+  __device__ void exclude(const Params& params, int first, const Extent& extent, int column,
+                          Pack<T> (&raw)[kChunks]) const {
+    static_assert(!Bias::kPresent);
+    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+    if constexpr (Mask::kPresent)
+      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+    if (params.scale < 0) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (!kInside && first + i * kStride >= extent.end) continue;
-      const auto convert = [&] {
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          z[i][j] = Bias::kPresent ? fmaf(raw[i][j], params.scale, added[i][j]) : raw[i][j];
-          if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
-        }
-      };
-      if (extent.inside.contains(first + i * kStride, kStride)) {
-        convert();
+      const int group = first + i * kStride, at = column + i * kStride;
+      if (!kInside && group >= extent.end) {
+        raw[i] = Pack<T>::lowest();
         continue;
       }
-      const int at = column + i * kStride;
-      if (!kInside && !Bias::kPresent && at >= bounds.end) raw[i] = Pack<T>::lowest();
-      convert();
-      if (kInside || (Bias::kPresent ? bounds.contains(at, kElements) : !straddles(at))) continue;
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] = bounds.contains(at + j) ? z[i][j] : -INFINITY;
+      if constexpr (Mask::kPresent) excluded[i].lower(raw[i]);
+      if (!kInside && !extent.inside.contains(group, kGroup<kStride>))
+        raw[i].template fill_outside<Pack<T>::kLowestWord>(bounds.begin - at, bounds.end - at);
     }
   }
 
@@ -73,12 +98,11 @@ struct Logits {
     of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
   }
 
-  // The same without a bias, in the type of the scores.
+  // The same without a bias, in the type of the scores, with the mask's bytes of these chunks.
   template <int kStride, bool kInside, int kChunks>
-  __device__ void prepare(const ForwardParams& params, int column, Pack<T> (&raw)[kChunks]) const {
-    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
-    if constexpr (Mask::kPresent)
-      mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+  __device__ void prepare(const ForwardParams& params, int column,
+                          const MaskBytes<kElements> (&excluded)[kChunks],
+                          Pack<T> (&raw)[kChunks]) const {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
@@ -107,12 +131,13 @@ __device__ inline Exponent exponent_of(const ForwardParams& params) {
   return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
 }
 
-// Adds a batch of chunks with maximum `max`, and leaves its exponentials relative to the maximum so
-// far. Groups of chunks are skipped where the first begins at `end` or behind it.
-template <int kStride, int kChunks, int kElements>
+// Adds a batch of chunks of logits, floats or packs, with maximum `max`, and leaves its
+// exponentials relative to the maximum so far. Groups of chunks are skipped where the first begins
+// at `end` or behind it.
+template <int kStride, class Values, int kChunks, int kElements>
 __device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float max,
-                                  float (&z)[kChunks][kElements], int first, int end,
-                                  Exponent exponent) {
+                                  const Values (&logits)[kChunks], float (&z)[kChunks][kElements],
+                                  int first, int end, Exponent exponent) {
   max = fmaxf(mine.max, max);
   if (!is_first_batch) mine.sum *= exponent(mine.max, max);
   mine.max = max;
@@ -120,7 +145,7 @@ __device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float ma
   for (int i = 0; i < kChunks; ++i) {
     if (first + i * kStride >= end) continue;
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) z[i][j] = exponent(z[i][j], max);
+    for (int j = 0; j < kElements; ++j) z[i][j] = exponent(logits[i][j], max);
     mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
   }
 }

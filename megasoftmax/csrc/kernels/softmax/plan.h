@@ -29,7 +29,7 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
                     bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
-  if (chunks >= kLongRow && visible_chunks <= kNarrowRow) return kNarrow;
+  if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
   if (is_masked) return kMasked;
   if (is_limited || has_bias) return kLimited;
   const bool is_even = shape.columns % pack_elements == 0;
@@ -49,8 +49,10 @@ inline int64_t blocks_of_queries(const KernelShape& shape, Rows kind, int64_t qu
 inline int64_t chunks_of_rows(const Shape& shape, const Window& window, const Dropout& dropout,
                               int pack_elements) {
   const int64_t visible = visible_columns(shape, window);
-  // With dropout chunks begin at a block of columns, those of a pair with the earlier row's.
-  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance : 0;
+  // Chunks begin at a line; with dropout at a block of columns, those of a pair with the earlier
+  // row's.
+  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance
+                                            : int64_t{kLineChunks - 1} * pack_elements;
   return max_visible_chunks(shape.columns, std::min(visible + before, shape.columns),
                             pack_elements);
 }

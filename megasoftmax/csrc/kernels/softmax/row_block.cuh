@@ -21,6 +21,10 @@ struct BlockRow {
   }
 
   __device__ int thread() const { return threadIdx.x; }
+  // The first of the warp; of a shuffle the compiler knows that it is the same for all lanes.
+  __device__ static int first_thread() {
+    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), 0);
+  }
   __device__ int row_in_block() const { return 0; }
 
   __device__ MaxAndSum merge(MaxAndSum mine, Exponent exponent) {

@@ -19,12 +19,13 @@ using RowOwner = std::conditional_t<
 
 // Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from
 // schedule.first on: a mask or bias that heads share stays in the caches from one head to the next
-// when tiles are short.
+// when tiles are short. Where rows grow, the longest begin, and a launch ends with short ones.
 __device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_block) {
   int batch = static_cast<int>(blockIdx.z), tile = 0;
   if (schedule.tiles.divisor > 1) schedule.tiles.split(batch, batch, tile);
   int block = static_cast<int>(blockIdx.x);
   if (schedule.blocks_per_row > 1) block /= schedule.blocks_per_row;
+  if (schedule.last_first) block = schedule.blocks_per_tile - 1 - block;
   return {schedule.first.batch + batch, schedule.first.head + static_cast<int>(blockIdx.y),
           schedule.first.query + (tile * schedule.blocks_per_tile + block) * rows_per_block};
 }
@@ -52,7 +53,7 @@ __device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
             end,
             {__reduce_max_sync(~0u, bounds.begin), __reduce_min_sync(~0u, bounds.end)}};
   } else {
-    return {grid.begin(bounds), bounds.end, {}};
+    return {grid.begin(bounds), bounds.end, bounds};
   }
 }
 

@@ -10,6 +10,8 @@ struct WarpRow {
   static_assert(kThreadsPerRow <= 32);
 
   __device__ int thread() const { return threadIdx.x % kThreadsPerRow; }
+  // The first of the warp that works on the row.
+  __device__ static constexpr int first_thread() { return 0; }
   __device__ int row_in_block() const { return threadIdx.x / kThreadsPerRow; }
 
   __device__ MaxAndSum merge(MaxAndSum mine, Exponent exponent) {

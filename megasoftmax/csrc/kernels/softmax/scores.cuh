@@ -71,10 +71,18 @@ struct alignas(kElements) MaskBytes {
       }
     }
   }
-  __device__ void shift_out(int count, uint32_t next_word) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = __funnelshift_r(words[i], i + 1 < kWords ? words[i + 1] : next_word, count * 8);
+  // Drops the first `count` bytes, fewer than kElements, and appends as many of those that follow.
+  __device__ void shift_out(int count, const MaskBytes& next) {
+    if constexpr (kWords == 1) {
+      words[0] = __funnelshift_r(words[0], next.words[0], count * 8);
+    } else {
+      static_assert(kWords == 2);
+      const bool drops_word = count >= 4;
+      const uint32_t first = drops_word ? words[1] : words[0],
+                     second = drops_word ? next.words[0] : words[1],
+                     third = drops_word ? next.words[1] : next.words[0];
+      words[0] = __funnelshift_r(first, second, count * 8);  // modulo a word
+      words[1] = __funnelshift_r(second, third, count * 8);
     }
   }
   __device__ void shift_in(uint32_t byte) {
@@ -106,7 +114,7 @@ struct BoolMask {
   static constexpr int blocks_per_sm(int of_regime) { return RangeAlone::blocks_per_sm(of_regime); }
   const uint8_t* row;
   int64_t column_stride;
-  bool has_words;  // all of the row may be read by aligned words of 4 and 8 bytes
+  bool has_words;  // all of the row may be read by aligned words, as long as a chunk is wide
 
   __device__ BoolMask(const Strided& mask, const RowIndex& index)
       : row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)),
@@ -121,9 +129,8 @@ struct BoolMask {
   template <int kElements, int kStride, bool kInside, int kChunks>
   __device__ void load(int column, const Bounds& bounds,
                        MaskBytes<kElements> (&bytes)[kChunks]) const {
-    constexpr int kWords = MaskBytes<kElements>::kWords;
     const bool is_before_end =
-        column + (kChunks - 1) * kStride + kElements + 4 <= bounds.end;  // and so are its words
+        column + (kChunks - 1) * kStride + 2 * kElements <= bounds.end;  // and so are its words
     if (!has_words && (column_stride != 1 || !is_before_end)) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -140,22 +147,21 @@ struct BoolMask {
         if (kInside || at < bounds.end)
           bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
       }
-    } else {  // a word more than the chunk has, then shift them into place
-      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % 4);
-      const auto* const words = reinterpret_cast<const uint32_t*>(row + column - shift);
-      uint32_t last[kChunks];
+    } else {  // the two aligned words that have the bytes, then shift them into place
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + column) % kElements);
+      const int before = column - shift;
+      const auto load = [&](int at, MaskBytes<kElements>& word) {
+        if (kInside || (at < bounds.end && at + kElements > bounds.begin))
+          word = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
+      };
+      MaskBytes<kElements> next[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-#pragma unroll
-        for (int j = 0; j <= kWords; ++j) {
-          const int at = column - shift + i * kStride + j * 4;
-          const bool is_visible =
-              kInside ? j < kWords || shift != 0 : at < bounds.end && at + 4 > bounds.begin;
-          (j < kWords ? bytes[i].words[j] : last[i]) = is_visible ? words[i * kStride / 4 + j] : 0;
-        }
+        load(before + i * kStride, bytes[i]);
+        load(before + i * kStride + kElements, next[i]);
       }
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, last[i]);
+      for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, next[i]);
     }
   }
 };
