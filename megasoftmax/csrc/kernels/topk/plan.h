@@ -65,9 +65,9 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  // The last row's lanes read behind it where chunks are ragged.
-  plan.shared_bytes =
-      std::max((tiles.rows_per_tile * tiles.pitch + tiles.lanes * tiles.lane_chunks) * 16, results);
+  // Where chunks are ragged the last row's lanes read behind it.
+  const int behind = tiles.is_ragged ? tiles.lanes * tiles.lane_chunks : 0;
+  plan.shared_bytes = std::max((tiles.rows_per_tile * tiles.pitch + behind) * 16, results);
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
 }
