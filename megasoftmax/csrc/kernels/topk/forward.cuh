@@ -293,7 +293,8 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   }
 }
 
-// What a block of a row spread over several hands on, in the workspace: its sums, then its keys.
+// What a block of a row spread over the whole GPU hands on, in the workspace: its sums, then its
+// keys.
 struct TopkPartials {
   MaxAndSum* sums;  // [rows, blocks of a row]
   uint64_t* keys;   // [rows, blocks of a row, k]
@@ -302,6 +303,43 @@ struct TopkPartials {
       : sums(static_cast<MaxAndSum*>(params.workspace)),
         keys(reinterpret_cast<uint64_t*>(sums + params.rows * blocks)) {}
 };
+
+// The k best of the keys of so many blocks: key_of_block(block, i) is the i-th best of one's.
+template <int kThreads, class KeyOfBlock>
+__device__ void select_of_blocks(int k, int blocks, KeyOfBlock&& key_of_block,
+                                 Selection<kThreads>& selection) {
+  const int thread = static_cast<int>(threadIdx.x);
+  // The first few of each block: together at least k, and no more than there is room for. Fewer
+  // take less time, but leave more candidates.
+  const int most =
+      4 * k <= selection.kMaxDelegates / 2 ? selection.kMaxDelegates / 2 : selection.kMaxDelegates;
+  const int of_block = min(k, most / blocks);
+  for (int i = thread; i < blocks * of_block; i += kThreads)
+    selection.delegates[i] = key_of_block(i / of_block, i % of_block);
+  __syncthreads();
+  // Several threads go down each block's keys, until one does not reach the threshold.
+  constexpr int kAtOnce = 4;
+  const int threads = max(kThreads / blocks, 1);
+  selection.select(k, blocks * of_block, [&](uint64_t threshold) {
+#pragma unroll 1
+    for (int block = thread / threads; block < blocks; block += kThreads / threads) {
+      unsigned wanted = 0;
+      int i = thread % threads;
+      do {
+        uint64_t some[kAtOnce];
+        wanted = 0;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+          some[j] = i + j * threads < k ? key_of_block(block, i + j * threads) : kNoKey;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+          wanted |= static_cast<unsigned>(some[j] != kNoKey && some[j] >= threshold) << j;
+        selection.template append<kAtOnce>(wanted, [&](int j) { return some[j]; });
+        i += kAtOnce * threads;
+      } while (wanted >> (kAtOnce - 1) != 0);
+    }
+  });
+}
 
 // Rows that are not plain need more registers.
 template <class Bias, int kRegime, bool kIsPlain>
@@ -317,7 +355,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
   extern __shared__ __align__(16) uint32_t groups[];
   __shared__ Selection<kThreads> selection;
-  __shared__ MaxAndSum sums_of_warps[kWarps];
+  __shared__ MaxAndSum sums_of_warps[kWarps], sum_of_block;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
@@ -340,34 +378,45 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                      [&](uint64_t threshold) { part.collect(threshold, groups, selection); });
     MaxAndSum total = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
     if constexpr (kSpreads) {
+      // Blocks of a cluster leave their keys, in order, in their own shared memory.
+      const bool is_cluster = schedule.is_cluster;
       const TopkPartials partials(params, blocks);
-      uint64_t* const keys = partials.keys + row * blocks * params.k;
       MaxAndSum* const sums = partials.sums + row * blocks;
-      if (thread == 0) sums[rank] = total;
-      selection.for_ranked(params.k, [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
-      for (int i = selection.count + thread; i < params.k; i += kThreads)
-        keys[rank * params.k + i] = kNoKey;
-      if (schedule.is_cluster) {
+      uint64_t* const keys = partials.keys + row * blocks * params.k;
+      uint64_t* const of_this_block = is_cluster ? selection.sorted : keys + rank * params.k;
+      if (thread == 0) *(is_cluster ? &sum_of_block : sums + rank) = total;
+      selection.for_ranked(params.k, [&](int i, uint64_t key) { of_this_block[i] = key; });
+      for (int i = selection.count + thread; i < params.k; i += kThreads) of_this_block[i] = kNoKey;
+      if (is_cluster) {
         arrive_at_cluster();
         wait_for_cluster();
       } else {
         cooperative_groups::this_grid().sync();
       }
-      if (rank != 0) continue;
-      MaxAndSum of_lane{kLowest, 0.f};
-      for (int i = lane; i < blocks; i += 32) of_lane.merge(sums[i], exponent);
-      total = warp_merge<32>(of_lane, exponent);
-      // The first few of each block: together at least k, and no more than there is room for.
-      const int of_block = min(params.k, selection.kMaxDelegates / blocks);
-      for (int i = thread; i < blocks * of_block; i += kThreads)
-        selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
-      __syncthreads();
-      selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
-        for (int i = thread; i < blocks * params.k; i += kThreads) {
-          const uint64_t key = keys[i];
-          selection.template append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
+      if (rank == 0) {
+        MaxAndSum of_lane{kLowest, 0.f};
+        for (int i = lane; i < blocks; i += 32) {
+          MaxAndSum other;
+          if (is_cluster) {
+            const uint64_t bits = load_from_cluster(&sum_of_block, i);
+            other = reinterpret_cast<const MaxAndSum&>(bits);
+          } else {
+            other = sums[i];
+          }
+          of_lane.merge(other, exponent);
         }
-      });
+        total = warp_merge<32>(of_lane, exponent);
+        const auto key_of_block = [&](int block, int i) {
+          return is_cluster ? load_from_cluster(&selection.sorted[i], block)
+                            : keys[block * params.k + i];
+        };
+        select_of_blocks(params.k, blocks, key_of_block, selection);
+      }
+      if (is_cluster) {  // until all has been read nobody goes on
+        arrive_at_cluster();
+        wait_for_cluster();
+      }
+      if (rank != 0) continue;
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

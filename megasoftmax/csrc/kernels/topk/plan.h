@@ -104,7 +104,7 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
                       static_cast<int>(sizeof(uint32_t));
   plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
-  if (regime.blocks_per_row != 1)
+  if (regime.blocks_per_row == kWholeGpu)
     plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
   plan.blocks =
       std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) * schedule.blocks_per_row;
