@@ -16,12 +16,15 @@ namespace megasoftmax {
 
 // A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by
 // side: their chunks are loaded whole, at the ends with what lies beside the row in the same 16
-// bytes, where the storage holds them.
-template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kIsPlain>
+// bytes, where the storage holds them. Rows of a warp load them to registers, others copy them to a
+// ring of kStages units, where each thread reads what it has copied.
+template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, int kStages,
+          bool kIsPlain>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
   static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
+  static constexpr int kRingUnit = kUnitChunks * kThreads;        // in chunks
 
   const TopkForwardParams& params;
   RowIndex index;
@@ -64,14 +67,22 @@ struct TopkPart {
 
   // The sum of this thread's logits, and the largest of each of its groups, of which the two
   // largest are delegates.
-  __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, uint32_t (&delegates)[2]) const {
+  __device__ MaxAndSum sum(Pack<T>* ring, uint32_t* groups, Exponent exponent,
+                           uint32_t (&delegates)[2]) const {
     MaxAndSum mine{kLowest, 0.f};
     float largest = -INFINITY;
     int left = units_per_group;
     delegates[0] = delegates[1] = 0;
+#pragma unroll
+    for (int unit = 0; unit < kStages; ++unit) start(unit, ring + unit * kRingUnit);
+    Pack<T>* place = ring;
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit) {
-      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
+      largest = fmaxf(largest, sum_unit(unit, place, mine, exponent));
+      if constexpr (kStages > 0) {
+        start(unit + kStages, place);
+        place = place == ring + (kStages - 1) * kRingUnit ? ring : place + kRingUnit;
+      }
       if (--left > 0 && unit + 1 < units) continue;
       const uint32_t value = ordered(largest);
       *groups = value;
@@ -134,8 +145,29 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
+  // Starts a thread's copies of a unit, if there is one, to its place in the ring.
+  __device__ __forceinline__ void start(int unit, Pack<T>* place) const {
+    if (unit < units) {
+      const int at = column(unit, static_cast<int>(threadIdx.x));
+      const T* const source = keep_in_register(row + at);
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; ++i) {
+        if (at + i * kStride <= last_whole) start_copy(place + i * kThreads, source + i * kStride);
+      }
+      if (last_whole < bounds.end - 1) {
+#pragma unroll
+        for (int i = 0; i < kUnitChunks; ++i) {
+          if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
+            place[i * kThreads] = load_partial_chunk(at + i * kStride);
+        }
+      }
+    }
+    end_copies();  // of no copies too: they are counted
+  }
+
   // Adds a thread's chunks of a unit to its sum; returns the largest logit.
-  __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
+  __device__ __forceinline__ float sum_unit(int unit, const Pack<T>* place, MaxAndSum& mine,
+                                            Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
     const bool is_inside = first >= bounds.begin && first + kUnit <= bounds.end;
     Pack<T> raw[kUnitChunks];  // what is behind the bounds is unspecified
@@ -143,6 +175,11 @@ struct TopkPart {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
                                                  columns());
       reader.template load<kStride>(at, raw);
+      if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
+    } else if constexpr (kStages > 0) {
+      wait_for_older_copies<kStages - 1>();
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; ++i) raw[i] = place[i * kThreads];
       if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
     } else {
       const T* const source = keep_in_register(row + at);
@@ -353,7 +390,11 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  extern __shared__ __align__(16) uint32_t groups[];
+  constexpr int kStages = kIsPlain ? kTopkRegimes[kRegime].stages() : 0;
+  constexpr int kRingBytes = kIsPlain ? kTopkRegimes[kRegime].ring_bytes() : 0;
+  extern __shared__ __align__(16) char shared_memory[];
+  Pack<T>* const ring = reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
+  uint32_t* const groups = reinterpret_cast<uint32_t*>(shared_memory + kRingBytes);
   __shared__ Selection<kThreads> selection;
   __shared__ MaxAndSum sums_of_warps[kWarps], sum_of_block;
 
@@ -364,10 +405,11 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
   const Exponent exponent = exponent_of<Bias>(params);
   for (int64_t row = blockIdx.x / blocks; row < params.rows; row += gridDim.x / blocks) {
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kIsPlain> part(
-        params, schedule, index, rank);
+    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kStages,
+                   kIsPlain>
+        part(params, schedule, index, rank);
     uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(groups + thread, exponent, delegates);
+    const MaxAndSum mine = part.sum(ring, groups + thread, exponent, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[thread / 32] = of_warp;
