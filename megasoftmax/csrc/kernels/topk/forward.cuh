@@ -259,33 +259,45 @@ struct TopkPart {
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // A warp looks at groups, several at a time: a lane at one chunk.
+  // A warp looks at groups, several at a time: a lane at one chunk of each. Those of plain rows are
+  // loaded kFlush at a time.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks;
+    constexpr int kGroups = 32 / kUnitChunks, kAtOnce = kIsPlain ? 4 : 1;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
-      for (int i = lane / kUnitChunks; i < count; i += kGroups) {
-        const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
-        const int of_row = group * units_per_group + unit;
-        const int first =
-            of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
-        Pack<T> raw;
-        if (kIsPlain && first < bounds.end)
-          raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
-                                    : load_partial_chunk(first);
-        const auto z = [&](int j) { return kIsPlain ? raw[j] * sign() : logit(first + j); };
-        const auto key = [&](int j) { return key_of(z(j), first + j); };
-        unsigned wanted = 0;
+      for (int begin = 0; begin < count; begin += kAtOnce * kGroups) {
+        int columns[kAtOnce];
+        Pack<T> raw[kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
-            wanted |= 1u << j;
+        for (int n = 0; n < kAtOnce; ++n) {
+          columns[n] = bounds.end;
+          const int i = begin + n * kGroups + lane / kUnitChunks;
+          if (i >= count) continue;
+          const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
+          const int of_row = group * units_per_group + unit;
+          if (of_row < units) columns[n] = column(of_row, thread) + lane % kUnitChunks * kStride;
+          if (kIsPlain && columns[n] < bounds.end)
+            raw[n] = columns[n] <= last_whole ? load_streaming<T, kElements>(row + columns[n])
+                                              : load_partial_chunk(columns[n]);
         }
-        selection.template append<kElements>(wanted, key);
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          if (begin + n * kGroups >= count) break;
+          const int first = columns[n];
+          const auto z = [&](int j) { return kIsPlain ? raw[n][j] * sign() : logit(first + j); };
+          const auto key = [&](int j) { return key_of(z(j), first + j); };
+          unsigned wanted = 0;
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) {
+            if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
+              wanted |= 1u << j;
+          }
+          selection.template append<kElements>(wanted, key);
+        }
       }
     }
   }
