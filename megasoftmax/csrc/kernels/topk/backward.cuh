@@ -20,18 +20,18 @@ struct TopkProbability {
   int columns;
   bool is_nan;
 
-  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row,
-                             float sign, float c)
+  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, float max,
+                             float log_sum, float sign, float c)
       : mask(mask),
         sign(sign),
         c(c),
-        max(params.statistics[row]),
-        columns(static_cast<int>(params.shape.columns)) {
-    is_nan = max != max;
-    offset = params.statistics[params.rows + row] * -kLog2E;
+        max(max),
+        offset(log_sum * -kLog2E),
+        columns(static_cast<int>(params.shape.columns)),
+        is_nan(max != max) {
     if (max != -INFINITY) return;
     // Of a row without anything left nothing is visible: -inf, and every probability is 0.
-    max = 0.f;
+    this->max = 0.f;
     offset = params.can_exclude ? 0.f : NAN;
   }
   __device__ float operator()(float x, int column) const {
@@ -77,10 +77,6 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
-  const TopkProbability<Mask> probability(params, logits.mask, row,
-                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
-                                          exponent_of<Bias>(params).c);
-
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
   // Plain rows of several units come through a ring, where each thread reads what it has copied.
   constexpr bool kHasRing = kIsPlain && kShape.units > 1;
@@ -132,7 +128,10 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   };
   for (int unit = 0; unit < (kHasRing ? kTopkBackwardStages : 1); ++unit) start(unit);
 
-  const auto entry = [&](int i) {
+  // All that does not depend on each other is read before the first of it is used.
+  const float largest = params.statistics[row], log_sum = params.statistics[params.rows + row];
+  const float h = params.log_sum_exp_gradient == nullptr ? 0.f : params.log_sum_exp_gradient[row];
+  const auto read_entry = [&](int i) {
     TopkEntry entry;
     const int64_t at = row * params.k + i, column = params.indices[at];
     with_dtype(params.probabilities_type, [&](auto tag) {
@@ -141,23 +140,28 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
       entry.gradient = to_float(static_cast<const P*>(params.gradient)[at]);
     });
     if (entry.selected == 0.f) entry.gradient = 0.f;
-    if (column < bounds.begin || column >= bounds.end) return entry;
-    entry.column = static_cast<int>(column);
-    const float x =
-        kIsPlain ? to_float(logits_row[column])
-                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
-    entry.p = probability(x, entry.column);
+    if (column >= bounds.begin && column < bounds.end) entry.column = static_cast<int>(column);
     return entry;
   };
   TopkEntry first_entry;
-  if (owner.thread() < params.k) first_entry = entry(owner.thread());
+  if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
+  const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
+                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
+                                          exponent_of<Bias>(params).c);
+  const auto find_probability = [&](TopkEntry& entry) {
+    if (entry.column < 0) return;
+    const float x =
+        kIsPlain ? to_float(logits_row[entry.column])
+                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
+    entry.p = probability(x, entry.column);
+  };
+  find_probability(first_entry);
   float sum = first_entry.selected * first_entry.gradient;
   for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) {
-    const TopkEntry other = entry(i);
+    const TopkEntry other = read_entry(i);
     sum = fmaf(other.selected, other.gradient, sum);
   }
   sum = owner.sum(sum);
-  const float h = params.log_sum_exp_gradient == nullptr ? 0.f : params.log_sum_exp_gradient[row];
   const float of_all = params.renormalize ? h : h - sum, weight = of_all * params.factor;
   const bool is_finite = fabsf(weight) < INFINITY;
 
@@ -220,7 +224,11 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
     };
     if (!is_row) return;
     add(first_entry);
-    for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) add(entry(i));
+    for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) {
+      TopkEntry other = read_entry(i);
+      find_probability(other);
+      add(other);
+    }
   });
 }
 
