@@ -14,7 +14,7 @@ inline constexpr int kMaxGroups = 32;
 // Logits that may wait for their rank; more than k and the excess that a threshold allows.
 inline constexpr int kMaxCandidates = 512;
 // Of shared memory, which kernels declare themselves, beside what the plan gives a block.
-inline constexpr int kTopkMaxDeclaredBytes = 13312;
+inline constexpr int kTopkMaxDeclaredBytes = 16384;
 
 // Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
 // networks, see tile.cuh.
