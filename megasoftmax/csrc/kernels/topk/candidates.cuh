@@ -70,6 +70,8 @@ struct TileCandidates {
   static constexpr int kWordsOfMask = 16 * sizeof(T) / 2;
   static constexpr int kMasks = (kChunks * kWords + kWordsOfMask - 1) / kWordsOfMask;
   static_assert(kMasks <= 2);
+  static constexpr int kLastBit = sizeof(T) == 2 ? 31 : kChunks * kWords - 1;
+  static_assert(sizeof(T) == 4 || kChunks * kWords % kWordsOfMask == 0);
 
   Word tops[kLongest];  // of every two the larger, in order
   Word threshold;
@@ -130,9 +132,10 @@ struct TileCandidates {
         later = 0;
         begin = 2 * kWordsOfMask;
       }
-      const int bit = (31 - __clz(left)) & 31;  // any where none is left
-      const int position = sizeof(T) == 2 ? begin + bit % 16 * 2 + bit / 16 : bit;
-      const Key key = left == 0 ? Key{0} : key_at(position);
+      // Without a branch: where none is left, of any logit of the lane.
+      const int bit = (31 - __clz(left)) & kLastBit;
+      const Key of_logit = key_at(sizeof(T) == 2 ? begin + bit % 16 * 2 + bit / 16 : bit);
+      const Key key = left == 0 ? Key{0} : of_logit;
       left &= ~(1u << bit);
       return key;
     };
