@@ -141,6 +141,32 @@ def test_tiles_of_few_rows(k: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("data", DATA)
+def test_tiles_of_any_data(data: str, dtype: torch.dtype) -> None:
+    """Lists of every length, full and not, of rows of one lane and several, ragged and not."""
+    for columns in (16, 24, 32, 64, 72, 128, 256, 520):
+        logits = DATA[data](normal(150, columns, device="cuda")).to(dtype)
+        for k in (1, 2, 3, 4, 6, 8, 11, 16):
+            check(logits, k, what=f"({columns} columns, k {k})", lse_gradient=False)
+        check(logits, 6, scale=-0.6, renormalize=True, what=f"({columns}, renormalised)")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [2, 4, 6, 8, 16])
+def test_tiles_of_different_rows(k: int, dtype: torch.dtype) -> None:
+    """Rows with more candidates than there is room for lie beside rows with few, and with NaN."""
+    logits = normal(200, 64, device="cuda")
+    logits[::3] = logits[::3].round()
+    logits[::7] = 1
+    logits[5::64, 9:] = -INF
+    check(logits.to(dtype), k)
+    logits[100, 63] = NAN
+    check(logits.to(dtype), k)
+
+
+@gpu
 def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
     logits = normal(4, 1001, device="cuda", dtype=torch.bfloat16)
     logits[1, 7] = NAN

@@ -4,8 +4,8 @@
 // dz_j = p_j h + sum over k with i_k = j of P_k (g_k - sum(g P)).
 //
 // Nothing is summed over a row, so any number of threads can own a part of it: they write the first
-// term, then, behind a barrier, both terms where an index is theirs. Each logit is read once and
-// each gradient written once.
+// term, then, behind a barrier, both terms where an index is theirs. Short rows do so in shared
+// memory. Each logit is read once and each gradient written once.
 
 #include "row.cuh"
 
@@ -20,18 +20,18 @@ struct TopkProbability {
   int columns;
   bool is_nan;
 
-  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, int64_t row,
-                             float sign, float c)
+  __device__ TopkProbability(const TopkBackwardParams& params, const Mask& mask, float max,
+                             float log_sum, float sign, float c)
       : mask(mask),
         sign(sign),
         c(c),
-        max(params.statistics[row]),
-        columns(static_cast<int>(params.shape.columns)) {
-    is_nan = max != max;
-    offset = params.statistics[params.rows + row] * -kLog2E;
+        max(max),
+        offset(log_sum * -kLog2E),
+        columns(static_cast<int>(params.shape.columns)),
+        is_nan(max != max) {
     if (max != -INFINITY) return;
     // Of a row without anything left nothing is visible: -inf, and every probability is 0.
-    max = 0.f;
+    this->max = 0.f;
     offset = params.can_exclude ? 0.f : NAN;
   }
   __device__ float operator()(float x, int column) const {
@@ -77,10 +77,6 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
-  const TopkProbability<Mask> probability(params, logits.mask, row,
-                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
-                                          exponent_of<Bias>(params).c);
-
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
   // Plain rows of several units come through a ring, where each thread reads what it has copied.
   constexpr bool kHasRing = kIsPlain && kShape.units > 1;
@@ -132,7 +128,10 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
   };
   for (int unit = 0; unit < (kHasRing ? kTopkBackwardStages : 1); ++unit) start(unit);
 
-  const auto entry = [&](int i) {
+  // All that does not depend on each other is read before the first of it is used.
+  const float largest = params.statistics[row], log_sum = params.statistics[params.rows + row];
+  const float h = params.log_sum_exp_gradient == nullptr ? 0.f : params.log_sum_exp_gradient[row];
+  const auto read_entry = [&](int i) {
     TopkEntry entry;
     const int64_t at = row * params.k + i, column = params.indices[at];
     with_dtype(params.probabilities_type, [&](auto tag) {
@@ -141,30 +140,41 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
       entry.gradient = to_float(static_cast<const P*>(params.gradient)[at]);
     });
     if (entry.selected == 0.f) entry.gradient = 0.f;
-    if (column < bounds.begin || column >= bounds.end) return entry;
-    entry.column = static_cast<int>(column);
-    const float x =
-        kIsPlain ? to_float(logits_row[column])
-                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
-    entry.p = probability(x, entry.column);
+    if (column >= bounds.begin && column < bounds.end) entry.column = static_cast<int>(column);
     return entry;
   };
   TopkEntry first_entry;
-  if (owner.thread() < params.k) first_entry = entry(owner.thread());
+  if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
+  const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
+                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
+                                          exponent_of<Bias>(params).c);
+  const auto find_probability = [&](TopkEntry& entry) {
+    if (entry.column < 0) return;
+    const float x =
+        kIsPlain ? to_float(logits_row[entry.column])
+                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
+    entry.p = probability(x, entry.column);
+  };
+  find_probability(first_entry);
   float sum = first_entry.selected * first_entry.gradient;
   for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) {
-    const TopkEntry other = entry(i);
+    const TopkEntry other = read_entry(i);
     sum = fmaf(other.selected, other.gradient, sum);
   }
   sum = owner.sum(sum);
-  const float h = params.log_sum_exp_gradient == nullptr ? 0.f : params.log_sum_exp_gradient[row];
   const float of_all = params.renormalize ? h : h - sum, weight = of_all * params.factor;
   const bool is_finite = fabsf(weight) < INFINITY;
 
+  // Rows of one unit meet their entries in shared memory, and are written in whole sectors.
+  constexpr bool kIsStaged = kShape.units == 1;
+  static_assert(!kIsStaged || kThreads <= 32);
+  constexpr int kReads = kIsPlain ? 1 : kChunks;
+  [[maybe_unused]] __shared__ float staged[kIsStaged ? kChunks : 1][kIsStaged ? kBlock : 1]
+                                          [kElements];
   with_dtype(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
     const RowWriter<Out, kElements> writer(params.logits_gradient, place.first_element, columns);
-    const auto write = [&](int column, float (&z)[kElements]) {
+    const auto weigh = [&](int column, float (&z)[kElements]) {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[j] = probability(z[j], column + j);
       if (is_finite) {
@@ -174,8 +184,63 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
 #pragma unroll
         for (int j = 0; j < kElements; ++j) z[j] = z[j] == 0.f ? 0.f : z[j] * weight;
       }
+    };
+    const auto write = [&](int column, float (&z)[kElements]) {
+      weigh(column, z);
       writer.store(column, z);
     };
+    const auto of_entry = [&](const TopkEntry& entry) {
+      const float of_selected = params.renormalize ? 0.f : entry.gradient;
+      float dz = entry.p == 0.f ? 0.f : entry.p * (of_all + of_selected);
+      if (params.renormalize && entry.selected != 0.f)
+        dz += entry.selected * (entry.gradient - sum);
+      return dz * params.factor;
+    };
+    const auto for_entries = [&](auto&& put) {
+      if (first_entry.column >= 0) put(first_entry.column, of_entry(first_entry));
+      for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) {
+        TopkEntry other = read_entry(i);
+        find_probability(other);
+        if (other.column >= 0) put(other.column, of_entry(other));
+      }
+    };
+    if constexpr (kIsStaged) {
+      const int at = begin + owner.thread() * kElements;
+      const int first_thread = static_cast<int>(threadIdx.x) - owner.thread();
+      [[maybe_unused]] float read[kReads][kElements];
+      if (has_first_term) {
+        finish(0);
+        if constexpr (!kIsPlain) logits.template of<kStride, false>(params, begin, at, raw, read);
+      }
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        float z[kElements] = {};
+        if (has_first_term && at + i * kStride < bounds.end) {
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) z[j] = kIsPlain ? raw[i][j] : read[i % kReads][j];
+          weigh(at + i * kStride, z);
+        }
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) staged[i][threadIdx.x][j] = z[j];
+      }
+      __syncwarp();
+      for_entries([&](int column, float dz) {
+        const int chunk = (column - begin) / kElements;
+        staged[chunk / kThreads][first_thread + chunk % kThreads][(column - begin) % kElements] =
+            dz;
+      });
+      __syncwarp();
+      if (!is_row) return;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (at + i * kStride >= bounds.end) continue;
+        float z[kElements];
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[j] = staged[i][threadIdx.x][j];
+        writer.store(at + i * kStride, z);
+      }
+      return;
+    }
     int first = begin;
 #pragma unroll 1
     for (int unit = 0; first < bounds.end; ++unit, first += kUnit) {
@@ -209,18 +274,10 @@ __global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
     } else {
       __syncwarp();
     }
-    const auto add = [&](const TopkEntry& entry) {
-      if (entry.column < 0) return;
-      const float of_selected = params.renormalize ? 0.f : entry.gradient;
-      float dz = entry.p == 0.f ? 0.f : entry.p * (of_all + of_selected);
-      if (params.renormalize && entry.selected != 0.f)
-        dz += entry.selected * (entry.gradient - sum);
-      static_cast<Out*>(params.logits_gradient)[place.first_element + entry.column] =
-          from_float<Out>(dz * params.factor);
-    };
     if (!is_row) return;
-    add(first_entry);
-    for (int i = owner.thread() + kThreads; i < params.k; i += kThreads) add(entry(i));
+    for_entries([&](int column, float dz) {
+      static_cast<Out*>(params.logits_gradient)[place.first_element + column] = from_float<Out>(dz);
+    });
   });
 }
 

@@ -14,7 +14,7 @@ inline constexpr int kMaxGroups = 32;
 // Logits that may wait for their rank; more than k and the excess that a threshold allows.
 inline constexpr int kMaxCandidates = 512;
 // Of shared memory, which kernels declare themselves, beside what the plan gives a block.
-inline constexpr int kTopkMaxDeclaredBytes = 13312;
+inline constexpr int kTopkMaxDeclaredBytes = 16384;
 
 // Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
 // networks, see tile.cuh.
@@ -30,6 +30,10 @@ struct TopkRegime {
   int blocks_per_row;     // more than 1: a cluster
   int max_chunks;         // of a row
   int min_rows;           // fewer rows are served better by more blocks for each
+
+  // Plain rows of several units come through a ring in shared memory: units in flight at a time.
+  constexpr int stages() const { return threads == 32 ? 0 : blocks_per_row == 1 ? 2 : 3; }
+  constexpr int ring_bytes() const { return stages() * chunks_per_thread * threads * 16; }
 };
 
 // The first that fits serves.

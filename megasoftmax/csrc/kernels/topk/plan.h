@@ -65,9 +65,9 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  // The last row's lanes read behind it where chunks are ragged.
-  plan.shared_bytes =
-      std::max((tiles.rows_per_tile * tiles.pitch + tiles.lanes * tiles.lane_chunks) * 16, results);
+  // Where chunks are ragged the last row's lanes read behind it.
+  const int behind = tiles.is_ragged ? tiles.lanes * tiles.lane_chunks : 0;
+  plan.shared_bytes = std::max((tiles.rows_per_tile * tiles.pitch + behind) * 16, results);
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
 }
@@ -101,10 +101,11 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   schedule.unit_batches = std::max(divide_up(schedule.max_units, kMaxGroups), 1);
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
-  plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
-                      static_cast<int>(sizeof(uint32_t));
   plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
-  if (regime.blocks_per_row != 1)
+  plan.shared_bytes = (plan.is_plain ? regime.ring_bytes() : 0) +
+                      divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
+                          static_cast<int>(sizeof(uint32_t));
+  if (regime.blocks_per_row == kWholeGpu)
     plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
   plan.blocks =
       std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) * schedule.blocks_per_row;

@@ -3,11 +3,16 @@
 // forward.cuh without mask and bias.
 //
 // A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
-// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kMaxTileChunks chunks each, and keep the
-// largest keys seen in registers, in order: each further few are sorted and merged with them by
-// networks, about 9 instructions per logit for k = 8. The results leave through shared memory too,
-// so that all of memory is read and written in whole sectors.
+// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kMaxTileChunks chunks each, and keep their
+// largest keys in registers, in order; lanes of a row merge them by networks. The results leave
+// through shared memory too, so that all of memory is read and written in whole sectors.
+//
+// What a lane keeps it finds in one of two ways. By candidates.cuh it makes keys of few logits
+// only. Where that cannot serve, as in tiny rows, rows with NaN or rows of equals, it makes keys of
+// all: each further few are sorted and merged with the best by networks, about 9 instructions per
+// logit for k = 8.
 
+#include "candidates.cuh"
 #include "keys.cuh"
 #include "network.cuh"
 #include "plan.h"
@@ -23,9 +28,10 @@ struct TileKeys {
   static constexpr int kElements = kPackElements<T>;
 
   // `sign`: a factor of the logits. `first`: the position of the pack's first one.
-  __device__ static void of(const Pack<T>& pack, float sign, uint32_t first, Key* keys) {
+  template <int kCount>
+  __device__ static void of(const Pack<T, kCount>& pack, float sign, uint32_t first, Key* keys) {
     if constexpr (sizeof(T) == 2) {
-      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+      using Pair = PairOf<T>;
       const T factor = from_float<T>(sign), zero = from_float<T>(0.f);
       const Pair factors = {factor, factor}, zeros = {zero, zero};
 #pragma unroll
@@ -39,8 +45,19 @@ struct TileKeys {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i)
+      for (int i = 0; i < kCount; ++i)
         keys[i] = key_of(pack[i] * sign, static_cast<int>(first) + i);
+    }
+  }
+  __device__ static Key of(T logit, float sign, int position) {
+    if constexpr (sizeof(T) == 2) {
+      Pack<T, 2> pack;
+      pack.words[0] = reinterpret_cast<const uint16_t&>(logit);
+      Key keys[2];
+      of(pack, sign, position, keys);
+      return keys[0];
+    } else {
+      return key_of(logit * sign, position);
     }
   }
   __device__ static int position(Key key) {
@@ -82,11 +99,21 @@ __global__ void __launch_bounds__(kTileThreads)
   {
     const auto* const source =
         static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.chunks;
+    int row, chunk, more_rows, more_chunks;  // of a thread's first chunk, and from one to the next
+    tiles.by_chunks.split(thread, row, chunk);
+    tiles.by_chunks.split(kTileThreads, more_rows, more_chunks);
+    int at = row * tiles.pitch + chunk;
+    const int step = more_rows * tiles.pitch + more_chunks, gap = tiles.pitch - tiles.chunks;
+    const uint32_t shared = shared_address(tile);
 #pragma unroll 4
     for (int i = thread; i < rows * tiles.chunks; i += kTileThreads) {
-      int row, chunk;
-      tiles.by_chunks.split(i, row, chunk);
-      start_copy(tile + row * tiles.pitch + chunk, source + i);
+      start_copy(shared + at * 16, source + i);
+      at += step;
+      chunk += more_chunks;
+      if (chunk >= tiles.chunks) {
+        chunk -= tiles.chunks;
+        at += gap;
+      }
     }
     wait_for_copies();
     __syncthreads();
@@ -109,25 +136,57 @@ __global__ void __launch_bounds__(kTileThreads)
     return pack;
   };
 
+  const Exponent exponent = exponent_of<NoBias>(params);
+  MaxAndSum total{kLowest, 0.f};
+  const auto add = [&](const Pack<T>& pack) {
+    float e[kElements];
+#pragma unroll
+    for (int j = 0; j < kElements; ++j)
+      e[j] = exp2_approximate(fmaf(pack[j], sign, -total.max) * exponent.c);
+    total.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+  };
   Key best[kLongest];
+  bool is_done = false;
+  if constexpr (can_have_candidates<T>(kLongest, kChunks)) {
+    TileCandidates<T, kLongest, kChunks> candidates;
+    candidates.find_threshold(params.k, sign, [&](int i) { return read(i * tiles.lanes); });
+    total.max = fmaxf(candidates.max_of_all(), kLowest);
+    for (int distance = 1; distance < tiles.lanes; distance *= 2)
+      total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
 #pragma unroll
-  for (int i = 0; i < kChunks; i += kStep) {
-    constexpr int kKeys = kStep * kElements;
-    Key keys[kKeys];
+    for (int i = 0; i < kChunks; ++i) {
+      const Pack<T> pack = read(i * tiles.lanes);
+      add(pack);
+      candidates.mark(i, pack, sign);
+    }
+    is_done = __all_sync(~0u, total.sum == total.sum && candidates.are_few());
+    if (is_done)
+      candidates.select(best, [&](int position) {
+        const T logit = reinterpret_cast<const T*>(
+            mine + (position / kElements << tiles.log2_lanes))[position % kElements];
+        return Keys::of(logit, sign, position);
+      });
+  }
+  if (!is_done) {
 #pragma unroll
-    for (int j = 0; j < kStep; ++j)
-      Keys::of(read((i + j) * tiles.lanes), sign, (i + j) * kElements, keys + j * kElements);
+    for (int i = 0; i < kChunks; i += kStep) {
+      constexpr int kKeys = kStep * kElements;
+      Key keys[kKeys];
 #pragma unroll
-    for (int j = 0; j < kKeys; j += kLongest) {
-      Key some[kLongest];
+      for (int j = 0; j < kStep; ++j)
+        Keys::of(read((i + j) * tiles.lanes), sign, (i + j) * kElements, keys + j * kElements);
 #pragma unroll
-      for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
-      sort(some);
-      if (i + j == 0) {
+      for (int j = 0; j < kKeys; j += kLongest) {
+        Key some[kLongest];
 #pragma unroll
-        for (int n = 0; n < kLongest; ++n) best[n] = some[n];
-      } else {
-        merge_sorted(best, some);
+        for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
+        sort(some);
+        if (i + j == 0) {
+#pragma unroll
+          for (int n = 0; n < kLongest; ++n) best[n] = some[n];
+        } else {
+          merge_sorted(best, some);
+        }
       }
     }
   }
@@ -146,28 +205,23 @@ __global__ void __launch_bounds__(kTileThreads)
     }
   }
 
-  const Exponent exponent = exponent_of<NoBias>(params);
-  const float max = fmaxf(Keys::logit(best[0]), kLowest);
-  float sum = 0.f;
+  if constexpr (!can_have_candidates<T>(kLongest, kChunks)) {
+    total.max = fmaxf(Keys::logit(best[0]), kLowest);
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    const Pack<T> pack = read(i * tiles.lanes);
-    float e[kElements];
-#pragma unroll
-    for (int j = 0; j < kElements; ++j)
-      e[j] = exp2_approximate(fmaf(pack[j], sign, -max) * exponent.c);
-    sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+    for (int i = 0; i < kChunks; ++i) add(read(i * tiles.lanes));
   }
   for (int distance = 1; distance < tiles.lanes; distance *= 2)
-    sum += __shfl_xor_sync(~0u, sum, distance);
+    total.sum += __shfl_xor_sync(~0u, total.sum, distance);
 
-  const RowStatistics statistics(params, {max, sum}, false);
+  const RowStatistics statistics(params, total, false);
   if (lane == 0 && row < rows) statistics.write(params, first_row + row);
-  float selected = 0.f;
+  float weights[kLongest], selected = 0.f;
 #pragma unroll
-  for (int i = 0; i < kLongest; ++i)
-    selected += i < params.k ? exponent(Keys::logit(best[i]), max) : 0.f;
-  const float factor = reciprocal_approximate(params.renormalize ? selected : sum);
+  for (int i = 0; i < kLongest; ++i) {
+    weights[i] = i < params.k ? exponent(Keys::logit(best[i]), total.max) : 0.f;
+    selected += weights[i];
+  }
+  const float factor = reciprocal_approximate(params.renormalize ? selected : total.sum);
 
   __syncthreads();
   auto* const values = reinterpret_cast<float*>(shared_memory);
@@ -175,10 +229,9 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
     if (i >= params.k || (i & (tiles.lanes - 1)) != lane) continue;
-    const float z = Keys::logit(best[i]);
-    values[row * params.k + i] = params.candidates          ? z * fabsf(params.scale)
+    values[row * params.k + i] = params.candidates ? Keys::logit(best[i]) * fabsf(params.scale)
                                  : !statistics.is_regular() ? NAN
-                                                            : exponent(z, max) * factor;
+                                                            : weights[i] * factor;
     columns[row * params.k + i] = Keys::position(best[i]);
   }
   __syncthreads();

@@ -1,0 +1,172 @@
+#pragma once
+// The largest of a lane's logits in tile.cuh, without keys of all of them.
+//
+// Of every two logits the larger one stays, without its position: halves two to an operation. The
+// k-th largest of those is a threshold that at least k logits reach, and few more than k. A second
+// look marks the logits that reach it, a bit for each, and only of them keys are made and sorted.
+
+#include "../common/vector.cuh"
+#include "network.cuh"
+
+namespace megasoftmax {
+
+template <class T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+// A word of a pack, to be sorted: halves for themselves. Not for NaN.
+template <class T>
+struct TileWord {
+  using Lanes = std::conditional_t<sizeof(T) == 2, PairOf<T>, float>;
+  Lanes lanes;
+
+  TileWord() = default;
+  __device__ TileWord(Lanes lanes) : lanes(lanes) {}
+  __device__ explicit TileWord(uint32_t bits) : lanes(reinterpret_cast<const Lanes&>(bits)) {}
+
+  __device__ friend TileWord max(TileWord a, TileWord b) {
+    if constexpr (sizeof(T) == 2) return __hmax2(a.lanes, b.lanes);
+    if constexpr (sizeof(T) == 4) return fmaxf(a.lanes, b.lanes);
+  }
+  __device__ friend TileWord min(TileWord a, TileWord b) {
+    if constexpr (sizeof(T) == 2) return __hmin2(a.lanes, b.lanes);
+    if constexpr (sizeof(T) == 4) return fminf(a.lanes, b.lanes);
+  }
+  __device__ TileWord swapped() const {
+    if constexpr (sizeof(T) == 4) return *this;
+    const auto bits = reinterpret_cast<const uint32_t&>(lanes);
+    return TileWord(__byte_perm(bits, bits, 0x1032));
+  }
+  // All bits of the lanes that reach those of `least`.
+  __device__ uint32_t reaches(TileWord least) const {
+    if constexpr (sizeof(T) == 2) {
+      return __hge2_mask(lanes, least.lanes);
+    } else {
+      return lanes >= least.lanes ? ~0u : 0u;
+    }
+  }
+  __device__ float first() const {
+    if constexpr (sizeof(T) == 2) return to_float(lanes.x);
+    if constexpr (sizeof(T) == 4) return lanes;
+  }
+};
+
+// So many keys are made where so few are kept.
+constexpr int most_candidates(int longest) { return 3 * longest; }
+
+// Enough of every two for the list, and more logits than candidates: chunks behind the row's end,
+// which no key must be made of, are candidates only together with all of the lane's.
+template <class T>
+constexpr bool can_have_candidates(int longest, int chunks) {
+  return chunks >= 4 && 2 * chunks >= longest &&
+         most_candidates(longest) < chunks * kPackElements<T>;
+}
+
+template <class T, int kLongest, int kChunks>
+struct TileCandidates {
+  using Word = TileWord<T>;
+  static constexpr int kElements = kPackElements<T>, kWords = Pack<T>::kWords;
+  // Bits of a word's lanes, and words whose bits fill 32.
+  static constexpr uint32_t kBits = sizeof(T) == 2 ? 0x10001u : 1u;
+  static constexpr int kWordsOfMask = 16 * sizeof(T) / 2;
+  static constexpr int kMasks = (kChunks * kWords + kWordsOfMask - 1) / kWordsOfMask;
+  static_assert(kMasks <= 2);
+  static constexpr int kLastBit = sizeof(T) == 2 ? 31 : kChunks * kWords - 1;
+  static_assert(sizeof(T) == 4 || kChunks * kWords % kWordsOfMask == 0);
+
+  Word tops[kLongest];  // of every two the larger, in order
+  Word threshold;
+  uint32_t marks[kMasks] = {};
+
+  // read(i): the lane's i-th chunk.
+  template <class Read>
+  __device__ __forceinline__ void find_threshold(int k, float sign, Read&& read) {
+    constexpr int kStep = kLongest / 2;  // chunks whose pairs are sorted together
+    static_assert(kChunks % kStep == 0);
+#pragma unroll
+    for (int i = 0; i < kChunks; i += kStep) {
+      Word some[kLongest];
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) {
+        Pack<T> pack = read(i + j);
+        if (sign < 0) pack.flip_signs();
+        some[2 * j] = max(Word(pack.words[0]), Word(pack.words[1]));
+        some[2 * j + 1] = max(Word(pack.words[2]), Word(pack.words[3]));
+      }
+      sort(some);
+      if (i == 0) {
+#pragma unroll
+        for (int j = 0; j < kLongest; ++j) tops[j] = some[j];
+      } else {
+        merge_sorted(tops, some);
+      }
+    }
+    threshold = largest_reached<kLongest>(k);
+  }
+  __device__ float max_of_all() const {
+    return max(tops[0], tops[0].swapped()).first() + 0.f;  // -0 + 0 = 0
+  }
+
+  __device__ __forceinline__ void mark(int chunk, Pack<T> pack, float sign) {
+    if (sign < 0) pack.flip_signs();
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int word = chunk * kWords + i;
+      marks[word / kWordsOfMask] |=
+          Word(pack.words[i]).reaches(threshold) & kBits << word % kWordsOfMask;
+    }
+  }
+  __device__ bool are_few() const {
+    int count = __popc(marks[0]);
+    if constexpr (kMasks == 2) count += __popc(marks[1]);
+    return count <= most_candidates(kLongest);
+  }
+
+  // The best keys, in order; key(i) is that of the lane's i-th logit. By whole warps.
+  template <class Key, class KeyAt>
+  __device__ __forceinline__ void select(Key (&best)[kLongest], KeyAt&& key_at) const {
+    uint32_t left = marks[0], later = kMasks == 2 ? marks[kMasks - 1] : 0;
+    int begin = 0;
+    const auto next = [&]() -> Key {
+      if (kMasks == 2 && left == 0) {
+        left = later;
+        later = 0;
+        begin = 2 * kWordsOfMask;
+      }
+      // Without a branch: where none is left, of any logit of the lane.
+      const int bit = (31 - __clz(left)) & kLastBit;
+      const Key of_logit = key_at(sizeof(T) == 2 ? begin + bit % 16 * 2 + bit / 16 : bit);
+      const Key key = left == 0 ? Key{0} : of_logit;
+      left &= ~(1u << bit);
+      return key;
+    };
+#pragma unroll
+    for (int i = 0; i < kLongest; ++i) best[i] = next();
+    sort(best);
+    while (__any_sync(~0u, (left | later) != 0)) {
+      const Key key = next();
+#pragma unroll
+      for (int i = kLongest - 1; i > 0; --i) best[i] = min(best[i - 1], max(best[i], key));
+      best[0] = max(best[0], key);
+    }
+  }
+
+ private:
+  // The k-th largest of all lanes of `tops`, for k = kK, or a lower number where k is below that.
+  // Of halves those kK largest are i of one and kK - i of the other.
+  template <int kK>
+  __device__ __forceinline__ Word largest_reached(int k) const {
+    if constexpr (kK > 1 && 2 * kK > kLongest) {
+      if (k < kK) return largest_reached<kK - 1>(k);
+    }
+    Word found = tops[kK - 1];
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 1; i <= kK / 2; ++i)
+        found = max(found, min(tops[i - 1], tops[kK - i - 1].swapped()));
+      found = max(found, found.swapped());
+    }
+    return found;
+  }
+};
+
+}  // namespace megasoftmax
