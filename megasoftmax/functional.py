@@ -156,8 +156,20 @@ def softmax(
     """
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax(
-            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
-            *(dtype, return_lse, dim, fused),
+            scores,
+            scale,
+            mask,
+            bias,
+            causal,
+            window,
+            visible,
+            sink,
+            dropout,
+            seed,
+            dtype,
+            return_lse,
+            dim,
+            fused,
         )
         if served is not None:
             return cast(Tensor, served)
@@ -551,8 +563,20 @@ def attention(
     """
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.attention(
-            *(query, key, value, bias, mask, scale, causal, window, visible, sink),
-            *(dropout, seed, return_lse, fused),
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale,
+            causal,
+            window,
+            visible,
+            sink,
+            dropout,
+            seed,
+            return_lse,
+            fused,
         )
         if served is not None:
             return cast(Tensor, served)

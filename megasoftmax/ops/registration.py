@@ -15,9 +15,10 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def define(schema: str) -> Any:
-    """The op of a schema."""
+    """The op of a schema, "name(...)" or "name.overload(...)"."""
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    return getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]).default
+    name, _, overload = schema.partition("(")[0].partition(".")
+    return getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload or "default")
 
 
 def implement(op: Any, function: Callable[..., Any]) -> None:

@@ -1,13 +1,15 @@
 """The ops of softmax over the last dimension, torch.ops.megasoftmax.softmax_*."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megasoftmax.autograd import dropout, softmax
 from megasoftmax.autograd.function import Implementation, Rules
-from megasoftmax.ops.registration import below_autograd, define, implement, trace
+from megasoftmax.ops.registration import below_autograd, define, fake, implement, trace
 from megasoftmax.reference.softmax import (
     BackwardArguments,
     DropoutBackwardArguments,
@@ -23,6 +25,12 @@ _forward = define(
     "int window_left, int window_right, Tensor? first, Tensor? end, Tensor? sink, "
     "float? sink_value, ScalarType dtype, bool return_lse, float dropout, Tensor? seed) "
     "-> (Tensor, Tensor)",
+)
+# Where only probabilities are wanted, of few arguments: each argument and each result costs the
+# host. Only csrc/host calls it, below autograd.
+_forward_alone = define(
+    "softmax_forward.alone(Tensor scores, float scale, Tensor? mask, bool causal, "
+    "ScalarType dtype) -> Tensor",
 )
 _backward = define(
     "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
@@ -57,6 +65,19 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
         scores.new_empty(scores.shape, dtype=given.dtype),
         scores.new_empty(lse_shape, dtype=lse_dtype),
     )
+
+
+def _alone(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    scores: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    options = None, None, None, None, dtype, False, 0.0, None
+    given = ForwardArguments(scores, scale, mask, None, causal, -1, -1, *options)
+    return forward(*given)[0]
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,6 +125,8 @@ _traced_with_dropout = Implementation(_forward, _dropout_backward)
 _FORWARD = Rules(ForwardArguments._fields, _save, _gradients, softmax.batch_forward)
 implement(_forward, softmax_forward)
 trace(_forward, _fake_forward, _FORWARD, _traced)
+implement(_forward_alone, partial(_alone, softmax_forward))
+fake(_forward_alone, partial(_alone, _fake_forward))
 implement(_backward, softmax_backward)
 trace(_backward, _fake_backward, softmax.BACKWARD, _traced)
 implement(_dropout_backward, softmax_dropout_backward)

@@ -18,6 +18,27 @@ bool has_scattered_rows(const Tensor& bias) {
   return last >= 0 && bias.size(last) > 1 && bias.stride(last) > 1;
 }
 
+// The probabilities of a call whose other arguments `params` has.
+Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor> mask,
+                        ScalarType dtype, ForwardParams& params) {
+  Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
+  params.shape = shape_of(scores);
+  params.scores = strided(scores, scores, "scores");
+  params.scores.type = dtype_of(scores.scalar_type(), "scores");
+  if (mask) params.mask = strided_mask(*mask, scores);
+  params.scale = static_cast<float>(scale);
+  params.probabilities = probabilities.data_ptr();
+  params.probabilities_type = dtype_of(dtype, "dtype");
+  const cudaStream_t stream = current_stream(scores);
+  Tensor workspace;
+  if (const int64_t bytes = softmax_forward_workspace(params, stream); bytes > 0) {
+    workspace = new_workspace(bytes, scores);
+    params.workspace = workspace.data_ptr();
+  }
+  check_cuda(softmax_forward(params, stream), "softmax_forward");
+  return probabilities;
+}
+
 std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
                                    std::optional<Tensor> bias, bool causal, int64_t window_left,
                                    int64_t window_right, std::optional<Tensor> first,
@@ -27,17 +48,9 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   scores = with_aligned_storage(scores);
-  Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
   Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0},
                                   ScalarType::Float, scores);
-
   ForwardParams params;
-  params.shape = shape_of(scores);
-  params.scores = strided(scores, scores, "scores");
-  params.scores.type = dtype_of(scores.scalar_type(), "scores");
-  if (mask) {
-    params.mask = strided_mask(*mask, scores);
-  }
   if (bias && has_scattered_rows(*bias)) bias = with_dense_rows(*bias, 1);
   if (bias) {
     params.bias = strided(*bias, scores, "bias");
@@ -47,18 +60,18 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   params.window = window_of(causal, window_left, window_right);
   params.visible = visible_of(first, end, scores);
   if (dropout > 0) params.dropout = dropout_of(dropout, seed, scores);
-  params.scale = static_cast<float>(scale);
-  params.probabilities = probabilities.data_ptr();
-  params.probabilities_type = dtype_of(dtype, "dtype");
   if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
-  const cudaStream_t stream = current_stream(scores);
-  Tensor workspace;
-  if (const int64_t bytes = softmax_forward_workspace(params, stream); bytes > 0) {
-    workspace = new_workspace(bytes, scores);
-    params.workspace = workspace.data_ptr();
-  }
-  check_cuda(softmax_forward(params, stream), "softmax_forward");
+  Tensor probabilities = probabilities_of(scores, scale, std::move(mask), dtype, params);
   return {std::move(probabilities), std::move(log_sum_exp)};
+}
+
+Tensor forward_alone(Tensor scores, double scale, std::optional<Tensor> mask, bool causal,
+                     ScalarType dtype) {
+  check(scores.dim() >= 1, "scores must have at least one dimension");
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  ForwardParams params;
+  params.window = window_of(causal, -1, -1);
+  return probabilities_of(with_aligned_storage(scores), scale, std::move(mask), dtype, params);
 }
 
 Tensor in_type(const Tensor& tensor, ScalarType type) {
@@ -201,6 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_backward(
 
 void register_softmax(Library& library) {
   library.impl("softmax_forward", TORCH_BOX(&forward));
+  library.impl("softmax_forward.alone", TORCH_BOX(&forward_alone));
   library.impl("softmax_backward", TORCH_BOX(&backward));
   library.impl("softmax_dropout_backward", TORCH_BOX(&dropout_backward));
 }

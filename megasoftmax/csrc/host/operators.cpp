@@ -37,9 +37,9 @@ py::object to_python(const c10::IValue& value, bool is_type) {
 
 void bind(const std::string& name_space, PyObject* backward) {
   operators.clear();
-  for (const char* const name : kNames)
-    operators.push_back(
-        c10::Dispatcher::singleton().findSchemaOrThrow((name_space + "::" + name).c_str(), ""));
+  for (const auto& [name, overload] : kNames)
+    operators.push_back(c10::Dispatcher::singleton().findSchemaOrThrow(
+        (name_space + "::" + name).c_str(), overload));
   Py_INCREF(backward);
   Py_XSETREF(backward_in_python, backward);
 }
@@ -55,7 +55,7 @@ Stack run_backward(Operator which, Stack arguments, int type_at) {
     return run(which, std::move(arguments));
   const py::gil_scoped_acquire gil;
   py::tuple all(1 + arguments.size());
-  all[0] = py::str(kNames[which]);
+  all[0] = py::str(kNames[which].name);
   for (size_t i = 0; i < arguments.size(); ++i)
     all[1 + i] = to_python(arguments[i], static_cast<int>(i) == type_at);
   const py::object result =

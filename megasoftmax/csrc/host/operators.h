@@ -12,6 +12,7 @@ using torch::jit::Stack;
 
 enum Operator {
   kSoftmaxForward,
+  kSoftmaxForwardAlone,
   kSoftmaxBackward,
   kAttentionForward,
   kAttentionBackward,
@@ -20,10 +21,15 @@ enum Operator {
   kOperators,
 };
 
-// Names of the ops in the order of `Operator`.
-inline constexpr const char* kNames[kOperators] = {
-    "softmax_forward",    "softmax_backward",     "attention_forward",
-    "attention_backward", "softmax_topk_forward", "softmax_topk_backward",
+struct Name {
+  const char *name, *overload = "";
+};
+
+// Of the ops in the order of `Operator`.
+inline constexpr Name kNames[kOperators] = {
+    {"softmax_forward"},       {"softmax_forward", "alone"}, {"softmax_backward"},
+    {"attention_forward"},     {"attention_backward"},       {"softmax_topk_forward"},
+    {"softmax_topk_backward"},
 };
 
 // Finds the ops. `backward` is a Python function (name, *arguments of that op), which also computes

@@ -28,48 +28,55 @@ struct SoftmaxOptions {
   bool return_lse;
 };
 
-std::pair<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Tensor>& bias,
-                                  const std::optional<Tensor>& sink,
-                                  const SoftmaxOptions& options) {
+// The probabilities, and the log-sum-exp if it is wanted.
+variable_list forward(const Tensor& scores, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& sink, const SoftmaxOptions& options) {
   const auto& [scale, mask, is_causal, window, visible, sink_value, dtype, return_lse] = options;
-  Stack results = run(kSoftmaxForward, {scores,
-                                        scale,
-                                        mask,
-                                        bias,
-                                        is_causal,
-                                        window.left,
-                                        window.right,
-                                        visible.first,
-                                        visible.end,
-                                        sink,
-                                        sink_value,
-                                        dtype,
-                                        return_lse,
-                                        0.0,
-                                        {}});
-  return {results[0].toTensor(), results[1].toTensor()};
+  if (!return_lse && !bias && !window.is_given && !visible.first && !visible.end && !sink &&
+      !sink_value)
+    return {run(kSoftmaxForwardAlone, {scores, scale, mask, is_causal, dtype})[0].toTensor()};
+  const Stack results = run(kSoftmaxForward, {scores,
+                                              scale,
+                                              mask,
+                                              bias,
+                                              is_causal,
+                                              window.left,
+                                              window.right,
+                                              visible.first,
+                                              visible.end,
+                                              sink,
+                                              sink_value,
+                                              dtype,
+                                              return_lse,
+                                              0.0,
+                                              {}});
+  variable_list wanted{results[0].toTensor()};
+  if (return_lse) wanted.push_back(results[1].toTensor());
+  return wanted;
 }
 
 struct Softmax : torch::autograd::Function<Softmax> {
   static variable_list forward(AutogradContext* context, const Tensor& scores,
                                const std::optional<Tensor>& bias, const std::optional<Tensor>& sink,
                                const SoftmaxOptions& options) {
-    auto [probabilities, lse] = host::forward(scores, bias, sink, options);
+    variable_list results = host::forward(scores, bias, sink, options);
     const bool wants_bias = wants_gradient(bias), wants_sink = wants_gradient(sink);
     context->set_materialize_grads(false);
     context->save_for_backward(
-        {probabilities, wants_sink ? lse : Tensor(), wants_sink ? *sink : Tensor(),
+        {results[0], wants_sink ? results[1] : Tensor(), wants_sink ? *sink : Tensor(),
          options.visible.first.value_or(Tensor()), options.visible.end.value_or(Tensor())});
     // Of the bias only shape and type matter: it is not kept, and may change before the backward.
     // The sizes are a tuple, because compiled autograd takes no list within one.
-    std::vector<c10::IValue> bias_sizes;
-    if (wants_bias) bias_sizes.assign(bias->sizes().begin(), bias->sizes().end());
-    context->saved_data["options"] =
-        c10::ivalue::Tuple::create({options.scale, options.is_causal, options.window.left,
-                                    options.window.right, scores.scalar_type(), options.return_lse,
-                                    wants_bias ? c10::IValue(bias->scalar_type()) : c10::IValue(),
-                                    c10::ivalue::Tuple::create(std::move(bias_sizes))});
-    return {probabilities, lse};
+    c10::IValue bias_type, bias_sizes;
+    if (wants_bias) {
+      const at::IntArrayRef sizes = bias->sizes();
+      bias_type = bias->scalar_type();
+      bias_sizes = c10::ivalue::Tuple::create(std::vector<c10::IValue>(sizes.begin(), sizes.end()));
+    }
+    context->saved_data["options"] = c10::ivalue::Tuple::create(
+        {options.scale, options.is_causal, options.window.left, options.window.right,
+         scores.scalar_type(), options.return_lse, bias_type, bias_sizes});
+    return results;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -144,19 +151,18 @@ PyObject* softmax(PyObject* const* arguments) {
   if (reader.has_declined()) Py_RETURN_NONE;
   if (wants_bias && bias->size(-1) != scores.size(-1)) Py_RETURN_NONE;  // nothing sums along a row
 
-  std::pair<Tensor, Tensor> results;
+  variable_list results;
   {
     const pybind11::gil_scoped_release no_gil;
     if (bias) bias = as_kernels_take_it(*bias, scores.scalar_type());
     if (wants_bias || (records && (scores.requires_grad() || wants_gradient(sink.tensor)))) {
       options.return_lse |= sink.tensor.has_value();
-      const variable_list recorded = Softmax::apply(scores, bias, sink.tensor, options);
-      results = {recorded[0], recorded[1]};
+      results = Softmax::apply(scores, bias, sink.tensor, options);
     } else {
       results = forward(scores, bias, sink.tensor, options);
     }
   }
-  return return_lse ? to_python({results.first, results.second}) : to_python(results.first);
+  return to_python(return_lse ? results : variable_list{results[0]});
 }
 
 }  // namespace megasoftmax::host
