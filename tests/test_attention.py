@@ -522,6 +522,10 @@ def test_tables_of_grouped_heads(dim: int) -> None:
         (2, (4, 4), (2, 1), (128, 128), {}),
         (4, (4, 4), (1, 4), (512, 512), {"window": (100, 0)}),
         (8, (3, 3), (2, 3), (257, 520), {}),
+        (8, (2, 1), (1, 2), (400, 392), {"window": (100, 0)}),
+        (4, (2, 2), (2, 2), (1100, 24), {"causal": True}),
+        (4, (1, 1), (1, 1), (17, 1032), {"causal": True}),
+        (6, (2, 2), (1, 2), (190, 136), {"causal": True}),
     ],
 )
 def test_dense_biases_of_batches_and_heads(
@@ -537,6 +541,32 @@ def test_dense_biases_of_batches_and_heads(
     q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=(dim, dim), batch=batch)
     values = normal(*bias, *lengths, device="cuda", dtype=dtype, seed=4).requires_grad_()
     check(q, k, v, bias=values, **options, what=f"{bias}")
+    mask = coin(batch, 1, *lengths, device="cuda")
+    mask[..., 64:128] = True
+    check(q, k, v, bias=values, **options, mask=mask, what=f"{bias}, mask")
+
+
+@gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("batch", [2, 4, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
+    dim: int, batch: int, causal: bool
+) -> None:
+    """Also without torch.use_deterministic_algorithms: blocks of a cluster sum in order."""
+    major, _ = acted_capability() or torch.cuda.get_device_capability()
+    if major != 9:
+        pytest.skip("clusters sum on Hopper alone")
+    q, k, v = tensors(
+        "cuda", torch.bfloat16, heads=(8, 8), lengths=(1000, 904), dims=(dim, dim), batch=batch
+    )
+    bias = normal(1, 8, 1000, 904, device="cuda", dtype=q.dtype, seed=4).requires_grad_()
+    output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, causal=causal)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    runs = [torch.autograd.grad(output, bias, gradient, retain_graph=True)[0] for _ in range(10)]
+    assert runs[0].abs().max() > 0
+    for run in runs[1:]:
+        assert bits_equal(run, runs[0])
 
 
 @gpu

@@ -358,14 +358,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     publish_barriers();
   }
   __syncthreads();
-  // Blocks of a cluster begin to send when all have their barriers, and end when nothing is sent.
-  const auto sync_cluster = [&] {
-    if (!is_in_cluster) return;
-    __syncwarp();
+  if (is_in_cluster) {  // others arrive at its barriers
     arrive_at_cluster();
     wait_for_cluster();
-  };
-  sync_cluster();
+  }
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
@@ -438,7 +434,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
             if (lane < cluster) memory.scores_are_used(buffer).arrive_in(lane);
           }
         }
-        sync_cluster();
       } else if constexpr (kHasTable) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
         if (warp == 1) {
@@ -485,7 +480,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       copy(memory.keys(), maps.key, memory.keys_are_there(), kKeys, key_head, first_key);
       copy(memory.values(), maps.value, memory.keys_are_there(), kKeys, key_head, first_key);
     }
-    for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+    int step = 0;
+    for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
       const int head = tiles.head, query = tiles.query;
       const int stage = step % kStages;
       memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
@@ -513,7 +509,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
                             first_key + 64 * i, query, bias_head, bias_batch);
       }
     }
-    sync_cluster();
+    // A block ends when no other arrives at its barriers any more.
+    if constexpr (kHasTile) {
+      for (int last = step + 2; is_in_cluster && step < last; ++step)
+        memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
+    }
     return;
   }
 
@@ -681,8 +681,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   };
 
   memory.keys_are_there().wait(0);
+  int step = 0;
 #pragma unroll 1
-  for (int step = 0; tiles.are_left(); ++step) {
+  for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (has_ranges) find_ranges(head, query);
     if (has_bits) find_masked(head, query);
@@ -766,6 +767,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
 
+  if constexpr (kHasTile) {
+    if (step > 0 && warpgroup == 0 && is_first_of_group)
+      memory.scores_are_used((step - 1) % 2).arrive();
+  }
+
   // Through what held sums.
   if (is_first_of_group) wait_for_reads_of_stores();
   sync_warpgroup(warpgroup);
@@ -781,7 +787,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);
-  sync_cluster();
 #endif
 }
 
