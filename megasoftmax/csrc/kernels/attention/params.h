@@ -78,7 +78,10 @@ struct AttentionForwardParams : AttentionParams {
   int splits = 0;
   Divider row_tiles;  // of a key head; set by the launcher
 
-  int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
+  // Set by the launcher: tiles of the bias in shared memory at a time; whether pairs of blocks copy
+  // each of them together.
+  int bias_stages = 1;
+  bool is_paired = false;
 };
 
 // What a backward needs of a row of scores.

@@ -82,10 +82,15 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
       is_there = has_kernels;
       if (!is_there) return cudaSuccess;
+      AttentionForwardParams launched = params;
+      launched.is_paired = copies_in_pairs(params);
+      const int cluster = launched.is_paired ? 2 : 1;
       int most_blocks = INT32_MAX;
-      if (shares_blocks(params))
+      if (shares_blocks(params)) {
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+        most_blocks = most_blocks / cluster * cluster;
+      }
       const auto kernel = is_plain(params)
                               ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                               : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
@@ -101,8 +106,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
       return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
-                              most_blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
-                              maps);
+                              most_blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
+                              launched, maps);
     });
   });
 }
