@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                         (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
         release(keys);
         __syncwarp();  // all lanes have read theirs
-        // Without a branch between them loads wait for sums that free registers.
+        // No branch: past one, sums could not free registers of one load for the next.
         if (lane < copies_per_bias) memory.bias_is_used(stage, warpgroup).arrive_in(lane);
         add_bias(scores, params.scale, bias);
       }
