@@ -219,6 +219,13 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   return tile_for(kAttentionHopperBackwardTiles, params);
 }
 
+// Whether blocks of Hopper's forward, of two batches that share a bias, copy it together: they take
+// the same tiles of it.
+inline bool copies_in_pairs(const AttentionForwardParams& params) {
+  return hopper_bias(params) == HopperBias::kTile && params.tiles_taken == nullptr &&
+         params.batches_per_bias.divisor % 2 == 0;
+}
+
 // Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
 // clusters: they take the same tiles of it.
 inline bool sums_in_clusters(const AttentionBackwardParams& params) {
@@ -247,8 +254,8 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
                                 int64_t bytes_of_head, int cache_bytes) {
   const bool shares_bias =
       params.bias.data != nullptr && !params.is_relative && params.batches_per_bias.divisor > 1;
-  const bool is_even =
-      params.window_left < 0 && params.window_right < 0 && params.note.words == nullptr;
+  const bool is_even = params.window_left < 0 && params.window_right < 0 &&
+                       params.note.words == nullptr && !params.visible.are_given();
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
   const int64_t held = is_even ? 1 : cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));

@@ -92,10 +92,15 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperMemory<kBias, kIndex>;
+      AttentionForwardParams launched = params;
+      launched.is_paired = copies_in_pairs(params);
+      const int cluster = launched.is_paired ? 2 : 1;
       int most_blocks = INT32_MAX;
-      if (shares_blocks(params) || params.tiles_taken != nullptr)
+      if (shares_blocks(params) || params.tiles_taken != nullptr) {
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+        most_blocks = most_blocks / cluster * cluster;
+      }
       if (params.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
             cudaMemsetAsync(params.tiles_taken, 0, sizeof(*params.tiles_taken), stream));
@@ -104,7 +109,6 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
                               : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
       // Before the maps: it gives a new thread its context.
       MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-      AttentionForwardParams launched = params;
       launched.row_tiles = Divider(divide_up(params.queries, Memory::kQueries));
       TensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(
@@ -116,8 +120,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
       return launch_with_maps(kernel, params.splits * launched.row_tiles.divisor, params.heads,
-                              most_blocks, 1, Memory::kThreads, Memory::kBytes, stream, launched,
-                              maps);
+                              most_blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
+                              launched, maps);
     });
   });
 }
