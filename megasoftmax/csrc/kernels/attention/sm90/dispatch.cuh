@@ -85,7 +85,7 @@ bool attention_hopper_forward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
+cudaError_t attention_hopper_forward_instance(AttentionForwardParams params, int index,
                                               cudaStream_t stream) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
@@ -94,6 +94,9 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
       if (shares_blocks(params) || params.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+      const int64_t tiles = divide_up(params.queries, Memory::kQueries);
+      if (tiles * params.heads * params.batches <= most_blocks)
+        params.tiles_taken = nullptr;  // each block has one
       if (params.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
             cudaMemsetAsync(params.tiles_taken, 0, sizeof(*params.tiles_taken), stream));
@@ -111,8 +114,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, divide_up(params.queries, Memory::kQueries), params.heads,
-                              most_blocks, Memory::kThreads, Memory::kBytes, stream, params, maps);
+      return launch_with_maps(kernel, tiles, params.heads, most_blocks, Memory::kThreads,
+                              Memory::kBytes, stream, params, maps);
     });
   });
 }

@@ -118,6 +118,7 @@ struct HopperMemory {
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
   static constexpr int kBytes = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
+  static_assert(kBytes <= 227 * 1024);
 
   uint32_t address;
 
