@@ -235,6 +235,51 @@ def test_attention_in_order(kind: str, bias: str, deterministic: None) -> None:
     check_attention(q, k, v, visible=on("cuda", KINDS[kind](2, 4, *lengths)), **given, what=kind)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("has_table", [False, True])
+@pytest.mark.parametrize("kind", ["random", "packed", "ends", "nothing", "apart"])
+def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None:
+    """More tiles of queries than multiprocessors, some of which see nothing."""
+    lengths = (1100, 900)
+    heads = 32
+    generator = torch.Generator().manual_seed(dim)
+    q, k, v = (
+        torch.randn(2, heads, length, dim, generator=generator).cuda().bfloat16().requires_grad_()
+        for length in (lengths[0], lengths[1], lengths[1])
+    )
+    if kind == "apart":  # neighbouring tiles see keys that lie far from each other
+        first = torch.arange(lengths[0]) // 64 * 389 % 800
+        visible: Visible = (first[None, None], first[None, None] + 70)
+    else:
+        visible = KINDS[kind](2, heads, *lengths)
+    given: dict[str, Any] = {}
+    if has_table:
+        table = normal(1, heads, sum(lengths) - 1, device="cuda", dtype=torch.bfloat16, seed=4)
+        given["bias"] = RelativeBias(table)
+    check_attention(q, k, v, visible=on("cuda", visible), causal=True, **given, what=kind)
+
+
+@pytest.mark.gpu
+def test_launches_count_their_tiles_apart() -> None:
+    """Calls on several streams at once."""
+    q, k, v = (torch.randn(2, 32, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.tensor([0, 100, 700, 1500, 2048], device="cuda")
+    visible = ranges.packed(offsets, 2048)
+    expected = megasoftmax.attention(q, k, v, visible=visible, causal=True, fused=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(
+                    megasoftmax.attention(q, k, v, visible=visible, causal=True, fused=True)
+                )
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, expected) for each in found)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

@@ -72,7 +72,8 @@ constexpr bool shares_registers(const Tile& tile) {
 }
 // Where tiles of queries see at most so many tiles of keys, a block takes several, one after the
 // other: that hides their beginnings and ends. Else each has a block of its own, which balances
-// better.
+// better. With a mask or ranges, where lengths are not known, blocks count the tiles that they
+// take.
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;

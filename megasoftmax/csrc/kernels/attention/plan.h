@@ -235,8 +235,8 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
          (batches & (batches - 1)) == 0;
 }
 
-// Do blocks of Hopper's forward take several tiles of queries? By length and window; what a mask or
-// ranges leave is not known.
+// Do blocks of Hopper's forward take several tiles of queries? By length and window. With a mask or
+// ranges they do in any case: see AttentionForwardParams::tiles_taken.
 inline bool shares_blocks(const AttentionParams& params) {
   const AttentionHopperTile& tile = kAttentionHopperTiles[tile_for(kAttentionHopperTiles, params)];
   const bool is_window = params.window_left >= 0 && params.window_right >= 0;

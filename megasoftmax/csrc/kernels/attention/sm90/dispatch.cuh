@@ -87,7 +87,7 @@ bool attention_hopper_forward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
+cudaError_t attention_hopper_forward_instance(AttentionForwardParams params, int index,
                                               cudaStream_t stream) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
@@ -101,15 +101,19 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
         most_blocks = most_blocks / cluster * cluster;
       }
-      if (params.tiles_taken != nullptr)
+      const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
+      const int64_t tiles = params.splits * row_tiles;
+      launched.row_tiles = Divider(row_tiles);
+      if (tiles * params.heads * params.batches <= most_blocks)
+        launched.tiles_taken = nullptr;  // each block has one
+      if (launched.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
-            cudaMemsetAsync(params.tiles_taken, 0, sizeof(*params.tiles_taken), stream));
+            cudaMemsetAsync(launched.tiles_taken, 0, sizeof(*launched.tiles_taken), stream));
       const auto kernel = is_plain(params)
                               ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                               : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
       // Before the maps: it gives a new thread its context.
       MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-      launched.row_tiles = Divider(divide_up(params.queries, Memory::kQueries));
       TensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
@@ -119,9 +123,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, params.splits * launched.row_tiles.divisor, params.heads,
-                              most_blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
-                              launched, maps);
+      return launch_with_maps(kernel, tiles, params.heads, most_blocks, cluster, Memory::kThreads,
+                              Memory::kBytes, stream, launched, maps);
     });
   });
 }
