@@ -84,12 +84,9 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     found = explain_attention(2, 6, 3000, head_dim, key_heads=3)
     back = explain_attention(2, 6, 3000, head_dim, key_heads=3, backward=True)
     assert (found.kernel, back.kernel) == ("forward", "backward")
-    assert found.hopper == (32 < head_dim <= 256)
-    assert back.hopper == (32 < head_dim <= 128)
-    for each in (found, back):
-        refused = f"Hopper's own do not take a head dimension of {padded}"
-        assert (refused in each.why) == (not each.hopper)
+    assert found.hopper == back.hopper == (32 < head_dim <= 256)
     if not found.hopper:
+        assert f"Hopper's own do not take a head dimension of {padded}" in found.why
         return
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
@@ -100,13 +97,12 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
     assert found.blocks == 2 * 6 * -(-3000 // (64 * warpgroups))
     assert found.workspace_bytes == 0
-    if not back.hopper:
-        return
     backward_table = table_of("attention", "kAttentionHopperBackwardTiles")
-    tile, queries = next(map(int, row[:2]) for row in backward_table if int(row[0]) >= padded)
+    row = next(row for row in backward_table if int(row[0]) >= padded)
+    tile, queries, slices = int(row[0]), int(row[1]), int(row[-1])
     assert (back.tile_head_dim, back.threads) == (tile, 128 * 3)
-    assert (back.tile_queries, back.tile_keys, back.slices) == (queries, 128, 1)
-    assert back.blocks == 2 * 3 * -(-3000 // 128)
+    assert (back.tile_queries, back.tile_keys, back.slices) == (queries, 128 // slices, 1)
+    assert back.blocks == 2 * 3 * -(-3000 // back.tile_keys)
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
 
 
@@ -119,6 +115,7 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     both = explain_attention(2, 6, 1000, head_dim, **options, backward=True, bias_gradient=True)
     assert found.hopper == (32 < head_dim <= 256)
     assert back.hopper == both.hopper == (32 < head_dim <= 128)
+    assert ("do not take a head dimension of 256 with a bias" in back.why) == (head_dim == 256)
     without = explain_attention(2, 6, 1000, head_dim, keys=1001)
     entries = 6 * (1000 + 1001 - 1)
     assert found.bytes_read == without.bytes_read + 2 * entries

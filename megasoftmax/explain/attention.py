@@ -227,6 +227,7 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
             refused = f"a bias of {call.keys} keys"
         else:
             refused = f"a head dimension of {head_dim}"
+            refused += " with a bias" if call.has_bias and call.is_backward else ""
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
     reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]
     return "; ".join(reasons)

@@ -66,8 +66,9 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 }
 
 int attention_backward_keys(const AttentionBackwardParams& params) {
-  return hopper_backward(params) >= 0
-             ? AttentionHopperBackwardTile::keys()
+  const int tile = hopper_backward(params);
+  return tile >= 0
+             ? kAttentionHopperBackwardTiles[tile].keys()
              : kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, current_device())]
                    .keys();
 }

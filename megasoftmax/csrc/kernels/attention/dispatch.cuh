@@ -179,7 +179,7 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
   MEGASOFTMAX_RETURN_IF_ERROR(launch_rows<T>(params, stream));
   if (hopper_tile >= 0) {
     MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_backward_instance<T>(params, hopper_tile, stream));
-    constexpr int kKeys = AttentionHopperBackwardTile::keys();
+    constexpr int kKeys = kAttentionHopperBackwardTiles[0].keys();  // of all that take a table
     MEGASOFTMAX_RETURN_IF_ERROR(launch_diagonals<kKeys>(params, stream));
   } else {
     MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));

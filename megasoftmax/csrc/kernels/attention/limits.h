@@ -91,16 +91,18 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
 };
 // clang-format on
 
-// A block of keys, 64 for each of two warpgroups, against one tile of queries after the other,
-// backward, where the forward is Hopper's too.
+// A block of keys against one tile of queries after the other, backward, where the forward is
+// Hopper's too. Two warpgroups have 64 keys each; or they have the same 64 keys, and half of the
+// columns of gradients each.
 struct AttentionHopperBackwardTile {
   int head_dim;
   int queries;
   int copier_registers, registers;
+  int slices;  // of the columns: 1, or one for each warpgroup
   static constexpr int warpgroups = 2;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
-  static constexpr int keys() { return 64 * warpgroups; }
+  constexpr int keys() const { return 64 * warpgroups / slices; }
 };
 // So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
 // them is a power of 2, for equal parts of a tile.
@@ -108,11 +110,12 @@ inline constexpr int kMaxBiasCluster = 8;
 // The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
-    // head dim, queries, registers (that copies, others)
-    {        64,     128,  24, 240},  // 420
-    {        80,      64,  24, 240},
-    {        96,      64,  24, 240},
-    {       128,      64,  24, 240},  // 556
+    // head dim, queries, registers (that copies, others), slices
+    {        64,     128,  24, 240,      1},  // 420
+    {        80,      64,  24, 240,      1},
+    {        96,      64,  24, 240,      1},
+    {       128,      64,  24, 240,      1},  // 556
+    {       256,      64,  24, 240,      2},
 };
 // clang-format on
 

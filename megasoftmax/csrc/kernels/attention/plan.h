@@ -209,6 +209,11 @@ inline int hopper_tile(const AttentionParams& params) {
   return tile_for(kAttentionHopperTiles, params);
 }
 
+// Where columns are sliced, shared memory has no room for a bias.
+constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
+  return tile.slices == 1 || bias == HopperBias::kNone;
+}
+
 // The same backward, of kAttentionHopperBackwardTiles.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   const int dim = std::max(params.head_dim, params.value_dim);
@@ -216,7 +221,8 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
       params.query_gradient_sum == nullptr || params.queries == 0 ||
       !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
     return -1;
-  return tile_for(kAttentionHopperBackwardTiles, params);
+  const int index = tile_for(kAttentionHopperBackwardTiles, params);
+  return takes_bias(kAttentionHopperBackwardTiles[index], hopper_bias(params)) ? index : -1;
 }
 
 // Whether blocks of Hopper's forward, of two batches that share a bias, copy it together: they take

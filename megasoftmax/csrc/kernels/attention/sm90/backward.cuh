@@ -1,10 +1,11 @@
 #pragma once
 // The same as sm80/backward.cuh on Hopper, by products of warpgroups and tensor copies.
 //
-// Of a block one warp only copies. Two warpgroups have 64 keys each. Scores are transposed, so that
-// weights and gradients of scores multiply gradients of outputs and queries from registers. For dQ
-// the gradients of scores lie in shared memory, too. Each warpgroup makes 64 x 64 elements of dQ
-// from all keys, and a tensor copy adds them to the sums in global memory.
+// Of a block one warp only copies. Two warpgroups have 64 keys each, or the same 64 keys and half
+// of the columns of gradients each. Scores are transposed, so that weights and gradients of scores
+// multiply gradients of outputs and queries from registers. For dQ the gradients of scores lie in
+// shared memory, too. Each warpgroup makes 64 x 64 elements of dQ from all keys, and a tensor copy
+// adds them to the sums in global memory.
 //
 // Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
 // writes where it alone has read. So the tile is that of the bias's gradient, too.
@@ -124,24 +125,40 @@ struct HopperBackwardMemory {
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kPanels = divide_up(kDim, 64), kQueryPanels = kQueries / 64, kStages = 2;
-  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0 && kKeys == 2 * kNoteTile);
+  static constexpr int kSlices = kTile.slices, kColumns = kDim / kSlices;  // of a warpgroup
+  static constexpr int kSlicePanels = divide_up(kColumns, 64);
+  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
+  static_assert(kSlices == 1 || (kSlices == kWarpgroups && kColumns % 64 == 0));
+  static_assert(takes_bias(kTile, kBias));
+  // What follows the kernel finds one length of diagonals.
+  static_assert(kBias != HopperBias::kTable || kKeys == kAttentionHopperBackwardTiles[0].keys());
   static_assert(shares_registers(kTile));
-  static_assert(kPanels * kQueryPanels == kWarpgroups);  // dQ: 64 x 64 elements each
+  // Of dQ each warpgroup makes so many times 64 x 64 elements.
+  static constexpr int kSquares = kPanels * kQueryPanels / kWarpgroups;
+  static_assert(kSquares * kWarpgroups == kPanels * kQueryPanels);
+  static_assert(kSquares == kSlices && (kSlices == 1 || kQueryPanels == 1));
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
-  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
-  // table gives each stage, and sums for its gradient, or what a tile of the bias has from other
-  // blocks of a cluster; barriers.
+  // scores, of two steps, in panels of 64 keys, or those of one step, which each warpgroup has for
+  // itself; sums of each warpgroup; rows of each stage; what a table gives each stage, and sums for
+  // its gradient, or what a tile of the bias has from other blocks of a cluster; barriers. At the
+  // end results of each warpgroup lie where sums did, or keys.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kScorePanelBytes = kQueries * 128;
   static constexpr int kScoreBytes = kWarpgroups * kScorePanelBytes;
-  static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
+  static constexpr int kScoreBuffers = kSlices == 1 ? 2 : 1;
+  static constexpr int kSumPanels = kSlices == 1 ? 2 : 1, kSumPanelBytes = 64 * 128;
+  static constexpr int kSumBytes = kSumPanels * kSumPanelBytes;
   static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = 2 * kKeyBytes;
   static constexpr int kScoresAt = kStagesAt + kStages * 2 * kQueryBytes;
-  static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
+  static constexpr int kSumsAt = kScoresAt + kScoreBuffers * kScoreBytes;
+  static constexpr int kResultsAt = kSlices == 1 ? kSumsAt : 0;
+  static constexpr int kResultBytes = kSlicePanels * 64 * 128;
+  static constexpr int kResultPitch = kSlices == 1 ? kSumBytes : kResultBytes;
+  static_assert(kResultBytes <= kResultPitch && kWarpgroups * kResultBytes <= kKeyBytes);
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
@@ -175,7 +192,7 @@ struct HopperBackwardMemory {
   }
   __device__ uint32_t gradients(int stage) const { return queries(stage) + kQueryBytes; }
   __device__ uint32_t scores(int buffer) const {
-    return address + kScoresAt + buffer * kScoreBytes;
+    return address + kScoresAt + buffer % kScoreBuffers * kScoreBytes;
   }
   __device__ uint32_t sums(int warpgroup) const {
     return address + kSumsAt + warpgroup * kSumBytes;
@@ -196,9 +213,9 @@ struct HopperBackwardMemory {
   __device__ Barrier sent_is_there() const { return barrier(kBiasBarrier + 6); }
 };
 
-// Writes 64 x 64 results of a warpgroup to two panels of 32 columns, swizzled as tensor copies read
-// them.
-__device__ __forceinline__ void store_sums(char* panels, const float (&results)[8][4]) {
+// Writes the left or right half of 64 x 64 results of a warpgroup to a panel of 32 columns,
+// swizzled as tensor copies read it.
+__device__ __forceinline__ void store_sums(char* panel, const float (&results)[8][4], int side) {
   const FirstElement mine;
   const int warp = thread_index_anew() / 32 % 4;
   // Every second row has columns 16 further, or before, at a time: else two rows would meet in one
@@ -207,13 +224,14 @@ __device__ __forceinline__ void store_sums(char* panels, const float (&results)[
   const int chunk = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
   const int first = (warp * 16 + mine.row) * 128 + chunk * 16 + mine.column % 4 * 4;
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < 4; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto result = [&](int i) {
-        return is_odd ? results[n ^ 2][2 * half + i] : results[n][2 * half + i];
+        return is_odd ? results[4 * side + (n ^ 2)][2 * half + i]
+                      : results[4 * side + n][2 * half + i];
       };
-      *reinterpret_cast<float2*>(panels + n / 4 * 64 * 128 + (first ^ n % 4 * 32) + half * 1024) =
+      *reinterpret_cast<float2*>(panel + (first ^ n * 32) + half * 1024) =
           make_float2(result(0), result(1));
     }
   }
@@ -331,7 +349,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   constexpr bool kHasTile = kBias == HopperBias::kTile, kHasTable = kBias == HopperBias::kTable;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = kDim / 8;
+  constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = Memory::kColumns / 8;
+  constexpr bool kSlicesColumns = Memory::kSlices > 1;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
@@ -521,12 +540,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const bool is_first_of_group = threadIdx.x % 128 == 0;
-  const int group_key = first_key + 64 * warpgroup;
+  const int key_panel = kSlicesColumns ? 0 : warpgroup, slice = kSlicesColumns ? warpgroup : 0;
+  const int group_key = first_key + 64 * key_panel;
   const int warp_key = group_key + 16 * warp_in_group;
   const KeyRange all_visible = visible_from_all<64>(params, group_key);
-  // Its 64 queries and 64 columns of dQ.
+  // Its 64 queries and first 64 columns of dQ.
   const int query_panel = warpgroup % Memory::kQueryPanels;
-  const int column_panel = warpgroup / Memory::kQueryPanels;
+  const int column_panel = warpgroup / Memory::kQueryPanels * Memory::kSquares;
   char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
 
   float key_gradient[kColumns][4] = {}, value_gradient[kColumns][4] = {};
@@ -537,7 +557,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 
   // Products of this warpgroup's keys, or values, with queries, or gradients of outputs.
   const auto start_scores = [&](float (&scores)[kN][4], uint32_t keys, uint32_t queries) {
-    const uint64_t a = matrix_at(keys + warpgroup * 64 * 128, 16), b = matrix_at(queries, 16);
+    const uint64_t a = matrix_at(keys + key_panel * 64 * 128, 16), b = matrix_at(queries, 16);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -549,16 +569,19 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   };
   const auto start_sum = [&](float (&sum)[kColumns][4], const uint32_t (&rounded)[kSteps][4],
                              uint32_t queries) {
-    const uint64_t b = matrix_at(queries, Memory::kQueryPanelBytes);
+    const uint64_t b = matrix_at(queries + slice * Memory::kSlicePanels * Memory::kQueryPanelBytes,
+                                 Memory::kQueryPanelBytes);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
     end_products();
   };
-  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores) {
-    const uint64_t a = matrix_at(scores + query_panel * 64 * 128, 16),
-                   b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
+  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores, int square) {
+    const uint64_t a = matrix_at(scores + slice * Memory::kScorePanelBytes + query_panel * 64 * 128,
+                                 16),
+                   b = matrix_at(memory.keys() + (column_panel + square) * Memory::kKeyPanelBytes,
+                                 16);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step)
@@ -731,7 +754,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     publish_writes();
     if (is_first_of_group) wait_for_reads_of_stores();
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
-    sync_warpgroups<kWarpgroups>();
+    if constexpr (kSlicesColumns) {
+      sync_warpgroup(warpgroup);
+    } else {
+      sync_warpgroups<kWarpgroups>();
+    }
     if constexpr (kHasTile) {
       if (step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
@@ -741,25 +768,41 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
     if ((is_added || is_in_cluster || has_diagonals) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
-    float query_gradient[8][4];
-    start_query_gradient(query_gradient, memory.scores(step % 2));
-    start_sum(key_gradient, rounded_gradients, memory.queries(stage));
-    wait_for_products<1>();
-    touch(value_gradient);
-    touch(query_gradient);
-    store_sums(sums, query_gradient);
-    publish_writes();
-    sync_warpgroup(warpgroup);
-    if (is_first_of_group) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 64 * column_panel + 32 * i;
-        if (column < kDim)
-          start_sum_of_box(maps.query_gradient_sum,
-                           memory.sums(warpgroup) + i * Memory::kSumPanelBytes, column,
-                           query + 64 * query_panel, head, batch);
+    for (int square = 0; square < Memory::kSquares; ++square) {
+      float query_gradient[8][4];
+      start_query_gradient(query_gradient, memory.scores(step % 2), square);
+      if (square == 0) {
+        start_sum(key_gradient, rounded_gradients, memory.queries(stage));
+        wait_for_products<1>();
+        touch(value_gradient);
+      } else {
+        wait_for_products<0>();
+        touch(key_gradient);
       }
-      end_stores();
+      touch(query_gradient);
+#pragma unroll
+      for (int side = 0; side < 2; side += Memory::kSumPanels) {
+        if (square + side > 0) {  // else they are free since the gradients of scores
+          if (is_first_of_group) wait_for_reads_of_stores();
+          sync_warpgroup(warpgroup);
+        }
+#pragma unroll
+        for (int i = 0; i < Memory::kSumPanels; ++i)
+          store_sums(sums + i * Memory::kSumPanelBytes, query_gradient, side + i);
+        publish_writes();
+        sync_warpgroup(warpgroup);
+        if (!is_first_of_group) continue;
+#pragma unroll
+        for (int i = 0; i < Memory::kSumPanels; ++i) {
+          const int column = 64 * (column_panel + square) + 32 * (side + i);
+          if (column < kDim)
+            start_sum_of_box(maps.query_gradient_sum,
+                             memory.sums(warpgroup) + i * Memory::kSumPanelBytes, column,
+                             query + 64 * query_panel, head, batch);
+        }
+        end_stores();
+      }
     }
     wait_for_products<0>();
     touch(key_gradient);
@@ -772,16 +815,21 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       memory.scores_are_used((step - 1) % 2).arrive();
   }
 
-  // Through what held sums.
   if (is_first_of_group) wait_for_reads_of_stores();
-  sync_warpgroup(warpgroup);
-  using Rows = Tile<T, 64, 64 * Memory::kPanels>;
-  static_assert(Rows::kBytes <= Memory::kSumBytes);
+  if constexpr (kSlicesColumns) {
+    sync_warpgroups<kWarpgroups>();  // both have read the keys
+  } else {
+    sync_warpgroup(warpgroup);
+  }
+  using Rows = Tile<T, 64, 64 * Memory::kSlicePanels>;
+  static_assert(Rows::kBytes == Memory::kResultBytes);
+  const int first_column = slice * Memory::kColumns;
   const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
                          int width) {
-    store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
-                        tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
-                        params.keys - group_key, width);
+    store_rows<T, Rows>(shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch,
+                        16 * warp_in_group, results, {factor, factor},
+                        tensor.row<T>(batch, key_head, group_key) + first_column,
+                        tensor.query_stride, params.keys - group_key, width - first_column);
   };
   store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
         params.value_dim);

@@ -134,10 +134,12 @@ bool attention_hopper_backward_is_there(int index, HopperBias bias) {
   bool is_there = false;
   with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      static const bool has_kernels =
-          has_code(attention_hopper_backward_kernel<T, kBias, false, kIndex>) &&
-          has_code(attention_hopper_backward_kernel<T, kBias, true, kIndex>);
-      is_there = has_kernels;
+      if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
+        static const bool has_kernels =
+            has_code(attention_hopper_backward_kernel<T, kBias, false, kIndex>) &&
+            has_code(attention_hopper_backward_kernel<T, kBias, true, kIndex>);
+        is_there = has_kernels;
+      }
       return cudaSuccess;
     });
   });
@@ -149,40 +151,44 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
                                                cudaStream_t stream) {
   return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
-      using Memory = HopperBackwardMemory<kBias, kIndex>;
-      const int cluster = params.bias_gradient_kind == BiasGradient::kInClusters
-                              ? static_cast<int>(params.batches_per_bias.divisor)
-                              : 1;
-      Strided sums = contiguous(params.heads, params.queries, params.head_dim);
-      sums.data = params.query_gradient_sum;
-      BackwardTensorMaps maps;
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
-      MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient, params,
-                                                      params.output_gradient, params.value_dim,
-                                                      Memory::kQueries));
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-      if constexpr (kBias == HopperBias::kTile) {
+      if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
+        return cudaErrorInvalidValue;
+      } else {
+        using Memory = HopperBackwardMemory<kBias, kIndex>;
+        const int cluster = params.bias_gradient_kind == BiasGradient::kInClusters
+                                ? static_cast<int>(params.batches_per_bias.divisor)
+                                : 1;
+        Strided sums = contiguous(params.heads, params.queries, params.head_dim);
+        sums.data = params.query_gradient_sum;
+        BackwardTensorMaps maps;
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.query, params, params.query,
+                                                        params.head_dim, Memory::kQueries));
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient, params,
+                                                        params.output_gradient, params.value_dim,
+                                                        Memory::kQueries));
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
-        if (params.bias_gradient_kind == BiasGradient::kDense) {
-          Strided gradient = contiguous(params.heads, params.queries, params.keys);
-          gradient.data = params.bias_gradient;
-          gradient.type = params.bias.type;
+            make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+        if constexpr (kBias == HopperBias::kTile) {
           MEGASOFTMAX_RETURN_IF_ERROR(
-              make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
+              make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+          if (params.bias_gradient_kind == BiasGradient::kDense) {
+            Strided gradient = contiguous(params.heads, params.queries, params.keys);
+            gradient.data = params.bias_gradient;
+            gradient.type = params.bias.type;
+            MEGASOFTMAX_RETURN_IF_ERROR(
+                make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
+          }
         }
+        return launch_with_maps(is_plain(params)
+                                    ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
+                                    : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
+                                divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
+                                cluster, Memory::kThreads, Memory::kBytes, stream, params, maps);
       }
-      return launch_with_maps(is_plain(params)
-                                  ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
-                                  : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
-                              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                              cluster, Memory::kThreads, Memory::kBytes, stream, params, maps);
     });
   });
 }
