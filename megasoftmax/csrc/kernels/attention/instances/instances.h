@@ -18,7 +18,7 @@ cudaError_t attention_combine_instance(const AttentionForwardParams& params, cud
 template <class T>
 bool attention_hopper_forward_is_there(int index, HopperBias bias);
 template <class T>
-cudaError_t attention_hopper_forward_instance(AttentionForwardParams params, int index,
+cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream);
 // With Hopper's kernels of `hopper_tile`, or with the portable ones where it is -1.
 template <class T>

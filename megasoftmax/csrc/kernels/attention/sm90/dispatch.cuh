@@ -87,7 +87,7 @@ bool attention_hopper_forward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_forward_instance(AttentionForwardParams params, int index,
+cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
                                               cudaStream_t stream) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
