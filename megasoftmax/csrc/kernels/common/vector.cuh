@@ -95,7 +95,6 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
   __device__ static constexpr uint32_t lane_bits(int lane) {
     return sizeof(T) == 4 ? 0xffffffffu : lane % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
   }
-  __device__ void clear(int lane) { words[lane * sizeof(T) / 4] &= ~lane_bits(lane); }
 
   // Lanes that are 0 in `other`, two lanes to an operation where they are halves. Bits that mean
   // 0 do so as float16 and as bfloat16.

@@ -33,7 +33,7 @@ struct Schedule {
   RowIndex first;
   int blocks_per_tile = 0;
   bool last_first = false;  // the last blocks of a tile begin
-  Divider tiles;  // of a batch
+  Divider tiles;            // of a batch
 
   int blocks_per_row = 1;
   Divider units;            // among the blocks of a row
