@@ -79,7 +79,7 @@ struct TileCandidates {
 
   // read(i): the lane's i-th chunk.
   template <class Read>
-  __device__ __forceinline__ void find_threshold(int k, float sign, Read&& read) {
+  __device__ __forceinline__ void find_threshold(int k, Read&& read) {
     constexpr int kStep = kLongest / 2;  // chunks whose pairs are sorted together
     static_assert(kChunks % kStep == 0);
 #pragma unroll
@@ -87,8 +87,7 @@ struct TileCandidates {
       Word some[kLongest];
 #pragma unroll
       for (int j = 0; j < kStep; ++j) {
-        Pack<T> pack = read(i + j);
-        if (sign < 0) pack.flip_signs();
+        const Pack<T> pack = read(i + j);
         some[2 * j] = max(Word(pack.words[0]), Word(pack.words[1]));
         some[2 * j + 1] = max(Word(pack.words[2]), Word(pack.words[3]));
       }
@@ -106,8 +105,7 @@ struct TileCandidates {
     return max(tops[0], tops[0].swapped()).first() + 0.f;  // -0 + 0 = 0
   }
 
-  __device__ __forceinline__ void mark(int chunk, Pack<T> pack, float sign) {
-    if (sign < 0) pack.flip_signs();
+  __device__ __forceinline__ void mark(int chunk, const Pack<T>& pack) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int word = chunk * kWords + i;

@@ -27,17 +27,17 @@ struct TileKeys {
   using Key = std::conditional_t<sizeof(T) == 2, uint32_t, uint64_t>;
   static constexpr int kElements = kPackElements<T>;
 
-  // `sign`: a factor of the logits. `first`: the position of the pack's first one.
+  // `first`: the position of the pack's first logit.
   template <int kCount>
-  __device__ static void of(const Pack<T, kCount>& pack, float sign, uint32_t first, Key* keys) {
+  __device__ static void of(const Pack<T, kCount>& pack, uint32_t first, Key* keys) {
     if constexpr (sizeof(T) == 2) {
       using Pair = PairOf<T>;
-      const T factor = from_float<T>(sign), zero = from_float<T>(0.f);
-      const Pair factors = {factor, factor}, zeros = {zero, zero};
+      const T zero = from_float<T>(0.f);
+      const Pair zeros = {zero, zero};
 #pragma unroll
       for (int i = 0; i < pack.kWords; ++i) {
         // -0 + 0 = 0, and of a sum every NaN is the same.
-        const Pair sum = __hfma2(reinterpret_cast<const Pair&>(pack.words[i]), factors, zeros);
+        const Pair sum = __hadd2(reinterpret_cast<const Pair&>(pack.words[i]), zeros);
         const auto bits = reinterpret_cast<const uint32_t&>(sum);
         const uint32_t pair = bits ^ (signs_of_halves(bits) | 0x80008000u);
         keys[2 * i] = pair * 0x10000u + (0xffffu - first - 2 * i);  // not on the pipe of max
@@ -45,19 +45,18 @@ struct TileKeys {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        keys[i] = key_of(pack[i] * sign, static_cast<int>(first) + i);
+      for (int i = 0; i < kCount; ++i) keys[i] = key_of(pack[i], static_cast<int>(first) + i);
     }
   }
-  __device__ static Key of(T logit, float sign, int position) {
+  __device__ static Key of(T logit, int position) {
     if constexpr (sizeof(T) == 2) {
       Pack<T, 2> pack;
       pack.words[0] = reinterpret_cast<const uint16_t&>(logit);
       Key keys[2];
-      of(pack, sign, position, keys);
+      of(pack, position, keys);
       return keys[0];
     } else {
-      return key_of(logit * sign, position);
+      return key_of(logit, position);
     }
   }
   __device__ static int position(Key key) {
@@ -120,20 +119,15 @@ __global__ void __launch_bounds__(kTileThreads)
   }
   const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
   // Rows behind the end are computed too, on whatever shared memory holds.
-  const Pack<T>* const mine = tile + row * tiles.pitch + lane;
-  const float sign = params.scale < 0 ? -1.f : 1.f;
+  Pack<T>* const mine = tile + row * tiles.pitch + lane;
+  if (params.scale < 0) {
+#pragma unroll 1
+    for (int i = 0; i + lane < tiles.chunks; i += tiles.lanes) mine[i].flip_signs();
+  }
   // This lane's chunk that begins so many chunks behind the row's first; behind the row's end -inf,
   // for now, which all of the row comes before.
-  const float below_all = -INFINITY * sign;
   const auto read = [&](int i) {
-    Pack<T> pack = mine[i];
-    if (tiles.is_ragged && i + lane >= tiles.chunks) {
-      float values[kElements];
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) values[j] = below_all;
-      pack = Pack<T>::round(values);
-    }
-    return pack;
+    return tiles.is_ragged && i + lane >= tiles.chunks ? Pack<T>::lowest() : mine[i];
   };
 
   const Exponent exponent = exponent_of<NoBias>(params);
@@ -141,15 +135,14 @@ __global__ void __launch_bounds__(kTileThreads)
   const auto add = [&](const Pack<T>& pack) {
     float e[kElements];
 #pragma unroll
-    for (int j = 0; j < kElements; ++j)
-      e[j] = exp2_approximate(fmaf(pack[j], sign, -total.max) * exponent.c);
+    for (int j = 0; j < kElements; ++j) e[j] = exponent(pack[j], total.max);
     total.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
   };
   Key best[kLongest];
   bool is_done = false;
   if constexpr (can_have_candidates<T>(kLongest, kChunks)) {
     TileCandidates<T, kLongest, kChunks> candidates;
-    candidates.find_threshold(params.k, sign, [&](int i) { return read(i * tiles.lanes); });
+    candidates.find_threshold(params.k, [&](int i) { return read(i * tiles.lanes); });
     total.max = fmaxf(candidates.max_of_all(), kLowest);
     for (int distance = 1; distance < tiles.lanes; distance *= 2)
       total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
@@ -157,14 +150,14 @@ __global__ void __launch_bounds__(kTileThreads)
     for (int i = 0; i < kChunks; ++i) {
       const Pack<T> pack = read(i * tiles.lanes);
       add(pack);
-      candidates.mark(i, pack, sign);
+      candidates.mark(i, pack);
     }
     is_done = __all_sync(~0u, total.sum == total.sum && candidates.are_few());
     if (is_done)
       candidates.select(best, [&](int position) {
         const T logit = reinterpret_cast<const T*>(
             mine + (position / kElements << tiles.log2_lanes))[position % kElements];
-        return Keys::of(logit, sign, position);
+        return Keys::of(logit, position);
       });
   }
   if (!is_done) {
@@ -174,7 +167,7 @@ __global__ void __launch_bounds__(kTileThreads)
       Key keys[kKeys];
 #pragma unroll
       for (int j = 0; j < kStep; ++j)
-        Keys::of(read((i + j) * tiles.lanes), sign, (i + j) * kElements, keys + j * kElements);
+        Keys::of(read((i + j) * tiles.lanes), (i + j) * kElements, keys + j * kElements);
 #pragma unroll
       for (int j = 0; j < kKeys; j += kLongest) {
         Key some[kLongest];
