@@ -1279,6 +1279,19 @@ _OPTIONS = {
 }
 
 
+def served_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor | None:
+    """`attention` where the C++ part has this call, so that it runs fused; else None.
+
+    For adapters, which would ask and call. `options` has no `return_lse`.
+    """
+    if torch.compiler.is_compiling() or host.calls is None:
+        return None
+    values = (_OPTIONS | options).values()
+    return cast("Tensor | None", host.calls.attention(query, key, value, *values))
+
+
 def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
 

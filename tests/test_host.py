@@ -278,6 +278,21 @@ def test_adapters_ask_it_first(case: str, served: list[bool]):
     assert served == [True]
 
 
+def test_transformers_adapter_calls_it_without_asking(served: list[bool]):
+    adapter = pytest.importorskip("megasoftmax.integrations.transformers")
+    layer = torch.nn.Module()
+    for options in ({}, {"sliding_window": 2}, {"s_aux": normal(4)}):
+        tensors = [normal(4, heads, 6, 8, dtype=torch.bfloat16) for heads, _ in SIZES]
+        output, probabilities = adapter.attention_forward(layer, *tensors, None, **options)
+        assert served == [True]
+        assert (probabilities, output.is_contiguous()) == (None, True)
+        window = (1, 0) if "sliding_window" in options else None
+        sink = options.get("s_aux")
+        expected = megasoftmax.attention(*tensors, causal=True, window=window, sink=sink)
+        assert output.equal(expected.transpose(1, 2))
+        served.clear()
+
+
 def test_adapters_ask_python_then(served: list[bool]):
     query = normal(4, 4, 6, 8)
     assert not runs_fused(query, query, query, {"causal": True})

@@ -98,6 +98,7 @@ def assert_same_gradients(ours, eager, rtol=1e-5, atol=1e-5):
 def record_calls(monkeypatch, function):
     """The (tensors, options) of every call of that function of megasoftmax, which still works."""
     calls, original = [], getattr(megasoftmax, function)
+    monkeypatch.setattr(integration, "served_attention", lambda *given: None)  # it passes by them
 
     def recording(*tensors, **options):
         calls.append((tensors, options))

@@ -78,7 +78,7 @@ except ImportError as error:
     ) from error
 
 import megasoftmax
-from megasoftmax.functional import as_autocast
+from megasoftmax.functional import as_autocast, served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, Visible, Window, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
@@ -290,8 +290,10 @@ def attention_forward(
     if not _against_attention(module, softcap, kwargs):
         tensors = as_autocast(query, key, value)
         dropping = options | {"dropout": dropout}
-        if fused is False or takes_attention(*tensors, dropping):
+        output = served_attention(*tensors, dropping) if fused is None else None
+        if output is None and (fused is False or takes_attention(*tensors, dropping)):
             output = megasoftmax.attention(*tensors, **dropping, fused=fused)
+        if output is not None:
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, dropout, softcap, upcast)

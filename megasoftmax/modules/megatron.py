@@ -115,7 +115,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             TypeError, ValueError: an argument is not as above; names the argument.
         """
         arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
-        if self.scaled_masked_softmax_fusion and _is_bool_or_none(mask):
+        if self.scaled_masked_softmax_fusion and (mask is None or mask.dtype == torch.bool):
             return self.forward_fused_softmax(input, mask, softmax_offset)
         return self.forward_torch_softmax(input, mask, softmax_offset)
 
@@ -129,7 +129,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             mask=mask,
             causal=self._is_causal(),
             window=self.window_size,
-            sink=_sink(softmax_offset, input),
+            sink=None if softmax_offset is None else _sink(softmax_offset, input),
             dtype=self._output_dtype(input, fusion=True),
         )
 
@@ -212,8 +212,11 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         return torch.bfloat16 if self.input_in_bf16 else None
 
     def _output_dtype(self, scores: Tensor, *, fusion: bool) -> torch.dtype | None:
-        dtype = functional.autocast_dtype(scores) if fusion else None
-        return dtype or (self._half_dtype() if self.softmax_in_fp32 else None)
+        if fusion and torch._C._is_any_autocast_enabled():
+            dtype = functional.autocast_dtype(scores)
+            if dtype is not None:
+                return dtype
+        return self._half_dtype() if self.softmax_in_fp32 else None
 
     def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """What `mask_func` is to apply, in turn."""
