@@ -147,11 +147,13 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     scores.template start_copies<kStride, kChunks>(scores.inside.contains(first, kBatch),
                                                    column_of(first), kept(place), 32);
   };
-  const auto start_units = [&](const Reader& scores, const Row& row, const UnitPart& part, int from,
-                               int to) {
+  // Units from..to of a row, which come to places of their own.
+  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to,
+                               auto&& place) {
+    const Reader scores = scores_of(row, part);
 #pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-      start_copies(scores, first_of(row, part, unit, 0), unit);
+      start_copies(scores, first_of(row, part, unit, 0), place(unit));
       end_copies();
     }
   };
@@ -165,7 +167,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   Row row = place_of(index);
   UnitPart part = owner.part_of(row.visible, row.grid);
   if constexpr (!Owner::kRereads)
-    start_units(scores_of(row, part), row, part, owner.first_unit(), owner.last_unit(part));
+    start_units(row, part, owner.first_unit(), owner.last_unit(part),
+                [&](int unit) { return owner.place_of(unit); });
 
   for (int turn = 0;; ++turn) {
     const Reader scores = scores_of(row, part);
@@ -221,18 +224,22 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     };
     fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
-    owner.template start<Pack<T>>(shared_memory, row.row, turn);
-    owner.template sum_pass<kSlots>(
-        part, start, sum_batch,
-        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
-
-    // Where this row leaves shared memory the next one comes in.
+    // The next row comes in where there is room already, and later where this row leaves.
     number += schedule.owners;
     const bool has_next = kTakesTurns && number < schedule.rows;
     const Row next = place_of(has_next ? row_at(schedule, number) : row.index);
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
-    const Reader next_scores = scores_of(next, next_part);
-    const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+    const int next_last = has_next ? owner.last_unit(next_part) : -1;
+    const int span_ahead = has_next ? owner.span_ahead(part, next_part) : 0;
+    const auto start_next = [&](int from, int to) {
+      start_units(next, next_part, from, to,
+                  [&](int unit) { return owner.place_of_next(part, unit); });
+    };
+    start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
+    owner.template start<Pack<T>>(shared_memory, row.row, turn);
+    owner.template sum_pass<kSlots>(
+        part, span_ahead / Owner::kWarps, start, sum_batch,
+        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
 
     const MaxAndSum total = owner.merge(part, exponent);
     const Denominator denominator(total, exponent, params.sink, row.index.head);
@@ -302,12 +309,12 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        if (kTakesTurns && unit <= next_last) start_units(next_scores, next, next_part, unit, unit);
+        const int following = unit + span_ahead;
+        if (kTakesTurns && following <= next_last) start_next(following, following);
       });
     });
     if (!has_next) break;
-    start_units(next_scores, next, next_part, max(last + Owner::kWarps, owner.first_unit()),
-                next_last);
+    owner.go_on(part);
     row = next;
     part = next_part;
   }

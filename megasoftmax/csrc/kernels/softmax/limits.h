@@ -79,7 +79,8 @@ inline constexpr int kChunksPerBatch = 4 * 32;  // that a warp sums at a time, o
 inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
 inline constexpr int kResultBytes = 8;       // of a unit
-inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
+// Of a block: two of them fit a multiprocessor, or one that has it alone.
+inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
 inline constexpr int kMaxDeclaredBytes = 192;       // of a block, which kernels declare themselves
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // Chunks in all, and visible ones, of rows that count as narrow.
@@ -114,14 +115,18 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     400, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
+    {"turns_512x1",  Storage::kShared,      512,   1,     4,        1,   true,         1,      10240,     500, kPlain | kUneven},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread | kDropped},
+    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      20480,     250, kPlain | kUneven},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread | kDropped},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      40960,     125, kPlain | kUneven},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread | kDropped},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,     100, kSpread | kDropped},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      65536,     100, kPlain | kUneven},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,     100, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
@@ -145,12 +150,16 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,     100, kSpread | kDropped},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kUneven},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kUneven},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,     100, kSpread | kDropped},
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kUneven},
     {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,     100, kSpread},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,      12, kSpread | kDropped},
@@ -188,11 +197,21 @@ constexpr int kept_batches(const RowRegime& regime, int64_t chunks, int chunk_by
   if (regime.storage != Storage::kShared) return 0;
   return (unit_count(chunks) + regime.blocks_per_row - 1) / regime.blocks_per_row * kUnitBatches;
 }
-constexpr int shared_bytes(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
-  const int batches = kept_batches(regime, chunks, chunk_bytes);
-  return batches == 0
-             ? 0
-             : batches * kChunksPerBatch * chunk_bytes + unit_count(chunks) * 2 * kResultBytes;
+constexpr int result_bytes(int64_t chunks) { return unit_count(chunks) * 2 * kResultBytes; }
+constexpr int shared_bytes(int batches, int64_t chunks, int chunk_bytes) {
+  return batches == 0 ? 0 : batches * kChunksPerBatch * chunk_bytes + result_bytes(chunks);
+}
+
+// The same with what a block keeps of its next row: as much as its share of a multiprocessor has
+// room for.
+constexpr int kept_batches_with_next(const RowRegime& regime, int64_t chunks, int chunk_bytes,
+                                     const Device& device) {
+  const int least = kept_batches(regime, chunks, chunk_bytes);
+  if (!regime.takes_turns) return least;
+  const int share = (device.shared_bytes + kReservedSharedBytes) / regime.blocks_per_sm -
+                    kReservedSharedBytes - kMaxDeclaredBytes - result_bytes(chunks);
+  const int room = share / (kChunksPerBatch * chunk_bytes);
+  return room < least ? least : room > 2 * least ? 2 * least : room;
 }
 
 // Why a regime does not serve rows: bits, named in explain.py too.
@@ -210,7 +229,10 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
                          (rows < regime.min_rows ? kTooFewRows : 0u) |
                          (regime.blocks_per_row > device.max_cluster ? kNoSuchCluster : 0u);
   if (found != 0) return found;
-  const int bytes = shared_bytes(regime, chunks, chunk_bytes) + kMaxDeclaredBytes;
+  int batches = kept_batches(regime, chunks, chunk_bytes);
+  // No other block keeps the multiprocessor busy: there must be room for a quarter of the next row.
+  if (regime.takes_turns && regime.blocks_per_sm == 1) batches += batches / 4;
+  const int bytes = shared_bytes(batches, chunks, chunk_bytes) + kMaxDeclaredBytes;
   return bytes > device.shared_bytes ? kTooManyBytes : 0u;
 }
 
@@ -254,7 +276,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (!is_register && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
     if (regime.storage == Storage::kShared &&
         (unit_batches(regime.max_chunks) != kUnitBatches ||
-         shared_bytes(regime, regime.max_chunks, chunk_bytes) > kMaxSharedBytes))
+         shared_bytes(kept_batches(regime, regime.max_chunks, chunk_bytes), regime.max_chunks,
+                      chunk_bytes) >
+             (regime.blocks_per_sm == 1 ? kMaxSharedBytesAlone : kMaxSharedBytes)))
       return false;
     // Sums of a bias gradient belong to one block, whose barrier orders them.
     if ((regime.serves & (kBiasGradient | kDroppedBiasGradient)) != 0 && !is_register &&
