@@ -169,7 +169,8 @@ def test_reasons() -> None:
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
     without_clusters = explain(200, 10**5, HALF, max_cluster=2)
     expected = "wants clusters of 4 blocks, more than the GPU's 2"
-    assert expected in [each.why for each in without_clusters.skipped if each.name == "cluster_4"][-1]
+    why_not = [each.why for each in without_clusters.skipped if each.name == "cluster_4"]
+    assert expected in why_not[-1]
 
 
 # From the tables of limits.h
