@@ -73,8 +73,9 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
   logits.template of<kStride, false>(params, first_column, extent, column, raw, z);
   MaxAndSum mine{kLowest, 0.f};
-  accumulate<kStride>(mine, true, largest<kStride>(z, first_column, end), z, first_column, end,
-                      exponent);
+  float max = largest<kStride>(z, first_column, end);
+  if constexpr (kShape.storage == Storage::kWarps) max = owner.max_of_lane(max);
+  accumulate<kStride>(mine, true, max, z, first_column, end, exponent);
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(
     (Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(kForwardShape<kKernel>)))))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
-  if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
+  if constexpr (kForwardShape<kKernel>.holds_registers()) {
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
     forward_in_units<T, Mask, Bias, kKernel>(params, schedule);
