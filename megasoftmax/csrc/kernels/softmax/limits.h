@@ -268,10 +268,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
           next.min_rows != 0)
         return false;
     }
-    if (regime.storage == Storage::kWarps && (regime.chunks_per_thread != 1 || i == 0 ||
-                                              table[i - 1].storage != Storage::kRegisters ||
-                                              table[i - 1].threads_per_row != 32 ||
-                                              table[i - 1].max_chunks != regime.max_chunks))
+    if (regime.storage == Storage::kWarps &&
+        (regime.chunks_per_thread != 1 || i == 0 || table[i - 1].storage != Storage::kRegisters ||
+         table[i - 1].threads_per_row != 32 || table[i - 1].max_chunks != regime.max_chunks))
       return false;
     if (regime.blocks_per_row > kMaxCluster ||
         (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))

@@ -216,16 +216,19 @@ class UnitRow {
     share_results(part);
     MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
-    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
-      MaxAndSum results[kAtOnce];
+    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
+      MaxAndSum results[kGroups][kAtOnce];
       load_results(part, first, results);
-      float max = mine.max;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, results[i].max);
-      mine.sum *= exponent(mine.max, max);
-      mine.max = max;
+      for (const auto& group : results) {
+        float max = mine.max;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) mine.sum += results[i].sum * exponent(results[i].max, max);
+        for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, group[i].max);
+        mine.sum *= exponent(mine.max, max);
+        mine.max = max;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
+      }
     }
     return warp_merge<32>(mine, exponent);
   }
@@ -233,11 +236,14 @@ class UnitRow {
     share_results(part);
     float total = 0.f;
 #pragma unroll 1
-    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
-      MaxAndSum results[kAtOnce];
+    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
+      MaxAndSum results[kGroups][kAtOnce];
       load_results(part, first, results);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) total += results[i].sum;
+      for (const auto& group : results) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) total += group[i].sum;
+      }
     }
     return warp_sum<32>(total);
   }
@@ -276,7 +282,10 @@ class UnitRow {
     return kTakesTurns ? in_ring(begin_ + span(part)) : 0;
   }
 
-  static constexpr int kAtOnce = 4;       // results that a lane loads together
+  // A lane joins kAtOnce results at a time. It loads several such groups together where they may
+  // come from global memory, for the latency of one. A group without results changes no bits.
+  static constexpr int kAtOnce = 4;
+  static constexpr int kGroups = kRereads ? kMaxUnits / (kAtOnce * 32) : 1;
   static constexpr int kPending = 4;      // units whose copies are waited for apart
   static constexpr int kMostPending = 6;  // where blocks take turns
 
@@ -287,10 +296,11 @@ class UnitRow {
   __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
 
   __device__ void load_results(const UnitPart& part, int first,
-                               MaxAndSum (&results)[kAtOnce]) const {
+                               MaxAndSum (&results)[kGroups][kAtOnce]) const {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      results[i] = first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
+    for (int i = 0; i < kGroups * kAtOnce; ++i)
+      results[i / kAtOnce][i % kAtOnce] =
+          first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
   }
 
   // To every block of the cluster.
