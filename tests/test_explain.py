@@ -209,6 +209,8 @@ def test_few_long_rows_share_the_gpu() -> None:
     assert found.units == LIMITS.constants["kMaxUnits"]
     assert found.blocks_per_row == found.units // (found.regime.threads_per_row // 32)
     assert found.workspace_bytes == 4 * found.units * LIMITS.constants["kResultBytes"]
+    alone = explain(1, 33554432, HALF, multiprocessors=132)
+    assert (alone.units, alone.blocks_per_row) == (512, 128)
 
 
 def test_long_rows_in_a_narrow_window() -> None:

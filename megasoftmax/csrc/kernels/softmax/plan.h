@@ -84,7 +84,9 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, R
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kWholeGpu) {
     const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerSm / rows;
-    const int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
+    int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
+    // A single row would leave multiprocessors idle: some warps of its blocks do so instead.
+    while (most < schedule.max_units && rows * most * 2 <= device.multiprocessors) most *= 2;
     schedule.blocks_per_row = static_cast<int>(std::clamp<int64_t>(blocks, 1, most));
     if (schedule.blocks_per_row > 1)
       plan.workspace_bytes = rows * schedule.max_units * kResultBytes;
