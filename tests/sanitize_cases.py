@@ -50,14 +50,14 @@ class Case:
 
     @property
     def has_large_clusters(self) -> bool:
-        """Whether it launches clusters of more than 8 blocks, as "cluster_16" and "reread_16" do.
+        """Whether it launches clusters of more than 8 blocks, as "cluster_16" does.
 
         Smaller clusters have the same kernels.
         """
         options = dict(self.options)
         if self.family == "topk forward":
             return TOPK_REGIMES[options["regime"]][0] == '"cluster_16"'
-        return options.get("regime") in ("cluster_16", "reread_16")
+        return options.get("regime") in ("cluster_16", "reread_16", "turns_512x16")
 
     def run(self, device: str, is_brief: bool = False) -> None:
         """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
@@ -277,7 +277,9 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
     chunks = units * constants["kChunksPerBatch"] + 1
     if regime.max_chunks is not None:
         chunks = (
-            regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
+            regime.max_chunks
+            if regime.storage in ("registers", "warps")
+            else min(regime.max_chunks, chunks)
         )
     lengths = {*LENGTHS[1:], (chunks - 1) * pack + 1, chunks * pack}
     if kind in ("plain", "uneven"):

@@ -170,9 +170,10 @@ def test_reasons() -> None:
     for index, each in why.items():
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
-    without_clusters = explain(300, 10**5, HALF, max_cluster=2)
+    without_clusters = explain(200, 10**5, HALF, max_cluster=2)
     expected = "wants clusters of 4 blocks, more than the GPU's 2"
-    assert expected in [each.why for each in without_clusters.skipped if "_4" in each.name][-1]
+    why_not = [each.why for each in without_clusters.skipped if each.name == "cluster_4"]
+    assert expected in why_not[-1]
 
 
 # From the tables of limits.h
@@ -188,12 +189,31 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
         assert found.regime.storage == "registers"
 
 
+def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
+    """As much as their share of a multiprocessor leaves, and at most all of it."""
+    unit, results = 128 * 16, 2 * LIMITS.constants["kResultBytes"]
+    for rows, columns, backward, name, units in (
+        (4096, 50256, False, "turns_512x1", 2 * 50),
+        (4096, 65536, False, "turns_512x1", 112),
+        (1024, 65536, True, "cluster_4", 2 * 18),
+        (30, 65536, False, "cluster_4", 2 * 16),
+        (200, 65536, False, "cluster_2", 36),
+    ):
+        found = explain(rows, columns, HALF, backward=backward)
+        assert found.regime.name == name
+        assert found.shared_bytes == units * unit + found.units * results
+    alone = explain(4096, 65536, HALF, shared_bytes=120 * 1024)
+    assert alone.regime.name == "cluster_2"  # 64 units, and not 16 of the next row
+
+
 def test_few_long_rows_share_the_gpu() -> None:
     found = explain(4, 33554432, HALF)
     assert found.regime.blocks_per_row is None
     assert found.units == LIMITS.constants["kMaxUnits"]
     assert found.blocks_per_row == found.units // (found.regime.threads_per_row // 32)
     assert found.workspace_bytes == 4 * found.units * LIMITS.constants["kResultBytes"]
+    alone = explain(1, 33554432, HALF, multiprocessors=132)
+    assert (alone.units, alone.blocks_per_row) == (512, 128)
 
 
 def test_long_rows_in_a_narrow_window() -> None:
@@ -216,11 +236,12 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     kinds.append({"dropout": True})
     reached = {
         explain(
-            count, 8 * length, HALF, queries=1, backward=backward, max_cluster=clusters, **kind
+            count, columns, HALF, queries=1, backward=backward, max_cluster=clusters, **kind
         ).index
         for count in rows
         if 0 < count <= LIMITS.max_index
         for length, kind, clusters in itertools.product(chunks, kinds, (1, 16))
+        for columns in (8 * length, 8 * length - 1)
     }
     assert [
         f"row {index}: {regime.name}" for index, regime in enumerate(table) if index not in reached

@@ -172,9 +172,9 @@ def test_softmax_fits(gpu: Gpu) -> None:
 def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
     """Rows of 49 units still fit 99 KB."""
     for chunks, regime in ((49 * 128, "shared_512"), (49 * 128 + 1, "reread_1")):
-        found = explain(4096, 8 * chunks, HALF, shared_bytes=99 * 1024, max_cluster=1)
+        found = explain(400, 8 * chunks, HALF, shared_bytes=99 * 1024, max_cluster=1)
         assert found.regime.name == regime
-        assert explain(4096, 8 * chunks, HALF, max_cluster=1).regime.name == "shared_512"
+        assert explain(400, 8 * chunks, HALF, max_cluster=1).regime.name == "shared_512"
 
 
 @on_every_gpu

@@ -1141,6 +1141,53 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 
 @gpu
+@pytest.mark.parametrize("variant", ["plain", "uneven", "ranges", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None:
+    """Blocks copy the next row while they sum one: it must not disturb rows of other lengths."""
+    rows, columns = 900, 7500 * _pack(dtype) - (3 if variant == "uneven" else 0)
+    scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
+    g = oracle.random_like(scores, 1)
+    generator = torch.Generator("cuda").manual_seed(2)
+    first, length = (
+        torch.randint(columns, (1, 1, rows), generator=generator, device="cuda") for _ in range(2)
+    )
+
+    def run(some: slice) -> tuple[Tensor, ...]:
+        leaf, arguments = scores[:, :, some].clone().requires_grad_(), {}
+        if variant == "ranges":
+            arguments["visible"] = (first[..., some], (first + length)[..., some])
+        elif variant == "mask":
+            arguments["mask"] = g[:, :, some] > 0.5
+        p = megasoftmax.softmax(leaf, fused=True, **arguments)
+        return p.detach(), *torch.autograd.grad(p, leaf, g[:, :, some])
+
+    whole, few = run(slice(rows)), 96  # as many as run at a time
+    for start in range(0, rows, few):
+        some = slice(start, start + few)
+        for a, b in zip(whole, run(some), strict=True):
+            assert bits_equal(a[:, :, some], b), f"rows from {start}"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_warps_that_share_a_row_sum_as_one_warp(dtype: torch.dtype) -> None:
+    """Few rows have a block each, many rows a warp each."""
+    warps = next(regime for regime in LIMITS.forward if regime.storage == "warps")
+    many = LIMITS.forward[LIMITS.forward.index(warps) - 1].min_rows
+    longest = warps.threads_per_row * _pack(dtype)
+    for columns in (longest, longest - 1, longest - 32 * _pack(dtype), longest * 3 // 4 - 1):
+        scores = normal(many, columns, device="cuda", dtype=dtype)
+        scores[3, columns // 2 :], scores[5], scores[7, 1] = -torch.inf, -torch.inf, torch.nan
+        scores[9] *= 1000
+        expected = megasoftmax.softmax(scores, scale=0.7, return_lse=True, fused=True)
+        for rows in (1, 64, many - 1):
+            found = megasoftmax.softmax(scores[:rows], scale=0.7, return_lse=True, fused=True)
+            for a, b in zip(found, expected, strict=True):
+                assert bits_equal(a, b[:rows]), f"{rows} rows of {columns}"
+
+
+@gpu
 def test_side_stream() -> None:
     scores = normal(4, 3, 64, 1000, device="cuda", dtype=torch.bfloat16)
     bias, sink = normal(3, 1, 1000, device="cuda").bfloat16(), normal(3, device="cuda")

@@ -107,6 +107,18 @@ template <int kPending>
 __device__ inline void wait_for_older_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// The same for a number that the compiler does not know, which is the same in all lanes of a warp.
+// More than kMost count as kMost: then more is waited for than needed.
+template <int kMost>
+__device__ inline void wait_for_copies_before(int pending) {
+  if constexpr (kMost == 0) {
+    wait_for_older_copies<0>();
+  } else if (pending >= kMost) {
+    wait_for_older_copies<kMost>();
+  } else {
+    wait_for_copies_before<kMost - 1>(pending);
+  }
+}
 
 // threadIdx.x, and what follows from it, computed where it is needed: the compiler would keep it in
 // registers throughout a loop.

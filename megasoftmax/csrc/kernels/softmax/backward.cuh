@@ -198,12 +198,14 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     probabilities.template start_copies<kStride, kChunks>(inside, column,
                                                           kept(place) + kChunksPerBatch, 32);
   };
-  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to) {
+  // Units from..to of a row, which come to places of their own.
+  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to,
+                               auto&& place) {
     const Reader gradients = reader_of(params.gradient, row, part);
     const Reader probabilities = reader_of(params.probabilities, row, part);
 #pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-      start_copies(gradients, probabilities, first_of(row, part, unit, 0), unit);
+      start_copies(gradients, probabilities, first_of(row, part, unit, 0), place(unit));
       end_copies();
     }
   };
@@ -221,7 +223,9 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   };
   Row row = place_of(rows.at(params, 0));
   UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads) start_units(row, part, owner.first_unit(), owner.last_unit(part));
+  if constexpr (!Owner::kRereads)
+    start_units(row, part, owner.first_unit(), owner.last_unit(part),
+                [&](int unit) { return owner.place_of(unit); });
 
   for (int turn = 0;; ++turn) {
     const Reader gradients = reader_of(params.gradient, row, part);
@@ -268,11 +272,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     const auto start = [&](int unit, int batch, int place) {
       start_copies(gradients, probabilities, first_of(row, part, unit, batch), place);
     };
-    owner.template sum_pass<kSlots>(
-        part, start, sum_batch,
-        [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; });
-
-    // Where this row leaves shared memory the next one comes in.
+    // The next row comes in where there is room already, and later where this row leaves.
     number += schedule.owners;
     const bool has_next = kTakesTurns ? number < schedule.rows : rows.has(params, turn + 1);
     const Row next = place_of(!has_next     ? row.index
@@ -280,7 +280,16 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
                                             : rows.at(params, turn + 1));
     const UnitPart next_part = owner.part_of(next.visible, next.grid);
     constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
-    const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
+    const int next_last = has_next ? owner.last_unit(next_part) : -1;
+    const int span_ahead = has_next ? owner.span_ahead(part, next_part) : 0;
+    const auto start_next = [&](int from, int to) {
+      start_units(next, next_part, from, to,
+                  [&](int unit) { return owner.place_of_next(part, unit); });
+    };
+    start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
+    owner.template sum_pass<kSlots>(
+        part, span_ahead / Owner::kWarps, start, sum_batch,
+        [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; });
 
     const float factor = Inputs::factor(params);
     const float d = finish_dot(params, row.row, row.index.head, owner.sum(part) * factor,
@@ -329,12 +338,15 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        if (kHasNext && unit <= next_last) start_units(next, next_part, unit, unit);
+        const int following = unit + span_ahead;
+        if (kHasNext && following <= next_last) start_next(following, following);
       });
     });
     if (!has_next) break;
-    if constexpr (!Owner::kRereads)
-      start_units(next, next_part, max(last + Owner::kWarps, owner.first_unit()), next_last);
+    // A ring has had room for all of the next row.
+    if constexpr (!Owner::kRereads && !kTakesTurns)
+      start_next(max(owner.last_unit(part) + Owner::kWarps, owner.first_unit()), next_last);
+    owner.go_on(part);
     row = next;
     part = next_part;
   }

@@ -62,12 +62,18 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   // Else the columns of all chunks would stay in registers.
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
   MaxAndSum mine{kLowest, 0.f};
+  // Of the chunks of a lane, which warps may share.
+  const auto max_of_lane = [&](float max) {
+    if constexpr (kShape.storage == Storage::kWarps) max = owner.max_of_lane(max);
+    return max;
+  };
   if constexpr (Bias::kPresent) {
     logits.template of<kStride, false>(params, first, extent, column, raw, z);
-    accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
+    const float max = max_of_lane(largest<kStride>(z, first, end));
+    accumulate<kStride>(mine, true, max, z, z, first, end, exponent);
   } else {
     logits.template exclude<kStride, false>(params, first, extent, column, raw);
-    accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
+    accumulate<kStride>(mine, true, max_of_lane(largest_lane(raw)), raw, z, first, end, exponent);
   }
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
@@ -134,11 +140,13 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     scores.template start_copies<kStride, kChunks>(scores.inside.contains(first, kBatch),
                                                    column_of(first), kept(place), 32);
   };
-  const auto start_units = [&](const Reader& scores, const Row& row, const UnitPart& part, int from,
-                               int to) {
+  // Units from..to of a row, which come to places of their own.
+  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to,
+                               auto&& place) {
+    const Reader scores = scores_of(row, part);
 #pragma unroll 1
     for (int unit = from; unit <= to; unit += Owner::kWarps) {
-      start_copies(scores, first_of(row, part, unit, 0), unit);
+      start_copies(scores, first_of(row, part, unit, 0), place(unit));
       end_copies();
     }
   };
@@ -152,7 +160,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   Row row = place_of(index);
   UnitPart part = owner.part_of(row.visible, row.grid);
   if constexpr (!Owner::kRereads)
-    start_units(scores_of(row, part), row, part, owner.first_unit(), owner.last_unit(part));
+    start_units(row, part, owner.first_unit(), owner.last_unit(part),
+                [&](int unit) { return owner.place_of(unit); });
 
   for (int turn = 0;; ++turn) {
     const Reader scores = scores_of(row, part);
@@ -233,22 +242,26 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     const auto start = [&](int unit, int batch, int place) {
       start_copies(scores, first_of(row, part, unit, batch), place);
     };
+    // The next row comes in where there is room already, and later where this row leaves.
+    number += schedule.owners;
+    const bool has_next = kTakesTurns && number < schedule.rows;
+    const Row next = place_of(has_next ? row_at(schedule, number) : row.index);
+    const UnitPart next_part = owner.part_of(next.visible, next.grid);
+    const int next_last = has_next ? owner.last_unit(next_part) : -1;
+    const int span_ahead = has_next ? owner.span_ahead(part, next_part) : 0;
+    const auto start_next = [&](int from, int to) {
+      start_units(next, next_part, from, to,
+                  [&](int unit) { return owner.place_of_next(part, unit); });
+    };
+    start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
     owner.template start<Pack<T>>(shared_memory, row.row, turn);
     if constexpr (kLoadsAhead) {
       if (owner.first_unit() <= owner.last_unit(part))
         load_mask(first_of(row, part, owner.first_unit(), 0), excluded_next);
     }
     owner.template sum_pass<kSlots>(
-        part, start, sum_batch,
+        part, span_ahead / Owner::kWarps, start, sum_batch,
         [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
-
-    // Where this row leaves shared memory the next one comes in.
-    number += schedule.owners;
-    const bool has_next = kTakesTurns && number < schedule.rows;
-    const Row next = place_of(has_next ? row_at(schedule, number) : row.index);
-    const UnitPart next_part = owner.part_of(next.visible, next.grid);
-    const Reader next_scores = scores_of(next, next_part);
-    const int last = owner.last_unit(part), next_last = has_next ? owner.last_unit(next_part) : -1;
 
     const MaxAndSum total = owner.merge(part, exponent);
     const Denominator denominator(total, exponent, params.sink, row.index.head);
@@ -322,14 +335,14 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         }
       };
       owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        if (kTakesTurns && unit <= next_last) start_units(next_scores, next, next_part, unit, unit);
+        const int following = unit + span_ahead;
+        if (kTakesTurns && following <= next_last) start_next(following, following);
       });
     });
     fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
                  row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
     if (!has_next) break;
-    start_units(next_scores, next, next_part, max(last + Owner::kWarps, owner.first_unit()),
-                next_last);
+    owner.go_on(part);
     row = next;
     part = next_part;
   }
@@ -360,7 +373,7 @@ __global__ void __launch_bounds__(kForwardShape<kKernel>.threads(),
                                   (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
-  if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
+  if constexpr (kForwardShape<kKernel>.holds_registers()) {
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
     forward_in_units<T, Mask, Bias, kKernel>(params, schedule);

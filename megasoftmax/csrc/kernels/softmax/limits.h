@@ -17,6 +17,7 @@ namespace megasoftmax {
 enum class Storage {
   kTile,       // a block's rows together in shared memory, see flat.cuh
   kRegisters,  // one batch of chunks per thread
+  kWarps,      // a chunk per thread: one batch of a warp's lanes, shared by several warps
   kShared,     // units, which wait in shared memory
   kReread,     // units, any number of them, read twice through a ring in shared memory
 };
@@ -31,6 +32,9 @@ struct KernelShape {
   bool takes_turns;       // a block takes one row after the other, and prefetches
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
+  constexpr bool holds_registers() const {
+    return storage == Storage::kRegisters || storage == Storage::kWarps;
+  }
   // May several blocks own a row?
   constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
   // May a warp take two rows that share random numbers of dropout?
@@ -79,8 +83,9 @@ inline constexpr int kChunksPerBatch = 4 * 32;  // that a warp sums at a time, o
 inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
 inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
 inline constexpr int kResultBytes = 8;       // of a unit
-inline constexpr int kMaxSharedBytes = 110 * 1024;  // of a block: two of them fit a multiprocessor
-inline constexpr int kMaxDeclaredBytes = 192;       // of a block, which kernels declare themselves
+// Of a block: two of them fit a multiprocessor, or one that has it alone.
+inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
+inline constexpr int kMaxDeclaredBytes = 192;  // of a block, which kernels declare themselves
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
@@ -104,6 +109,8 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,       10,  false,         1,         64,       0, kNarrow},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,    2200, kPlain | kUneven},
+    {"warps_4x32",   Storage::kWarps,       128,   1,     1,       12,  false,         1,        128,       0, kPlain | kUneven},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
@@ -116,18 +123,22 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     400, kSpread | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     100, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
+    {"turns_512x1",  Storage::kShared,      512,   1,     4,        1,   true,         1,      10240,     500, kPlain | kUneven},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread | kDropped},
+    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      20480,     250, kPlain | kUneven},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread | kDropped},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      40960,     125, kPlain | kUneven},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,     100, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,      40, kSpread | kDropped},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      65536,     100, kPlain | kUneven},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,     100, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
@@ -150,16 +161,18 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,     100, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,     100, kSpread | kDropped},
-    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,     100, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kUneven},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kUneven},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kUneven},
+    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,      12, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      24000,       0, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
@@ -193,11 +206,21 @@ constexpr int kept_batches(const RowRegime& regime, int64_t chunks, int chunk_by
   if (regime.storage != Storage::kShared) return 0;
   return (unit_count(chunks) + regime.blocks_per_row - 1) / regime.blocks_per_row * kUnitBatches;
 }
-constexpr int shared_bytes(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
-  const int batches = kept_batches(regime, chunks, chunk_bytes);
-  return batches == 0
-             ? 0
-             : batches * kChunksPerBatch * chunk_bytes + unit_count(chunks) * 2 * kResultBytes;
+constexpr int result_bytes(int64_t chunks) { return unit_count(chunks) * 2 * kResultBytes; }
+constexpr int shared_bytes(int batches, int64_t chunks, int chunk_bytes) {
+  return batches == 0 ? 0 : batches * kChunksPerBatch * chunk_bytes + result_bytes(chunks);
+}
+
+// The same with what a block keeps of its next row: as much as its share of a multiprocessor has
+// room for.
+constexpr int kept_batches_with_next(const RowRegime& regime, int64_t chunks, int chunk_bytes,
+                                     const Device& device) {
+  const int least = kept_batches(regime, chunks, chunk_bytes);
+  if (!regime.takes_turns) return least;
+  const int share = (device.shared_bytes + kReservedSharedBytes) / regime.blocks_per_sm -
+                    kReservedSharedBytes - kMaxDeclaredBytes - result_bytes(chunks);
+  const int room = share / (kChunksPerBatch * chunk_bytes);
+  return room < least ? least : room > 2 * least ? 2 * least : room;
 }
 
 // Why a regime does not serve rows: bits, named in explain.py too.
@@ -215,7 +238,10 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
                          (rows < regime.min_rows ? kTooFewRows : 0u) |
                          (regime.blocks_per_row > device.max_cluster ? kNoSuchCluster : 0u);
   if (found != 0) return found;
-  const int bytes = shared_bytes(regime, chunks, chunk_bytes) + kMaxDeclaredBytes;
+  int batches = kept_batches(regime, chunks, chunk_bytes);
+  // No other block keeps the multiprocessor busy: there must be room for a quarter of the next row.
+  if (regime.takes_turns && regime.blocks_per_sm == 1) batches += batches / 4;
+  const int bytes = shared_bytes(batches, chunks, chunk_bytes) + kMaxDeclaredBytes;
   return bytes > device.shared_bytes ? kTooManyBytes : 0u;
 }
 
@@ -234,10 +260,22 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
   for (int i = 0; i < kCount; ++i) {
     const RowRegime& regime = table[i];
     if (regime.storage == Storage::kTile) continue;  // flat.cuh chooses
-    const bool is_register = regime.storage == Storage::kRegisters;
-    // Registers hold rows in their own order of sums, so the number of rows must not decide.
+    const bool is_register = regime.shape().holds_registers();
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
-                        regime.min_rows != 0 || regime.blocks_per_row != 1))
+                        regime.blocks_per_row != 1))
+      return false;
+    // Registers hold rows in their own order of sums, so the number of rows must not decide. Only
+    // between a warp and the warps that share its row it may.
+    if (is_register && regime.min_rows != 0) {
+      const RowRegime& next = table[i + 1];
+      if (regime.threads_per_row != 32 || next.storage != Storage::kWarps ||
+          next.max_chunks != regime.max_chunks || next.serves != regime.serves ||
+          next.min_rows != 0)
+        return false;
+    }
+    if (regime.storage == Storage::kWarps &&
+        (regime.chunks_per_thread != 1 || i == 0 || table[i - 1].storage != Storage::kRegisters ||
+         table[i - 1].threads_per_row != 32 || table[i - 1].max_chunks != regime.max_chunks))
       return false;
     if (regime.blocks_per_row > kMaxCluster ||
         (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))
@@ -259,7 +297,9 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (!is_register && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
     if (regime.storage == Storage::kShared &&
         (unit_batches(regime.max_chunks) != kUnitBatches ||
-         shared_bytes(regime, regime.max_chunks, chunk_bytes) > kMaxSharedBytes))
+         shared_bytes(kept_batches(regime, regime.max_chunks, chunk_bytes), regime.max_chunks,
+                      chunk_bytes) >
+             (regime.blocks_per_sm == 1 ? kMaxSharedBytesAlone : kMaxSharedBytes)))
       return false;
     // Sums of a bias gradient belong to one block, whose barrier orders them.
     if ((regime.serves & (kBiasGradient | kDroppedBiasGradient)) != 0 && !is_register &&

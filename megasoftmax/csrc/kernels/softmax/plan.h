@@ -75,17 +75,20 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, R
       chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0)
     plan.regime = forced;
   const RowRegime& regime = table[plan.regime];
-  plan.shared_bytes = shared_bytes(regime, chunks, chunk_bytes);
+  const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);
+  plan.shared_bytes = shared_bytes(kept_batches, chunks, chunk_bytes);
   if (plan.shared_bytes == 0) return plan;
   Schedule& schedule = plan.schedule;
   schedule.unit_batches = unit_batches(chunks);
   schedule.max_units = unit_count(chunks);
-  schedule.kept_batches = kept_batches(regime, chunks, chunk_bytes);
+  schedule.kept_batches = kept_batches;
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kWholeGpu) {
     const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerSm / rows;
-    const int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
+    int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
+    // A single row would leave multiprocessors idle: some warps of its blocks do so instead.
+    while (most < schedule.max_units && rows * most * 2 <= device.multiprocessors) most *= 2;
     schedule.blocks_per_row = static_cast<int>(std::clamp<int64_t>(blocks, 1, most));
     if (schedule.blocks_per_row > 1)
       plan.workspace_bytes = rows * schedule.max_units * kResultBytes;

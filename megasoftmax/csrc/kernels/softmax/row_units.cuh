@@ -6,6 +6,11 @@
 //
 // A unit is one batch, several in very long rows; a batch is four chunks for each lane of a warp.
 //
+// A unit that waits in shared memory has a place there, that of its number in the block's part of
+// the row. Blocks that take one row after the other may have more places than units. The places of
+// a warp are then a ring, and some units of the next row are copied while this row is summed and
+// exchanged. The others follow one by one, as this row's units are written.
+//
 // Rows that a block takes in turn alternate between two arrays of results. In a block one barrier
 // for each row is enough then. In a cluster a barrier of all threads would wait for the
 // probabilities of the row before, which are still on their way to memory, so results are counted
@@ -37,8 +42,8 @@ struct UnitPart {
   int first, count;  // those of the block
 };
 
-// kMayShare: several blocks may own a row.
-template <int kThreads, bool kMayReread, bool kMayShare>
+// kTakesTurns: blocks take one row after the other. kMayShare: several blocks may own a row.
+template <int kThreads, bool kMayReread, bool kTakesTurns, bool kMayShare>
 class UnitRow {
  public:
   static constexpr int kWarps = kThreads / 32;
@@ -89,6 +94,22 @@ class UnitRow {
   __device__ int last_unit(const UnitPart& part) const {
     return first_unit() + ((part.count - 1 - first_unit()) & ~(kWarps - 1));
   }
+  // From the warp's first unit to behind its last one.
+  __device__ int span(const UnitPart& part) const {
+    return last_unit(part) + kWarps - first_unit();
+  }
+
+  // The place of a unit of this row, and of one of the next row.
+  __device__ int place_of(int unit) const { return place_from(begin_, unit); }
+  __device__ int place_of_next(const UnitPart& part, int unit) const {
+    return place_from(begin_of_next(part), unit);
+  }
+  // The span of those units of the next row for which there are places beside this row's.
+  __device__ int span_ahead(const UnitPart& part, const UnitPart& next) const {
+    return kTakesTurns ? min(places() - span(part), span(next)) : 0;
+  }
+  // This row has been written: the next one takes its part.
+  __device__ void go_on(const UnitPart& part) { begin_ = begin_of_next(part); }
   __device__ int unit_batches() const { return kRereads ? schedule_.unit_batches : kUnitBatches; }
   // The first chunk of a batch, counted from the row's first visible one.
   __device__ int first_chunk(const UnitPart& part, int unit, int batch) const {
@@ -100,9 +121,11 @@ class UnitRow {
   // sum() adds up `before` over the warp, the sums of the unit before: a chain of shuffles is
   // nothing to wait for. Places are those of batches in shared memory. Batches of rows that are
   // read twice come through a ring of kSlots places, where start(unit, batch, place) begins to copy
-  // them; the others have been started before, and are waited for one by one.
+  // them; the others have been started before, and are waited for one by one. Copies of `ahead`
+  // units of the next row have been started after them.
   template <int kSlots, class Start, class Sum, class Add>
-  __device__ void sum_pass(const UnitPart& part, Start&& start, Sum&& sum, Add&& add) const {
+  __device__ void sum_pass(const UnitPart& part, int ahead, Start&& start, Sum&& sum,
+                           Add&& add) const {
     MaxAndSum sums{kLowest, 0.f};
     const auto sum_batch = [&](int unit, int batch, int place) {
       float before = sums.sum;
@@ -122,6 +145,12 @@ class UnitRow {
         wait_for_older_copies<kSlots - 1>();
         sum_batch(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
         start_position<kSlots>(part, position + kSlots, start);
+      }
+    } else if constexpr (kTakesTurns) {
+#pragma unroll 1
+      for (int unit = first_unit(); unit <= last; unit += kWarps) {
+        wait_for_copies_before<kMostPending>((last - unit) / kWarps + ahead);
+        sum_batch(unit, 0, place_of(unit));
       }
     } else {
       // Groups of copies without any make up for units that there are not, or no more.
@@ -154,7 +183,7 @@ class UnitRow {
       const int last = last_unit(part);
 #pragma unroll 1
       for (int unit = first_unit(); unit <= last; unit += kWarps) {
-        write(unit, 0, unit, false);
+        write(unit, 0, place_of(unit), false);
         finish(unit);
       }
     }
@@ -187,16 +216,19 @@ class UnitRow {
     share_results(part);
     MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
-    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
-      MaxAndSum results[kAtOnce];
+    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
+      MaxAndSum results[kGroups][kAtOnce];
       load_results(part, first, results);
-      float max = mine.max;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, results[i].max);
-      mine.sum *= exponent(mine.max, max);
-      mine.max = max;
+      for (const auto& group : results) {
+        float max = mine.max;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) mine.sum += results[i].sum * exponent(results[i].max, max);
+        for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, group[i].max);
+        mine.sum *= exponent(mine.max, max);
+        mine.max = max;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
+      }
     }
     return warp_merge<32>(mine, exponent);
   }
@@ -204,11 +236,14 @@ class UnitRow {
     share_results(part);
     float total = 0.f;
 #pragma unroll 1
-    for (int first = lane(); first < part.units; first += kAtOnce * 32) {
-      MaxAndSum results[kAtOnce];
+    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
+      MaxAndSum results[kGroups][kAtOnce];
       load_results(part, first, results);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) total += results[i].sum;
+      for (const auto& group : results) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) total += group[i].sum;
+      }
     }
     return warp_sum<32>(total);
   }
@@ -233,8 +268,26 @@ class UnitRow {
     end_copies();
   }
 
-  static constexpr int kAtOnce = 4;   // results that a lane loads together
-  static constexpr int kPending = 4;  // units whose copies are waited for apart
+  // The span of this warp's places, which have the numbers of units. In a ring the first one
+  // follows the last one.
+  __device__ int places() const {
+    return (schedule_.kept_batches - 1 - first_unit() + kWarps) & ~(kWarps - 1);
+  }
+  __device__ int in_ring(int place) const { return place < places() ? place : place - places(); }
+  // Of a row that begins so far into the ring.
+  __device__ int place_from(int begin, int unit) const {
+    return kTakesTurns ? in_ring(begin + unit - first_unit()) + first_unit() : unit;
+  }
+  __device__ int begin_of_next(const UnitPart& part) const {
+    return kTakesTurns ? in_ring(begin_ + span(part)) : 0;
+  }
+
+  // A lane joins kAtOnce results at a time. It loads several such groups together where they may
+  // come from global memory, for the latency of one. A group without results changes no bits.
+  static constexpr int kAtOnce = 4;
+  static constexpr int kGroups = kRereads ? kMaxUnits / (kAtOnce * 32) : 1;
+  static constexpr int kPending = 4;      // units whose copies are waited for apart
+  static constexpr int kMostPending = 6;  // where blocks take turns
 
   // Of the row.
   __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
@@ -243,10 +296,11 @@ class UnitRow {
   __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
 
   __device__ void load_results(const UnitPart& part, int first,
-                               MaxAndSum (&results)[kAtOnce]) const {
+                               MaxAndSum (&results)[kGroups][kAtOnce]) const {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      results[i] = first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
+    for (int i = 0; i < kGroups * kAtOnce; ++i)
+      results[i / kAtOnce][i % kAtOnce] =
+          first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
   }
 
   // To every block of the cluster.
@@ -278,6 +332,7 @@ class UnitRow {
   MaxAndSum* results_ = nullptr;
   uint64_t *barriers_, *unread_;
   int rank_ = 0, turn_ = 0;
+  int begin_ = 0;  // how far into the ring the row begins
   // Of a shuffle the compiler knows that it is the same for the whole warp: loops over units and
   // tests of them then need no care of lanes that part (64 registers of a thread instead of 78).
   const int warp_ =
