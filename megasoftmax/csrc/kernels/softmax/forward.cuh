@@ -64,7 +64,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   MaxAndSum mine{kLowest, 0.f};
   // Of the chunks of a lane, which warps may share.
   const auto max_of_lane = [&](float max) {
-    if constexpr (kShape.storage == Storage::kWarps) max = owner.max_of_lane(max);
+    if constexpr (kForwardShape<kKernel>.storage == Storage::kWarps) max = owner.max_of_lane(max);
     return max;
   };
   if constexpr (Bias::kPresent) {
