@@ -115,6 +115,7 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     {        80,      64,  24, 240,      1},
     {        96,      64,  24, 240,      1},
     {       128,      64,  24, 240,      1},  // 556
+    {       192,      64,  24, 240,      2},
     {       256,      64,  24, 240,      2},
 };
 // clang-format on

@@ -124,11 +124,11 @@ struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
-  static constexpr int kPanels = divide_up(kDim, 64), kQueryPanels = kQueries / 64, kStages = 2;
-  static constexpr int kSlices = kTile.slices, kColumns = kDim / kSlices;  // of a warpgroup
-  static constexpr int kSlicePanels = divide_up(kColumns, 64);
+  static constexpr int kSlices = kTile.slices, kSlicePanels = divide_up(kDim, 64 * kSlices);
+  static constexpr int kPanels = kSlices * kSlicePanels, kQueryPanels = kQueries / 64, kStages = 2;
+  static constexpr int kColumns = kSlices == 1 ? kDim : 64 * kSlicePanels;  // of a warpgroup
   static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
-  static_assert(kSlices == 1 || (kSlices == kWarpgroups && kColumns % 64 == 0));
+  static_assert(kSlices == 1 || kSlices == kWarpgroups);
   static_assert(takes_bias(kTile, kBias));
   // What follows the kernel finds one length of diagonals.
   static_assert(kBias != HopperBias::kTable || kKeys == kAttentionHopperBackwardTiles[0].keys());
