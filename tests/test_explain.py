@@ -202,6 +202,8 @@ def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
         found = explain(rows, columns, HALF, backward=backward)
         assert found.regime.name == name
         assert found.shared_bytes == units * unit + found.units * results
+    assert explain(1024, 2**18, HALF, multiprocessors=32).regime.name == "turns_512x4"
+    assert explain(1024, 2**18, HALF, multiprocessors=31).regime.name == "cluster_8"
     alone = explain(4096, 65536, HALF, shared_bytes=120 * 1024)
     assert alone.regime.name == "cluster_2"  # 64 units, and not 16 of the next row
 

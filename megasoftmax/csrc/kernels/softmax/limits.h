@@ -76,6 +76,11 @@ struct RowRegime {
     return {storage,           threads_per_row, rows_per_block,
             chunks_per_thread, blocks_per_sm,   takes_turns};
   }
+  // The blocks of a cluster lie in one of a GPU's groups of multiprocessors, of which there are at
+  // most 8. With so many multiprocessors, one of the groups has room where each block is alone.
+  constexpr int least_multiprocessors() const {
+    return takes_turns && blocks_per_sm == 1 && blocks_per_row > 1 ? 8 * blocks_per_row : 0;
+  }
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
@@ -236,7 +241,10 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
   const unsigned found = ((regime.serves & kind) == 0 ? kOtherRows : 0u) |
                          (chunks > regime.max_chunks ? kTooLong : 0u) |
                          (rows < regime.min_rows ? kTooFewRows : 0u) |
-                         (regime.blocks_per_row > device.max_cluster ? kNoSuchCluster : 0u);
+                         (regime.blocks_per_row > device.max_cluster ||
+                                  regime.least_multiprocessors() > device.multiprocessors
+                              ? kNoSuchCluster
+                              : 0u);
   if (found != 0) return found;
   int batches = kept_batches(regime, chunks, chunk_bytes);
   // No other block keeps the multiprocessor busy: there must be room for a quarter of the next row.
