@@ -93,7 +93,7 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperMemory<kBias, kIndex>;
       AttentionForwardParams launched = params;
-      launched.is_paired = copies_in_pairs(params);
+      launched.is_paired = Memory::kKeys == 2 * 64 && copies_in_pairs(params);
       const int cluster = launched.is_paired ? 2 : 1;
       int most_blocks = INT32_MAX;
       if (shares_blocks(params) || params.tiles_taken != nullptr) {

@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             start(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias, there,
                   key + 64 * panel, block.first_query + 64 * i, bias_head, bias_batch);
           };
-          if (is_paired) {  // half of them each
+          if (is_paired) {  // one of two each
             copy_panel(static_cast<int>(blockIdx.x) % 2, start_copy_of_box_to_pair);
           } else {
             for (int panel = 0; panel < kKeys / 64; ++panel) copy_panel(panel, start_copy_of_box);
