@@ -685,7 +685,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
     if (params.parts != nullptr) {
       // Found anew: it would take a register of the products.
-      const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(work.number())));
+      const int again = kIsPlain ? work.number() : number;
+      const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(again)));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
                   softmax.max[0], softmax.sum[0]);
       if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
