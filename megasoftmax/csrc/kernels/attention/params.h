@@ -93,10 +93,7 @@ struct AttentionForwardParams : AttentionParams {
   float* parts = nullptr;
   Divider row_tiles;  // of those that have the same keys; set by the launcher
 
-  // Set by the launcher: tiles of the bias in shared memory at a time; whether pairs of blocks copy
-  // each of them together.
-  int bias_stages = 1;
-  bool is_paired = false;
+  int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
 
   // Of Hopper's kernel, workspace: how many tiles of queries were taken by blocks that were done
   // with one. Null: each block knows its tiles from the start.

@@ -225,13 +225,6 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   return takes_bias(kAttentionHopperBackwardTiles[index], hopper_bias(params)) ? index : -1;
 }
 
-// Whether blocks of Hopper's forward, of two batches that share a bias, copy it together: they take
-// the same tiles of it.
-inline bool copies_in_pairs(const AttentionForwardParams& params) {
-  return hopper_bias(params) == HopperBias::kTile && params.tiles_taken == nullptr &&
-         params.batches_per_bias.divisor % 2 == 0;
-}
-
 // Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
 // clusters: they take the same tiles of it.
 inline bool sums_in_clusters(const AttentionBackwardParams& params) {

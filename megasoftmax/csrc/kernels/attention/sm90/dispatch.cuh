@@ -31,9 +31,11 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
-  params.order = TileOrder(tiles, params.batches,
-                           heads_of_section(params, heads, params.batches, bytes_of_head(params),
-                                            current_device().cache_bytes));
+  // Blocks that take several tiles in turn get all lengths of them without sections.
+  const int cache_bytes = blocks == items ? current_device().cache_bytes : 0;
+  params.order = TileOrder(
+      tiles, params.batches,
+      heads_of_section(params, heads, params.batches, bytes_of_head(params), cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
                 stream, params, maps);
@@ -93,14 +95,10 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       using Memory = HopperMemory<kBias, kIndex>;
       AttentionForwardParams launched = params;
-      launched.is_paired = Memory::kKeys == 2 * 64 && copies_in_pairs(params);
-      const int cluster = launched.is_paired ? 2 : 1;
       int most_blocks = INT32_MAX;
-      if (shares_blocks(params) || params.tiles_taken != nullptr) {
+      if (shares_blocks(params) || params.tiles_taken != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
             attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
-        most_blocks = most_blocks / cluster * cluster;
-      }
       const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
       const int64_t tiles = params.splits * row_tiles;
       launched.row_tiles = Divider(row_tiles);
@@ -123,7 +121,7 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, tiles, params.heads, most_blocks, cluster, Memory::kThreads,
+      return launch_with_maps(kernel, tiles, params.heads, most_blocks, 1, Memory::kThreads,
                               Memory::kBytes, stream, launched, maps);
     });
   });

@@ -259,9 +259,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
-  const bool is_paired = kBias == HopperBias::kTile && params.is_paired;
-  const int copies_per_bias = is_paired ? 2 : 1;  // blocks that have each tile of it
-
   if (threadIdx.x == 0) {
     memory.queries_are_there().init(1);
     memory.queries_are_used().init(4 * kWarpgroups +
@@ -274,16 +271,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     }
     for (int i = 0; i < Memory::kBiasTiles; ++i) {
       memory.barrier(Memory::kBiasBarrier + 2 * i).init(Memory::kIsTable ? kFillers : 1);
-      memory.barrier(Memory::kBiasBarrier + 2 * i + 1)
-          .init(4 * Memory::kBiasSharers * copies_per_bias);
+      memory.barrier(Memory::kBiasBarrier + 2 * i + 1).init(4 * Memory::kBiasSharers);
     }
     publish_barriers();
   }
   __syncthreads();
-  if (is_paired) {  // the other copies to this block, and arrives at its barriers
-    arrive_at_cluster();
-    wait_for_cluster();
-  }
   WorkOfBlock work(params);
   uint32_t first_step = 0;
   // Of the launches that are not plain, others than the copying warp take its word for their next
@@ -353,7 +345,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         if (!is_left) {
           memory.queries_are_used().wait((done & 1) ^ 1);
           if (is_first) memory.queries_are_there().arrive();
-          break;
+          return;
         }
       }
       const TileOfQueries block(params, kQueries, static_cast<int>(number));
@@ -388,15 +380,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           if (!is_first) continue;
           const Barrier there = memory.bias_is_there(stage, i);
           there.arrive_and_expect(Memory::kBiasBytes);
-          const auto copy_panel = [&](int panel, auto&& start) {
-            start(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias, there,
-                  key + 64 * panel, block.first_query + 64 * i, bias_head, bias_batch);
-          };
-          if (is_paired) {  // one of two each
-            copy_panel(static_cast<int>(blockIdx.x) % 2, start_copy_of_box_to_pair);
-          } else {
-            for (int panel = 0; panel < kKeys / 64; ++panel) copy_panel(panel, start_copy_of_box);
-          }
+          for (int panel = 0; panel < kKeys / 64; ++panel)
+            start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
+                              there, key + 64 * panel, block.first_query + 64 * i, bias_head,
+                              bias_batch);
         }
       };
       Tiles tiles(params, block, assigned, first_step);
@@ -411,12 +398,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       first_step = uniform(tiles.step);
       if constexpr (!kIsPlain) number = __shfl_sync(~0u, following, 0);
     }
-    // A block ends when the other arrives at its barriers no more.
-    for (uint32_t step = first_step; is_paired && step < first_step + Memory::kBiasStages; ++step) {
-      for (int i = 0; i < kWarpgroups; ++i)
-        memory.bias_is_used(step % Memory::kBiasStages, i)
-            .wait((step / Memory::kBiasStages & 1) ^ 1);
-    }
     return;
   }
 
@@ -426,15 +407,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const FirstElement mine;
   const auto release = [&](Barrier barrier) {
     if (lane == 0) barrier.arrive();
-  };
-  // In all blocks that have a tile of the bias. No branch: past one, sums could not free registers
-  // of one load for the next.
-  const auto release_bias = [&](Barrier barrier) {
-    if constexpr (kBias == HopperBias::kTile) {
-      if (lane < copies_per_bias) barrier.arrive_in(lane);
-    } else {
-      release(barrier);
-    }
   };
   const auto wait_for = [&](auto&& barrier_of_stage, uint32_t step) {
     barrier_of_stage(step % kStages).wait(step / kStages & 1);
@@ -526,7 +498,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                         (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
         release(keys);
         __syncwarp();  // all lanes have read theirs
-        release_bias(memory.bias_is_used(stage, warpgroup));
+        release(memory.bias_is_used(stage, warpgroup));
         add_bias(scores, params.scale, bias);
       }
     };
@@ -620,8 +592,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         if constexpr (kHasBias) {
           const int bias_stage = tiles.step % Memory::kBiasStages;
           memory.bias_is_there(bias_stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-          __syncwarp();
-          release_bias(memory.bias_is_used(bias_stage, warpgroup));
+          release_by_all(memory.bias_is_used(bias_stage, warpgroup));
         }
         wait_for(values_are_there, tiles.step);
         release_by_all(memory.values_are_used(stage));

@@ -57,18 +57,6 @@ __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
-// The same to the same place in two blocks of a cluster, 0 and 1, and on their barriers.
-__device__ inline void start_copy_of_box_to_pair(uint32_t shared, const CUtensorMap& map,
-                                                 Barrier barrier, int column, int row, int head,
-                                                 int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
-      "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(head), "r"(batch),
-      "h"(static_cast<uint16_t>(3))
-      : "memory");
-}
-
 // The same of kPanels boxes beside each other, each of so many rows.
 template <int kPanels>
 __device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUtensorMap& map,
