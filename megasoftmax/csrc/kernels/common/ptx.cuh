@@ -244,22 +244,6 @@ __device__ inline void store_to_cluster(void* shared, int block, uint64_t value)
 #endif
 }
 
-// A number from another block's shared memory, which that block must neither change nor leave until
-// a further barrier.
-__device__ inline uint64_t load_from_cluster(const void* shared, int block) {
-  uint64_t value = 0;
-#if __CUDA_ARCH__ >= 900
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2;"
-      "ld.shared::cluster.b64 %0, [there];}"
-      : "=l"(value)
-      : "r"(address), "r"(block)
-      : "memory");
-#endif
-  return value;
-}
-
 // What blocks of a cluster send to each other's shared memory is counted in bytes by a barrier
 // there: its phase ends when one thread has said how many there will be and all have arrived. The
 // barrier must be visible to the cluster, by a barrier of the cluster, before anyone uses it.

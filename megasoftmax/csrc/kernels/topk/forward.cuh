@@ -16,15 +16,12 @@ namespace megasoftmax {
 
 // A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by
 // side: their chunks are loaded whole, at the ends with what lies beside the row in the same 16
-// bytes, where the storage holds them. Rows of a warp load them to registers, others copy them to a
-// ring of kStages units, where each thread reads what it has copied.
-template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, int kStages,
-          bool kIsPlain>
+// bytes, where the storage holds them.
+template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kIsPlain>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
   static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
-  static constexpr int kRingUnit = kUnitChunks * kThreads;        // in chunks
 
   const TopkForwardParams& params;
   RowIndex index;
@@ -67,22 +64,14 @@ struct TopkPart {
 
   // The sum of this thread's logits, and the largest of each of its groups, of which the two
   // largest are delegates.
-  __device__ MaxAndSum sum(Pack<T>* ring, uint32_t* groups, Exponent exponent,
-                           uint32_t (&delegates)[2]) const {
+  __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, uint32_t (&delegates)[2]) const {
     MaxAndSum mine{kLowest, 0.f};
     float largest = -INFINITY;
     int left = units_per_group;
     delegates[0] = delegates[1] = 0;
-#pragma unroll
-    for (int unit = 0; unit < kStages; ++unit) start(unit, ring + unit * kRingUnit);
-    Pack<T>* place = ring;
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit) {
-      largest = fmaxf(largest, sum_unit(unit, place, mine, exponent));
-      if constexpr (kStages > 0) {
-        start(unit + kStages, place);
-        place = place == ring + (kStages - 1) * kRingUnit ? ring : place + kRingUnit;
-      }
+      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
       if (--left > 0 && unit + 1 < units) continue;
       const uint32_t value = ordered(largest);
       *groups = value;
@@ -145,29 +134,8 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
-  // Starts a thread's copies of a unit, if there is one, to its place in the ring.
-  __device__ __forceinline__ void start(int unit, Pack<T>* place) const {
-    if (unit < units) {
-      const int at = column(unit, static_cast<int>(threadIdx.x));
-      const T* const source = keep_in_register(row + at);
-#pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {
-        if (at + i * kStride <= last_whole) start_copy(place + i * kThreads, source + i * kStride);
-      }
-      if (last_whole < bounds.end - 1) {
-#pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i) {
-          if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
-            place[i * kThreads] = load_partial_chunk(at + i * kStride);
-        }
-      }
-    }
-    end_copies();  // of no copies too: they are counted
-  }
-
   // Adds a thread's chunks of a unit to its sum; returns the largest logit.
-  __device__ __forceinline__ float sum_unit(int unit, const Pack<T>* place, MaxAndSum& mine,
-                                            Exponent exponent) const {
+  __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
     const bool is_inside = first >= bounds.begin && first + kUnit <= bounds.end;
     Pack<T> raw[kUnitChunks];  // what is behind the bounds is unspecified
@@ -175,11 +143,6 @@ struct TopkPart {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
                                                  columns());
       reader.template load<kStride>(at, raw);
-      if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
-    } else if constexpr (kStages > 0) {
-      wait_for_older_copies<kStages - 1>();
-#pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) raw[i] = place[i * kThreads];
       if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
     } else {
       const T* const source = keep_in_register(row + at);
@@ -259,45 +222,33 @@ struct TopkPart {
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // A warp looks at groups, several at a time: a lane at one chunk of each. Those of plain rows are
-  // loaded kFlush at a time.
+  // A warp looks at groups, several at a time: a lane at one chunk.
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks, kAtOnce = kIsPlain ? 4 : 1;
+    constexpr int kGroups = 32 / kUnitChunks;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
-      for (int begin = 0; begin < count; begin += kAtOnce * kGroups) {
-        int columns[kAtOnce];
-        Pack<T> raw[kAtOnce];
+      for (int i = lane / kUnitChunks; i < count; i += kGroups) {
+        const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
+        const int of_row = group * units_per_group + unit;
+        const int first =
+            of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
+        Pack<T> raw;
+        if (kIsPlain && first < bounds.end)
+          raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
+                                    : load_partial_chunk(first);
+        const auto z = [&](int j) { return kIsPlain ? raw[j] * sign() : logit(first + j); };
+        const auto key = [&](int j) { return key_of(z(j), first + j); };
+        unsigned wanted = 0;
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          columns[n] = bounds.end;
-          const int i = begin + n * kGroups + lane / kUnitChunks;
-          if (i >= count) continue;
-          const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
-          const int of_row = group * units_per_group + unit;
-          if (of_row < units) columns[n] = column(of_row, thread) + lane % kUnitChunks * kStride;
-          if (kIsPlain && columns[n] < bounds.end)
-            raw[n] = columns[n] <= last_whole ? load_streaming<T, kElements>(row + columns[n])
-                                              : load_partial_chunk(columns[n]);
+        for (int j = 0; j < kElements; ++j) {
+          if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
+            wanted |= 1u << j;
         }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          if (begin + n * kGroups >= count) break;
-          const int first = columns[n];
-          const auto z = [&](int j) { return kIsPlain ? raw[n][j] * sign() : logit(first + j); };
-          const auto key = [&](int j) { return key_of(z(j), first + j); };
-          unsigned wanted = 0;
-#pragma unroll
-          for (int j = 0; j < kElements; ++j) {
-            if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
-              wanted |= 1u << j;
-          }
-          selection.template append<kElements>(wanted, key);
-        }
+        selection.template append<kElements>(wanted, key);
       }
     }
   }
@@ -342,8 +293,7 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   }
 }
 
-// What a block of a row spread over the whole GPU hands on, in the workspace: its sums, then its
-// keys.
+// What a block of a row spread over several hands on, in the workspace: its sums, then its keys.
 struct TopkPartials {
   MaxAndSum* sums;  // [rows, blocks of a row]
   uint64_t* keys;   // [rows, blocks of a row, k]
@@ -352,43 +302,6 @@ struct TopkPartials {
       : sums(static_cast<MaxAndSum*>(params.workspace)),
         keys(reinterpret_cast<uint64_t*>(sums + params.rows * blocks)) {}
 };
-
-// The k best of the keys of so many blocks: key_of_block(block, i) is the i-th best of one's.
-template <int kThreads, class KeyOfBlock>
-__device__ void select_of_blocks(int k, int blocks, KeyOfBlock&& key_of_block,
-                                 Selection<kThreads>& selection) {
-  const int thread = static_cast<int>(threadIdx.x);
-  // The first few of each block: together at least k, and no more than there is room for. Fewer
-  // take less time, but leave more candidates.
-  const int most =
-      4 * k <= selection.kMaxDelegates / 2 ? selection.kMaxDelegates / 2 : selection.kMaxDelegates;
-  const int of_block = min(k, most / blocks);
-  for (int i = thread; i < blocks * of_block; i += kThreads)
-    selection.delegates[i] = key_of_block(i / of_block, i % of_block);
-  __syncthreads();
-  // Several threads go down each block's keys, until one does not reach the threshold.
-  constexpr int kAtOnce = 4;
-  const int threads = max(kThreads / blocks, 1);
-  selection.select(k, blocks * of_block, [&](uint64_t threshold) {
-#pragma unroll 1
-    for (int block = thread / threads; block < blocks; block += kThreads / threads) {
-      unsigned wanted = 0;
-      int i = thread % threads;
-      do {
-        uint64_t some[kAtOnce];
-        wanted = 0;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-          some[j] = i + j * threads < k ? key_of_block(block, i + j * threads) : kNoKey;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-          wanted |= static_cast<unsigned>(some[j] != kNoKey && some[j] >= threshold) << j;
-        selection.template append<kAtOnce>(wanted, [&](int j) { return some[j]; });
-        i += kAtOnce * threads;
-      } while (wanted >> (kAtOnce - 1) != 0);
-    }
-  });
-}
 
 // Rows that are not plain need more registers.
 template <class Bias, int kRegime, bool kIsPlain>
@@ -402,13 +315,9 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  constexpr int kStages = kIsPlain ? kTopkRegimes[kRegime].stages() : 0;
-  constexpr int kRingBytes = kIsPlain ? kTopkRegimes[kRegime].ring_bytes() : 0;
-  extern __shared__ __align__(16) char shared_memory[];
-  Pack<T>* const ring = reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
-  uint32_t* const groups = reinterpret_cast<uint32_t*>(shared_memory + kRingBytes);
+  extern __shared__ __align__(16) uint32_t groups[];
   __shared__ Selection<kThreads> selection;
-  __shared__ MaxAndSum sums_of_warps[kWarps], sum_of_block;
+  __shared__ MaxAndSum sums_of_warps[kWarps];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
@@ -417,11 +326,10 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
   const Exponent exponent = exponent_of<Bias>(params);
   for (int64_t row = blockIdx.x / blocks; row < params.rows; row += gridDim.x / blocks) {
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kStages,
-                   kIsPlain>
-        part(params, schedule, index, rank);
+    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kIsPlain> part(
+        params, schedule, index, rank);
     uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(ring, groups + thread, exponent, delegates);
+    const MaxAndSum mine = part.sum(groups + thread, exponent, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[thread / 32] = of_warp;
@@ -432,45 +340,34 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                      [&](uint64_t threshold) { part.collect(threshold, groups, selection); });
     MaxAndSum total = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
     if constexpr (kSpreads) {
-      // Blocks of a cluster leave their keys, in order, in their own shared memory.
-      const bool is_cluster = schedule.is_cluster;
       const TopkPartials partials(params, blocks);
-      MaxAndSum* const sums = partials.sums + row * blocks;
       uint64_t* const keys = partials.keys + row * blocks * params.k;
-      uint64_t* const of_this_block = is_cluster ? selection.sorted : keys + rank * params.k;
-      if (thread == 0) *(is_cluster ? &sum_of_block : sums + rank) = total;
-      selection.for_ranked(params.k, [&](int i, uint64_t key) { of_this_block[i] = key; });
-      for (int i = selection.count + thread; i < params.k; i += kThreads) of_this_block[i] = kNoKey;
-      if (is_cluster) {
+      MaxAndSum* const sums = partials.sums + row * blocks;
+      if (thread == 0) sums[rank] = total;
+      selection.for_ranked(params.k, [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
+      for (int i = selection.count + thread; i < params.k; i += kThreads)
+        keys[rank * params.k + i] = kNoKey;
+      if (schedule.is_cluster) {
         arrive_at_cluster();
         wait_for_cluster();
       } else {
         cooperative_groups::this_grid().sync();
       }
-      if (rank == 0) {
-        MaxAndSum of_lane{kLowest, 0.f};
-        for (int i = lane; i < blocks; i += 32) {
-          MaxAndSum other;
-          if (is_cluster) {
-            const uint64_t bits = load_from_cluster(&sum_of_block, i);
-            other = reinterpret_cast<const MaxAndSum&>(bits);
-          } else {
-            other = sums[i];
-          }
-          of_lane.merge(other, exponent);
-        }
-        total = warp_merge<32>(of_lane, exponent);
-        const auto key_of_block = [&](int block, int i) {
-          return is_cluster ? load_from_cluster(&selection.sorted[i], block)
-                            : keys[block * params.k + i];
-        };
-        select_of_blocks(params.k, blocks, key_of_block, selection);
-      }
-      if (is_cluster) {  // until all has been read nobody goes on
-        arrive_at_cluster();
-        wait_for_cluster();
-      }
       if (rank != 0) continue;
+      MaxAndSum of_lane{kLowest, 0.f};
+      for (int i = lane; i < blocks; i += 32) of_lane.merge(sums[i], exponent);
+      total = warp_merge<32>(of_lane, exponent);
+      // The first few of each block: together at least k, and no more than there is room for.
+      const int of_block = min(params.k, selection.kMaxDelegates / blocks);
+      for (int i = thread; i < blocks * of_block; i += kThreads)
+        selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
+      __syncthreads();
+      selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
+        for (int i = thread; i < blocks * params.k; i += kThreads) {
+          const uint64_t key = keys[i];
+          selection.template append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
+        }
+      });
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

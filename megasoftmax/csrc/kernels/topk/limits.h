@@ -30,10 +30,6 @@ struct TopkRegime {
   int blocks_per_row;     // more than 1: a cluster
   int max_chunks;         // of a row
   int min_rows;           // fewer rows are served better by more blocks for each
-
-  // Plain rows of several units come through a ring in shared memory: units in flight at a time.
-  constexpr int stages() const { return threads == 32 ? 0 : blocks_per_row == 1 ? 2 : 3; }
-  constexpr int ring_bytes() const { return stages() * chunks_per_thread * threads * 16; }
 };
 
 // The first that fits serves.

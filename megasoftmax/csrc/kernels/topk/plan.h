@@ -101,11 +101,10 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   schedule.unit_batches = std::max(divide_up(schedule.max_units, kMaxGroups), 1);
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
+  plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
+                      static_cast<int>(sizeof(uint32_t));
   plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
-  plan.shared_bytes = (plan.is_plain ? regime.ring_bytes() : 0) +
-                      divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
-                          static_cast<int>(sizeof(uint32_t));
-  if (regime.blocks_per_row == kWholeGpu)
+  if (regime.blocks_per_row != 1)
     plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
   plan.blocks =
       std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) * schedule.blocks_per_row;

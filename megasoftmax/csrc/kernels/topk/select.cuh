@@ -60,24 +60,15 @@ struct Selection {
     }
   }
 
-  // Calls body(rank, key) for the k best, in several threads. By whole warps. Where there are few
-  // candidates several neighbouring lanes share the comparisons of each.
+  // Calls body(rank, key) for the k best, in several threads.
   template <class Body>
   __device__ void for_ranked(int k, Body&& body) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    int lanes = 1;
-    while (lanes < 32 && 2 * lanes * count <= kThreads) lanes *= 2;
-    const int lane = thread & (lanes - 1);
-#pragma unroll 1
-    for (int first = 0; first < count; first += kThreads / lanes) {
-      const int i = first + thread / lanes;
-      const uint64_t mine = i < count ? candidates[i] : kNoKey;
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+      const uint64_t mine = candidates[i];
       int rank = 0;
-#pragma unroll 8
-      for (int j = lane; j < count; j += lanes) rank += candidates[j] > mine;
-      for (int distance = lanes / 2; distance > 0; distance /= 2)
-        rank += __shfl_xor_sync(~0u, rank, distance);
-      if (lane == 0 && rank < k && mine != kNoKey) body(rank, mine);
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) rank += candidates[j] > mine;
+      if (rank < k && mine != kNoKey) body(rank, mine);
     }
   }
 
@@ -98,7 +89,7 @@ struct Selection {
   __device__ void find_threshold(const uint64_t* keys, int key_count, int k) {
     if (threadIdx.x < 32) {
       // A few candidates too many cost less than a threshold that leaves just k.
-      const int most = k + k / 8 + 4;
+      const int most = k + k / 2 + 4;
       uint64_t found = kNoKey;
       if (key_count >= k) {
         found = key_count <= 4 * 32   ? threshold_of_keys<4>(keys, key_count, k, most)
