@@ -55,10 +55,8 @@ KEPT = {
     "tile": ("shared memory, many rows in a tile", PURPLE),
     "lanes": ("registers", GREEN),
     "warp": ("registers", GREEN),
-    "warps": ("registers", GREEN),
     "shared": ("shared memory, of a block", BLUE),
     "cluster": ("shared memory, of a cluster", ORANGE),
-    "turns": ("shared memory, of a cluster", ORANGE),
     "whole": ("read twice, by the whole GPU", RED),
     "reread": ("read twice, by a block or a cluster", GREY),
 }

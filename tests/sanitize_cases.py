@@ -277,9 +277,7 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
     chunks = units * constants["kChunksPerBatch"] + 1
     if regime.max_chunks is not None:
         chunks = (
-            regime.max_chunks
-            if regime.storage in ("registers", "warps")
-            else min(regime.max_chunks, chunks)
+            regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
         )
     lengths = {*LENGTHS[1:], (chunks - 1) * pack + 1, chunks * pack}
     if kind in ("plain", "uneven"):

@@ -529,11 +529,11 @@ def test_limits_are_those_of_the_header():
         last = regimes[-1]
         assert (last.max_chunks, last.min_rows) == (None, 0)
         for regime in regimes:
-            assert regime.storage in ("tile", "registers", "warps", "shared", "reread")
+            assert regime.storage in ("tile", "registers", "shared", "reread")
             assert set(regime.serves) <= set(limits.kinds)
-            if regime.storage in ("registers", "warps"):
+            if regime.storage == "registers":
                 assert regime.max_chunks == regime.threads_per_row * regime.chunks_per_thread
-                assert regime.blocks_per_row == 1
+                assert (regime.blocks_per_row, regime.min_rows) == (1, 0)
     names = re.findall(r"\{\"(\w+)\"", LIMITS_HEADER)
     assert [regime.name for regime in limits.forward + limits.backward] == names
 

@@ -1170,24 +1170,6 @@ def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None
 
 
 @gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_warps_that_share_a_row_sum_as_one_warp(dtype: torch.dtype) -> None:
-    """Few rows have a block each, many rows a warp each."""
-    warps = next(regime for regime in LIMITS.forward if regime.storage == "warps")
-    many = LIMITS.forward[LIMITS.forward.index(warps) - 1].min_rows
-    longest = warps.threads_per_row * _pack(dtype)
-    for columns in (longest, longest - 1, longest - 32 * _pack(dtype), longest * 3 // 4 - 1):
-        scores = normal(many, columns, device="cuda", dtype=dtype)
-        scores[3, columns // 2 :], scores[5], scores[7, 1] = -torch.inf, -torch.inf, torch.nan
-        scores[9] *= 1000
-        expected = megasoftmax.softmax(scores, scale=0.7, return_lse=True, fused=True)
-        for rows in (1, 64, many - 1):
-            found = megasoftmax.softmax(scores[:rows], scale=0.7, return_lse=True, fused=True)
-            for a, b in zip(found, expected, strict=True):
-                assert bits_equal(a, b[:rows]), f"{rows} rows of {columns}"
-
-
-@gpu
 def test_side_stream() -> None:
     scores = normal(4, 3, 64, 1000, device="cuda", dtype=torch.bfloat16)
     bias, sink = normal(3, 1, 1000, device="cuda").bfloat16(), normal(3, device="cuda")

@@ -62,18 +62,12 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   // Else the columns of all chunks would stay in registers.
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
   MaxAndSum mine{kLowest, 0.f};
-  // Of the chunks of a lane, which warps may share.
-  const auto max_of_lane = [&](float max) {
-    if constexpr (kForwardShape<kKernel>.storage == Storage::kWarps) max = owner.max_of_lane(max);
-    return max;
-  };
   if constexpr (Bias::kPresent) {
     logits.template of<kStride, false>(params, first, extent, column, raw, z);
-    const float max = max_of_lane(largest<kStride>(z, first, end));
-    accumulate<kStride>(mine, true, max, z, z, first, end, exponent);
+    accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
   } else {
     logits.template exclude<kStride, false>(params, first, extent, column, raw);
-    accumulate<kStride>(mine, true, max_of_lane(largest_lane(raw)), raw, z, first, end, exponent);
+    accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
   }
   const MaxAndSum total = owner.merge(mine, exponent);
   const Denominator denominator(total, exponent, params.sink, index.head);
@@ -373,7 +367,7 @@ __global__ void __launch_bounds__(kForwardShape<kKernel>.threads(),
                                   (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
-  if constexpr (kForwardShape<kKernel>.holds_registers()) {
+  if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
     forward_in_units<T, Mask, Bias, kKernel>(params, schedule);

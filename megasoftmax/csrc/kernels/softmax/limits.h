@@ -17,7 +17,6 @@ namespace megasoftmax {
 enum class Storage {
   kTile,       // a block's rows together in shared memory, see flat.cuh
   kRegisters,  // one batch of chunks per thread
-  kWarps,      // a chunk per thread: one batch of a warp's lanes, shared by several warps
   kShared,     // units, which wait in shared memory
   kReread,     // units, any number of them, read twice through a ring in shared memory
 };
@@ -32,9 +31,6 @@ struct KernelShape {
   bool takes_turns;       // a block takes one row after the other, and prefetches
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
-  constexpr bool holds_registers() const {
-    return storage == Storage::kRegisters || storage == Storage::kWarps;
-  }
   // May several blocks own a row?
   constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
   // May a warp take two rows that share random numbers of dropout?
@@ -114,8 +110,6 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,       10,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,    2200, kPlain | kUneven},
-    {"warps_4x32",   Storage::kWarps,       128,   1,     1,       12,  false,         1,        128,       0, kPlain | kUneven},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
@@ -130,18 +124,18 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     100, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
-    {"turns_512x1",  Storage::kShared,      512,   1,     4,        1,   true,         1,      10240,     500, kPlain | kUneven},
+    {"turns_512x1",  Storage::kShared,      512,   1,     4,        1,   true,         1,      10240,     500, kPlain},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread | kDropped},
-    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      20480,     250, kPlain | kUneven},
+    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      20480,     250, kPlain},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread | kDropped},
-    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      40960,     125, kPlain | kUneven},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      40960,     125, kPlain},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread | kDropped},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,      40, kSpread | kDropped},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      65536,     100, kPlain | kUneven},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      65536,     100, kPlain},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
@@ -268,22 +262,10 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
   for (int i = 0; i < kCount; ++i) {
     const RowRegime& regime = table[i];
     if (regime.storage == Storage::kTile) continue;  // flat.cuh chooses
-    const bool is_register = regime.shape().holds_registers();
+    const bool is_register = regime.storage == Storage::kRegisters;
+    // Registers hold rows in their own order of sums, so the number of rows must not decide.
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
-                        regime.blocks_per_row != 1))
-      return false;
-    // Registers hold rows in their own order of sums, so the number of rows must not decide. Only
-    // between a warp and the warps that share its row it may.
-    if (is_register && regime.min_rows != 0) {
-      const RowRegime& next = table[i + 1];
-      if (regime.threads_per_row != 32 || next.storage != Storage::kWarps ||
-          next.max_chunks != regime.max_chunks || next.serves != regime.serves ||
-          next.min_rows != 0)
-        return false;
-    }
-    if (regime.storage == Storage::kWarps &&
-        (regime.chunks_per_thread != 1 || i == 0 || table[i - 1].storage != Storage::kRegisters ||
-         table[i - 1].threads_per_row != 32 || table[i - 1].max_chunks != regime.max_chunks))
+                        regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
     if (regime.blocks_per_row > kMaxCluster ||
         (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))

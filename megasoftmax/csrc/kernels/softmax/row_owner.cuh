@@ -7,19 +7,16 @@
 #include "row_block.cuh"
 #include "row_units.cuh"
 #include "row_warp.cuh"
-#include "row_warps.cuh"
 
 namespace megasoftmax {
 
 template <KernelShape kShape>
 using RowOwner = std::conditional_t<
-    !kShape.holds_registers(),
+    kShape.storage != Storage::kRegisters,
     UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread, kShape.takes_turns,
             kShape.may_share_rows()>,
-    std::conditional_t<
-        kShape.storage == Storage::kWarps, WarpsRow<kShape.threads_per_row>,
-        std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
-                           WarpRow<kShape.threads_per_row>>>>;
+    std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
+                       WarpRow<kShape.threads_per_row>>>;
 
 // Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from
 // schedule.first on: a mask or bias that heads share stays in the caches from one head to the next
