@@ -75,12 +75,15 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
+  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time. Rows
+  // of uneven lengths would store them piece by piece.
+  const bool is_even = columns % kElements == 0;
   with_dtype(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int group = first + i * kStride, at = column + i * kStride;
+      if (!is_even && group >= end) continue;
       Pack<decltype(tag), kElements> pack = {};
       if (group < end) {
 #pragma unroll
@@ -92,8 +95,9 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       writer.store(writer.columns.contains(group, kGroup), at, pack);
     }
   });
+  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
   fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
-               first_column + kBatch, owner.thread(), kShape.threads_per_row);
+               first_column + stored, owner.thread(), kShape.threads_per_row);
 }
 
 template <class T, class Mask, class Bias, int kKernel>
