@@ -469,25 +469,17 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
       end_products();
     };
-    // Makes logits of products, and lets go of the keys, of a tile of the bias once it was read.
+    // Makes logits of products.
     const auto add_bias_of = [&](const Tiles& tiles) {
-      const Barrier keys = memory.keys_are_used(tiles.step % kStages);
       const int stage = tiles.step % Memory::kBiasStages;
-      const auto wait_for_bias = [&] {
-        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-      };
-      if constexpr (!kHasBias) {
-        release(keys);
-      } else if constexpr (Memory::kIsTable) {
-        release(keys);
-        wait_for_bias();
+      memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+      if constexpr (Memory::kIsTable) {
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
         __syncwarp();  // all lanes have read theirs
         release(memory.bias_is_used(stage, warpgroup));
       } else {
-        wait_for_bias();
         using Panel = Tile<T, 64, 64>;
         const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
                                              16 * warp_in_group);
@@ -496,8 +488,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         for (int step = 0; step < kSteps; ++step)
           load_matrices(bias.packs[step].words,
                         (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
-        release(keys);
-        __syncwarp();  // all lanes have read theirs
+        uint32_t words = 0;  // one of each load
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
+        wait_for_loads(words);
         release(memory.bias_is_used(stage, warpgroup));
         add_bias(scores, params.scale, bias);
       }
@@ -536,7 +530,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
-      add_bias_of(tiles);
+      release(memory.keys_are_used(tiles.step % kStages));
+      if constexpr (kHasBias) add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
         Excluded<1, kN> excluded;

@@ -137,6 +137,13 @@ __device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
                : "memory");
 }
 
+// Waits until what the lanes of a warp load from shared memory has come, of which `words` are made.
+// An arrival at a barrier that follows a load does not: it would let others write there before.
+__device__ __forceinline__ void wait_for_loads(uint32_t words) {
+  constexpr uint32_t kAny = 0x9e3779b9;
+  if (__any_sync(~0u, words == kAny)) __nanosleep(0);  // the vote needs them, whatever they are
+}
+
 // Registers of each thread of a warpgroup.
 template <int kRegisters>
 __device__ inline void take_registers() {
