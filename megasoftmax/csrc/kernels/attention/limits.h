@@ -15,8 +15,9 @@ inline constexpr int kNoteTile = 64;
 // With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
 // The same in Hopper's kernels. Their warps that copy, fill tables or add up gradients of a bias
-// have 24 to 40 registers each, and are not what products wait for. The others keep to 200.
-inline constexpr int kHopperMaxSpilledBytes = 400;
+// have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
+// for a head dimension of 64 with a bias beside a mask, ranges or dropout.
+inline constexpr int kHopperMaxSpilledBytes = 600;
 // Shared memory that kernels of notes declare themselves. They have no other, and no others declare
 // any.
 inline constexpr int kAttentionMaxDeclaredBytes = 512;
