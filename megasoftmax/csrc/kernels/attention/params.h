@@ -9,8 +9,6 @@
 
 namespace megasoftmax {
 
-// Of queries, keys and values the rows are the third dimension; rows begin at multiples of 16
-// bytes, and their columns are dense and a multiple of 8.
 // How the blocks of a grid lie over tiles, heads and batches. The heads of all batches, those of a
 // batch furthest apart, come in sections: first the first tile of each head of a section, then the
 // second of each. So a section's longest tiles begin first where tiles become shorter, and short
@@ -35,6 +33,8 @@ struct TileOrder {
   }
 };
 
+// Of queries, keys and values the rows are the third dimension; rows begin at multiples of 16
+// bytes, and their columns are dense and a multiple of 8.
 struct AttentionParams {
   int64_t batches = 0, heads = 0, key_heads = 0;
   int queries = 0, keys = 0, head_dim = 0, value_dim = 0;
@@ -128,7 +128,7 @@ enum class BiasGradient {
   kKeys,        // its sums over queries: [batches, heads, keys], float32
   kQueries,     // its sums over keys: [batches, heads, queries], float32
   kShared,      // its sums over what shares an entry of the bias, in any order, float32
-  kInClusters,  // the same in the order of batches, in the type of the bias, by Hopper's clusters
+  kInClusters,  // the same in a fixed order, in the type of the bias, by Hopper's clusters
   kInOrder,     // as dense, summed over what shares an entry, by a launch of its own
   kDiagonals,   // its sums along diagonals, tile by tile of keys
 };
