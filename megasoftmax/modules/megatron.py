@@ -182,7 +182,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         reasons = []
         if not self.scaled_masked_softmax_fusion:
             reasons.append(Reason("scaled_masked_softmax_fusion", "False", "True"))
-        if mask is not None and not _is_bool_or_none(mask):
+        if mask is not None and mask.dtype != torch.bool:
             reasons.append(Reason("dtype of mask", str(mask.dtype), "torch.bool"))
             mask = None
         others = functional.why_not_fused(
@@ -283,10 +283,6 @@ def _checked_mask_type(mask_type: enum.Enum | str) -> enum.Enum | str:
             f"attn_mask_type: expected one of {', '.join(_MASK_TYPES)}, got {_name(mask_type)}"
         )
     return mask_type
-
-
-def _is_bool_or_none(mask: Tensor | None) -> bool:
-    return mask is None or mask.dtype == torch.bool
 
 
 def _sink(softmax_offset: Tensor | None, scores: Tensor) -> Tensor | None:

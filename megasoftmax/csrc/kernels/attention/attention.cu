@@ -15,26 +15,26 @@ std::atomic<bool> are_portable_alone{false};
 
 bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
 
+// The tile, or -1 where it is that, or where the code for 9.0a is missing.
+int tile_with_code(int tile, const AttentionParams& params, bool (*of_half)(int, HopperBias),
+                   bool (*of_bfloat16)(int, HopperBias)) {
+  if (tile < 0) return -1;
+  const auto is_there = params.query.type == DType::kFloat16 ? of_half : of_bfloat16;
+  return is_there(tile, hopper_bias(params)) ? tile : -1;
+}
+
 // The tile of Hopper's forward, where that runs, or -1.
 int hopper_forward(const AttentionParams& params) {
   const int tile = !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
-  if (tile < 0) return -1;
-  const HopperBias bias = hopper_bias(params);
-  const bool is_there = params.query.type == DType::kFloat16
-                            ? attention_hopper_forward_is_there<__half>(tile, bias)
-                            : attention_hopper_forward_is_there<__nv_bfloat16>(tile, bias);
-  return is_there ? tile : -1;
+  return tile_with_code(tile, params, attention_hopper_forward_is_there<__half>,
+                        attention_hopper_forward_is_there<__nv_bfloat16>);
 }
 
 // The tile of Hopper's backward, where that runs, or -1.
 int hopper_backward(const AttentionBackwardParams& params) {
   const int tile = may_use_hopper() ? hopper_backward_tile(params) : -1;
-  if (tile < 0) return -1;
-  const HopperBias bias = hopper_bias(params);
-  const bool is_there = params.query.type == DType::kFloat16
-                            ? attention_hopper_backward_is_there<__half>(tile, bias)
-                            : attention_hopper_backward_is_there<__nv_bfloat16>(tile, bias);
-  return is_there ? tile : -1;
+  return tile_with_code(tile, params, attention_hopper_backward_is_there<__half>,
+                        attention_hopper_backward_is_there<__nv_bfloat16>);
 }
 
 }  // namespace

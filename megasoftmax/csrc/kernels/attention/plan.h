@@ -245,10 +245,11 @@ inline bool shares_blocks(const AttentionParams& params) {
   return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfSharedBlocks * tile.keys;
 }
 
-// Heads of all batches whose tiles lie side by side, for TileOrder. Batches that share a dense bias
-// stay together, so that it is read from device memory once. Where tiles of a head differ in length
-// there are more: of each head the tiles read `bytes_of_head` again and again, and half of the L2
-// cache has to hold them.
+// Heads of all batches whose tiles lie side by side, for TileOrder. `heads` and `batches` are those
+// of the grid: those of the bias where its gradient is made in order, for example. Batches that
+// share a dense bias stay together, so that it is read from device memory once. Where tiles of a
+// head differ in length there are more: of each head the tiles read `bytes_of_head` again and
+// again, and half of the L2 cache has to hold them.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
                                 int64_t bytes_of_head, int cache_bytes) {
   const bool shares_bias =
