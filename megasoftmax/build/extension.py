@@ -48,7 +48,6 @@ NVCC_FLAGS = (
     # cpp_extension forbids arithmetic and conversions of halves, which kernels use.
     *("-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__"),
     *("-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"),
-    "-lineinfo",
     "-Xptxas=-v",  # the report of registers and spills goes to ninja's output
     "-Xfatbin=-compress-all",  # a fifth of the size
 )
