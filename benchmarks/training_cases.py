@@ -206,6 +206,27 @@ def cases() -> list[Case]:
         implementations=PEERS,
         sizes={**large, "sliding_window": 1024},
     )
+    gpt_oss = Case(
+        name="gpt-oss, 4 layers, 4 experts, 4096 tokens",
+        model=GptOssForCausalLM,
+        config=GptOssConfig,
+        layers=4,
+        width=2880,
+        heads=64,
+        batch=2,
+        length=4096,
+        bars=(SOFTMAX_BAR, (NAME, "eager", 3.0)),
+        implementations=("eager", SOFTMAX_NAME, NAME),
+        sizes={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "sliding_window": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            **no_tokens,
+        },
+    )
     return [
         gpt2,
         replace(
@@ -248,25 +269,11 @@ def cases() -> list[Case]:
             length=32768,
             implementations=("sdpa", NAME),
         ),
-        Case(
-            name="gpt-oss, 4 layers, 4 experts, 4096 tokens",
-            model=GptOssForCausalLM,
-            config=GptOssConfig,
-            layers=4,
-            width=2880,
-            heads=64,
-            batch=2,
-            length=4096,
-            bars=(SOFTMAX_BAR, (NAME, "eager", 3.0)),
-            implementations=("eager", SOFTMAX_NAME, NAME),
-            sizes={
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "intermediate_size": 2880,
-                "sliding_window": 128,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 4,
-                **no_tokens,
-            },
+        gpt_oss,
+        replace(
+            gpt_oss,
+            name="gpt-oss, 4 layers, 4 experts, 8192 tokens",
+            batch=1,
+            length=8192,
         ),
     ]
