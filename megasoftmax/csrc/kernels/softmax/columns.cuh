@@ -18,7 +18,8 @@
 namespace megasoftmax {
 
 template <class T, int kElements>
-__global__ void __launch_bounds__(kColumnsThreads, kColumnsForwardBlocks)
+__global__ void __launch_bounds__(kColumnsThreads,
+                                  (blocks_with_registers(kColumnsForwardBlocks, kColumnsThreads)))
     columns_forward_kernel(const __grid_constant__ ColumnsForwardParams params,
                            const __grid_constant__ ColumnsTiling tiling) {
   extern __shared__ __align__(16) char shared[];
@@ -87,7 +88,8 @@ inline constexpr int kBackwardBlocks = kColumnsBackwardBlocks;
 #endif
 
 template <class T, int kElements>
-__global__ void __launch_bounds__(kColumnsThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kColumnsThreads,
+                                  (blocks_with_registers(kBackwardBlocks, kColumnsThreads)))
     columns_backward_kernel(const __grid_constant__ ColumnsBackwardParams params,
                             const __grid_constant__ ColumnsTiling tiling) {
   extern __shared__ __align__(16) char shared[];
