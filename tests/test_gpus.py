@@ -22,14 +22,21 @@ MOST_THREADS = 1024  # of a block
 
 # Compute capability, bytes of shared memory of a block and of a multiprocessor, blocks of a cluster
 GPUS = [tuple(map(int, row)) for row in table_of("common/limits.h", "kGpus")]
-on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}.{gpu[1]}")
 Gpu = tuple[int, int, int, int, int]
+
+
+def _name(gpu: Gpu) -> str:
+    return f"{gpu[0]}.{gpu[1]}"
+
+
+on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=_name)
 
 
 def test_gpus_are_those_that_the_library_is_built_for() -> None:
     found = {(major, minor): (block, cluster) for major, minor, block, _, cluster in GPUS}
     small, large = 99 * 1024, 227 * 1024
     assert found == {
+        (7, 5): (64 * 1024, 1),
         (8, 0): (163 * 1024, 1),
         (8, 6): (small, 1),
         (8, 9): (small, 1),
@@ -38,7 +45,8 @@ def test_gpus_are_those_that_the_library_is_built_for() -> None:
         (10, 3): (large, 16),
         (12, 0): (small, 8),
     }
-    assert all(per_sm == block + 1024 for _, _, block, per_sm, _ in GPUS)
+    reserved = {major: per_sm - block for major, _, block, per_sm, _ in GPUS}
+    assert reserved == {7: 0, 8: 1024, 9: 1024, 10: 1024, 12: 1024}
 
 
 # Attention
@@ -47,7 +55,12 @@ DIMS = (8, 32, 33, 64, 65, 96, 128, 129, 192, 256)
 BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
 
 
-@on_every_gpu
+def test_attention_needs_8_0() -> None:
+    with pytest.raises(ValueError, match=r"compute capability 7 has no kernels, 8\.0 and later do"):
+        explain_attention(1, 1, 100, 64, major=7, shared_bytes=64 * 1024)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu[0] >= 8], ids=_name)
 def test_attention_fits(gpu: Gpu) -> None:
     major, _, shared_bytes, _, _ = gpu
     tables = {
@@ -147,11 +160,11 @@ def test_bytes_of_the_backward(
 
 @on_every_gpu
 def test_softmax_fits(gpu: Gpu) -> None:
-    *_, shared_bytes, _, max_cluster = gpu
+    major, _, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.constants["kMaxDeclaredBytes"]
     edges = {row.max_chunks for row in LIMITS.forward + LIMITS.backward if row.max_chunks}
-    # The longest rows of shared_512 that have room in 99 KB, and the next ones.
-    edges |= {49 * 128}
+    # The longest rows that have room in 99 KB and 64 KB, and the next ones; backward in 64 KB.
+    edges |= {49 * 128, 31 * 128, 15 * 128}
     chunks = sorted({edge + more for edge in edges for more in (0, 1)})
     rows = sorted({row.min_rows + more for row in LIMITS.forward for more in (0, 1)} - {0})
     kinds = [
@@ -166,15 +179,31 @@ def test_softmax_fits(gpu: Gpu) -> None:
         )
         assert (found.shared_bytes or 0) + declared <= shared_bytes
         assert (found.regime.blocks_per_row or 1) <= max_cluster
+        # Blocks that take turns copy the next row while they sum one: from 8.0 on.
+        assert major >= 8 or not found.regime.takes_turns
         assert (found.threads or 0) <= MOST_THREADS
 
 
 def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
-    """Rows of 49 units still fit 99 KB."""
-    for chunks, regime in ((49 * 128, "shared_512"), (49 * 128 + 1, "reread_1")):
-        found = explain(400, 8 * chunks, HALF, shared_bytes=99 * 1024, max_cluster=1)
-        assert found.regime.name == regime
-        assert explain(400, 8 * chunks, HALF, max_cluster=1).regime.name == "shared_512"
+    """Rows of 49 units still fit 99 KB, and rows of 31 units 64 KB."""
+    for kilobytes, units, largest, reread in (
+        (99, 49, "shared_512", "reread_1"),
+        (64, 31, "shared_256", "reread_64"),
+    ):
+        for chunks, regime in ((units * 128, largest), (units * 128 + 1, reread)):
+            found = explain(400, 8 * chunks, HALF, shared_bytes=kilobytes * 1024, max_cluster=1)
+            assert found.regime.name == regime
+            found = explain(400, 8 * chunks, HALF, max_cluster=1)
+            assert found.regime.storage == "shared"
+
+
+def test_bias_gradients_fit_the_smallest_blocks() -> None:
+    """Backward, rows keep two tensors: 15 units in 64 KB."""
+    given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1}
+    for bias_gradient in (False, True):
+        for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, "reread_64")):
+            found = explain(400, 8 * chunks, HALF, bias_gradient=bias_gradient, **given)
+            assert found.regime.name == regime
 
 
 @on_every_gpu

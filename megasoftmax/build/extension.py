@@ -25,7 +25,7 @@ LIBRARY_NAME = "_C.abi3.so"
 
 MIN_TORCH = (2, 11)  # the stable ABI that the bindings are compiled against
 MIN_NVCC = (12, 0)  # C++20
-MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+MIN_CAPABILITY = (7, 5)  # the first that nvcc 13 knows
 
 # Architecture -> first nvcc that knows it. Each serves later GPUs of its major version too, but for
 # 9.0a, which serves its own alone.

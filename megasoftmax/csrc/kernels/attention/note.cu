@@ -2,6 +2,7 @@
 // need no look at tiles.
 
 #include "../common/launch.cuh"
+#include "../common/ptx.cuh"
 #include "attention.h"
 
 namespace megasoftmax {

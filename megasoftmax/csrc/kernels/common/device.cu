@@ -27,8 +27,10 @@ Device limited(Device device, const Gpu& gpu) {
   device.shared_bytes = std::min(device.shared_bytes, gpu.shared_bytes);
   device.shared_bytes_per_sm = std::min(device.shared_bytes_per_sm, gpu.shared_bytes_per_sm);
   device.max_cluster = std::min(device.max_cluster, gpu.max_cluster);
-  device.major = gpu.major;
-  device.minor = gpu.minor;
+  if (device.major >= 8) {  // else kernels of attention are missing
+    device.major = gpu.major;
+    device.minor = gpu.minor;
+  }
   return device;
 }
 

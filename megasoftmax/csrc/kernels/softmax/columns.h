@@ -73,6 +73,9 @@ struct ColumnsPolicy {
   }
 };
 
+// Strips that a thread takes at a time.
+constexpr int columns_batch(int strip_bytes) { return strip_bytes < 8 ? 32 / strip_bytes : 4; }
+
 // Strips are what a thread reads of a row and input at once; it takes `batch` of them at a time.
 constexpr ColumnsPolicy columns_policy(const ColumnsShape& shape, int strip_elements,
                                        int strip_bytes, int inputs, int batch, bool has_clusters,

@@ -61,7 +61,7 @@ struct ColumnsTiling {
 template <class T, int kElements>
 struct ColumnsTile {
   using StripT = Strip<T, kElements>;
-  static constexpr int kBatch = std::max<int>(4, 32 / sizeof(StripT)), kStages = 2;
+  static constexpr int kBatch = columns_batch(sizeof(StripT)), kStages = 2;
   using Batch = StripT[kBatch];
 
   const ColumnsTiling& tiling;
