@@ -102,9 +102,7 @@ GPU_TENSOR = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
         ((10, 3), (10, 3), None, None),
     ],
 )
-def test_compute_capability(
-    capabilities, of_gpu, of_kernels, against_softmax, against_attention
-):
+def test_compute_capability(capabilities, of_gpu, of_kernels, against_softmax, against_attention):
     capabilities(of_gpu, of_kernels)
 
     def reason(actual, least):

@@ -56,7 +56,9 @@ BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
 
 
 def test_attention_needs_8_0() -> None:
-    with pytest.raises(ValueError, match=r"compute capability 7 has no kernels, 8\.0 and later do"):
+    with pytest.raises(
+        ValueError, match="major: expected at least 8, the first with kernels, got 7"
+    ):
         explain_attention(1, 1, 100, 64, major=7, shared_bytes=64 * 1024)
 
 
@@ -257,10 +259,28 @@ def test_rows_have_the_same_bits_as_on_other_gpus(
 
 
 @pytest.mark.gpu
+def test_attention_is_refused_on_7_5() -> None:
+    query = normal(1, 2, 100, 64, device="cuda", dtype=BFLOAT)
+    softmax_before = megasoftmax.softmax(query, fused=True)
+    note = torch.ones(1, 1, 100, 100, dtype=torch.bool, device="cuda")
+    with gpu_like("7.5"):
+        (reason,) = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
+        assert (reason.constraint, reason.limit) == ("compute capability", "at least 8.0")
+        assert "7.5" in reason.actual
+        megasoftmax.attention(query, query, query)  # in plain torch, by C++ or Python
+        with pytest.raises(RuntimeError, match=r"compute capability: expected at least 8\.0"):
+            torch.ops.megasoftmax.tile_note(note, 1, 100, 100)
+        torch.testing.assert_close(megasoftmax.softmax(query, fused=True), softmax_before)
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert megasoftmax.why_not_fused(megasoftmax.attention, query, query, query) == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="no clusters"
 )
-def test_clusters_are_left_out_where_there_are_none() -> None:
+@pytest.mark.parametrize("capability", ["7.5", "8.6"])
+def test_clusters_are_left_out_where_there_are_none(capability: str) -> None:
     scores = normal(40, 100_000, device="cuda", dtype=BFLOAT)
     column_scores = normal(1, 70_000, 40, device="cuda", dtype=BFLOAT)
     calls = {
@@ -271,7 +291,7 @@ def test_clusters_are_left_out_where_there_are_none() -> None:
     for name, call in calls.items():
         with gpu_like("9.0"):
             expected, own = _run(call)
-        with gpu_like("8.6"):
+        with gpu_like(capability):
             found, others = _run(call)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6, msg=name)
         # Columns and top-k have one kernel, with or without a cluster.

@@ -115,7 +115,7 @@ def explain_attention(
         raise ValueError("relative: a call has one bias")
     least = kernel_limits().attention["kLeastMajor"]
     if major < least:
-        raise ValueError(f"major: compute capability {major} has no kernels, {least}.0 and later do")
+        raise ValueError(f"major: expected at least {least}, the first with kernels, got {major}")
     has_bias = bias or relative
     bias_dtype = bias_dtype or dtype
     is_stray = bias_gradient and not (backward and has_bias)

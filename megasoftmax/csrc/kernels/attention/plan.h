@@ -63,15 +63,15 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
                   device.shared_bytes);
 }
 
-// So that one of them serves, whatever the GPU that has attention, and is for no larger head dimension than needed.
+// So that one of them serves, whatever the GPU that has attention, and is for no larger head
+// dimension than needed.
 inline constexpr int kLeastBytes = least_shared_bytes(kLeastMajor);
 template <class TileShape, int kCount>
 constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
   for (const TileShape& tile : tiles) {
     for (const BiasKind kind : {BiasKind::kNone, BiasKind::kTile, BiasKind::kAny}) {
       const int found = tile_for(tiles, tile.head_dim, kind, kLeastBytes);
-      if (tiles[found].head_dim != tile.head_dim ||
-          bytes_of(tiles[found], kind) > kLeastBytes)
+      if (tiles[found].head_dim != tile.head_dim || bytes_of(tiles[found], kind) > kLeastBytes)
         return false;
     }
   }

@@ -1,6 +1,6 @@
 #pragma once
-// Two halves of a word at a time, float16 or bfloat16. Before compute capability 8.0 bfloat16 has no
-// arithmetic, and float16 no minimum and maximum.
+// Two halves of a word at a time, float16 or bfloat16. Before compute capability 8.0 bfloat16 has
+// no arithmetic, and float16 no minimum and maximum.
 
 #include "ptx.cuh"
 
@@ -11,9 +11,7 @@ using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloa
 
 // Both halves as float32, of bfloat16: its bits are the upper ones.
 __device__ inline float low_bfloat16(uint32_t word) { return __uint_as_float(word << 16); }
-__device__ inline float high_bfloat16(uint32_t word) {
-  return __uint_as_float(word & 0xffff0000u);
-}
+__device__ inline float high_bfloat16(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
 
 // To the nearest, ties to even.
 __device__ inline uint32_t rounded_to_bfloat16(float low, float high) {
@@ -62,7 +60,13 @@ struct Halves {
   }
   // All bits of the halves that are not below those of `least`; none of NaN.
   __device__ static uint32_t reaching(uint32_t a, uint32_t least) {
-    return __hge2_mask(pair(a), pair(least));
+    if constexpr (std::is_same_v<T, __half> || kIsAmpere) {
+      return __hge2_mask(pair(a), pair(least));
+    } else {
+      const auto mask = [](float x, float y) { return x >= y ? ~0u : 0u; };
+      return upper_halves(mask(low_bfloat16(a), low_bfloat16(least)),
+                          mask(high_bfloat16(a), high_bfloat16(least)));
+    }
   }
   // -0 becomes 0, and every NaN the same one.
   __device__ static uint32_t normalized(uint32_t a) {

@@ -17,8 +17,8 @@ struct alignas(8) MaxAndSum {
   }
 };
 
-// Not for NaN. A whole warp takes one integer reduction where there is one: floats order as integers
-// once negative ones are mirrored.
+// Not for NaN. A whole warp takes one integer reduction where there is one: floats order as
+// integers once negative ones are mirrored.
 template <int kThreads>
 __device__ inline float warp_max(float x) {
   if constexpr (kThreads == 32 && kIsAmpere) {

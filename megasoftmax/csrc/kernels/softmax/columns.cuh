@@ -144,9 +144,9 @@ constexpr bool columns_fit_every_gpu(int element_bytes, int strip_elements) {
     for (int64_t length = 1; length <= 1 << 20; length *= 4) {
       for (const int64_t inner : {1, 24, 4096}) {
         for (const int inputs : {1, 2}) {
-          const ColumnsPolicy policy = columns_policy(
-              {1, length, inner}, strip_elements, strip_bytes, inputs,
-              columns_batch(strip_bytes), gpu.max_cluster > 1, gpu.shared_bytes);
+          const ColumnsPolicy policy =
+              columns_policy({1, length, inner}, strip_elements, strip_bytes, inputs,
+                             columns_batch(strip_bytes), gpu.max_cluster > 1, gpu.shared_bytes);
           if (inputs * policy.kept_strips * kColumnsThreads * strip_bytes +
                   policy.sum_bytes(strip_elements) >
               gpu.shared_bytes)

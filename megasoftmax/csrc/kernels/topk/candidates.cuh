@@ -37,9 +37,7 @@ struct TileWord {
     if constexpr (kIsPair) return Halves<T>::reaching(bits, least.bits);
     if constexpr (!kIsPair) return number() >= least.number() ? ~0u : 0u;
   }
-  __device__ float first() const {
-    return Pack<T, 4 / sizeof(T)>{{bits}}[0];
-  }
+  __device__ float first() const { return Pack<T, 4 / sizeof(T)>{{bits}}[0]; }
 };
 
 // So many keys are made where so few are kept.
