@@ -19,11 +19,11 @@ inline constexpr bool kIsAmpere = true;
 
 // Blocks of a multiprocessor that a kernel leaves registers for, of as many as tables say, which is
 // for later GPUs. A multiprocessor of compute capability 7.5 has 1024 threads and 16 blocks at
-// most. Of these, 640 are as many as its part of the memory's bandwidth needs, and a thread then
-// has registers for what other GPUs have instructions for.
+// most. Half of them are as many as its part of the memory's bandwidth needs, and a thread then has
+// registers for what other GPUs have instructions for.
 constexpr int blocks_with_registers(int blocks, int threads) {
   if (kIsAmpere) return blocks;
-  const int most = threads < 40 ? 16 : threads > 640 ? 1 : 640 / threads;
+  const int most = 512 / threads;
   return blocks < most ? blocks : most;
 }
 

@@ -142,8 +142,8 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
-    {"reread_64",    Storage::kReread,       64,   1,     4,       12,  false,         1, kUnlimited,     150, kSpread | kDropped},
-    {"whole_gpu_64", Storage::kReread,       64,   1,     4,       12,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kSpread | kDropped},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
@@ -178,9 +178,9 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"reread_64",    Storage::kReread,       64,   1,     4,       12,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"whole_gpu_64", Storage::kReread,       64,   1,     4,       12,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
-    {"reread_64",    Storage::kReread,       64,   1,     4,       12,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
 // clang-format on
 
