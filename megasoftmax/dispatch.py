@@ -164,7 +164,7 @@ def reasons_against_fused_attention(
 ) -> tuple[Reason, ...]:
     """The same for attention."""
     found = (
-        *_of_any_tensor(query),
+        *_of_any_tensor(query, _first_with_attention()),
         _attention_dtype(query.dtype),
         _head_dim("query and key", query.shape[-1]),
         _head_dim("value", value.shape[-1]),
@@ -217,8 +217,10 @@ def _given(found: tuple[Reason | None, ...]) -> tuple[Reason, ...]:
     return tuple([reason for reason in found if reason is not None])  # faster than a generator
 
 
-def _of_any_tensor(tensor: Tensor) -> tuple[Reason | None, ...]:
-    return _device(tensor), _compiled_part(tensor), _compute_capability(tensor)
+def _of_any_tensor(
+    tensor: Tensor, least: tuple[int, int] = MIN_CAPABILITY
+) -> tuple[Reason | None, ...]:
+    return _device(tensor), _compiled_part(tensor), _compute_capability(tensor, least)
 
 
 def _of_any_call(
@@ -241,21 +243,36 @@ def _compiled_part(scores: Tensor) -> Reason | None:
     return None if status.available else Reason("compiled part", f"none: {status.reason}", "one")
 
 
-def _compute_capability(scores: Tensor) -> Reason | None:
-    too_old = _too_old_capability(scores.device.index) if scores.is_cuda else None
+def has_attention(tensor: Tensor) -> bool:
+    """Whether the GPU of a tensor has kernels of attention."""
+    return _compute_capability(tensor, _first_with_attention()) is None
+
+
+def _first_with_attention() -> tuple[int, int]:
+    return _attention_limit("kLeastMajor"), 0
+
+
+def _compute_capability(tensor: Tensor, least: tuple[int, int]) -> Reason | None:
+    too_old = _too_old_capability(tensor.device.index, least) if tensor.is_cuda else None
     if too_old is None:
         return None
-    return Reason("compute capability", too_old, f"at least {_dotted(MIN_CAPABILITY)}")
+    return Reason("compute capability", too_old, f"at least {_dotted(least)}")
 
 
-_too_old: dict[int, str | None] = {}
+_capabilities: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
 
 
-def _too_old_capability(index: int) -> str | None:
-    if index not in _too_old:
-        capability = torch.cuda.get_device_capability(index)
-        _too_old[index] = _dotted(capability) if capability < MIN_CAPABILITY else None
-    return _too_old[index]
+def _too_old_capability(index: int, least: tuple[int, int]) -> str | None:
+    """The compute capability of a GPU whose kernels are for an earlier one than `least`."""
+    if index not in _capabilities:
+        of_gpu = torch.cuda.get_device_capability(index)
+        _capabilities[index] = of_gpu, library.capability(index) or of_gpu
+    of_gpu, of_kernels = _capabilities[index]
+    if of_kernels >= least:
+        return None
+    if of_kernels == of_gpu:
+        return _dotted(of_gpu)
+    return f"{_dotted(of_gpu)} with kernels for {_dotted(of_kernels)}"
 
 
 _too_old_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load

@@ -51,7 +51,7 @@ def admit(scores: Tensor) -> None:
         if calls is None and _why_not is None:
             _load()
     if calls is not None:
-        calls.admit(scores.device, True)
+        calls.admit(scores.device, True, dispatch.has_attention(scores))
 
 
 def _load() -> None:

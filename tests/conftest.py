@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from inputs import KERNELS, attention_kernels, gpu_like
+from inputs import KERNELS, attention_kernels, gpu_like, why_no_attention
 
 from megasoftmax import dispatch
 from megasoftmax.build import extension, library
@@ -40,6 +40,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, reason in MISSING.items():
         if reason is not None and item.get_closest_marker(marker) is not None:
             pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Where attention cannot run fused, as on compute capability 7.5, tests that need it skip."""
+    try:
+        yield
+    except Exception as error:
+        reason = why_no_attention()
+        # The reason of `fused=True`, or of an op that is called by itself.
+        if reason is not None and reason.partition(", got")[0] in str(error):
+            pytest.skip(reason)
+        raise
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +90,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _attention_kernels(kind: str) -> AbstractContextManager[None]:
+    if kind != "own" and (reason := why_no_attention()) is not None:
+        pytest.skip(reason)
     major, minor = torch.cuda.get_device_capability() if kind != "own" else (0, 0)
     if kind == "portable" and major != 9:
         pytest.skip("this GPU has portable kernels alone, which another test runs")

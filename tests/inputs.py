@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax import dispatch, host
 from megasoftmax.build import library
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -92,6 +93,22 @@ def acted_capability() -> tuple[int, int] | None:
 def _act_as(capability: str) -> None:
     major, minor = map(int, capability.split("."))
     assert _binary().megasoftmax_act_as(major, minor), f"kGpus has no {capability}"
+    # What was found out of the GPU before, such as whether it has attention.
+    dispatch._capabilities.clear()
+    while host._admitted:
+        device = host._admitted.pop()
+        if host.calls is not None:
+            host.calls.admit(device, False, False)
+
+
+def why_no_attention() -> str | None:
+    """Why attention cannot run fused on the GPU that is acted, or None."""
+    if not torch.cuda.is_available() or not library.load().available:
+        return None
+    found = dispatch._compute_capability(
+        torch.empty(0, device="cuda"), dispatch._first_with_attention()
+    )
+    return None if found is None else str(found)
 
 
 def _binary() -> ctypes.CDLL:

@@ -10,12 +10,12 @@ import ctypes
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from inputs import KERNELS, attention_kernels
+from inputs import KERNELS, attention_kernels, gpu_like
 from torch import Tensor
 
 from megasoftmax.build import extension, library
@@ -323,8 +323,10 @@ def softmax_regime(
 
 
 def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
-    for columns, queries in given.sizes(sizes_for_sums(dtype, regime)):
-        call_softmax(given, "backward", dtype, columns, False, "same", queries)
+    sizes, gpu = sizes_for_sums(dtype, regime)
+    with gpu:
+        for columns, queries in given.sizes(sizes):
+            call_softmax(given, "backward", dtype, columns, False, "same", queries)
 
 
 def is_regime_with_dropout(
@@ -360,19 +362,35 @@ def softmax_dropout(
 
 def softmax_dropout_bias_gradient(given: Inputs, dtype: str, regime: str, bias: str) -> None:
     masks = itertools.cycle((False, True))
-    for columns, queries in given.sizes(sizes_for_sums(dtype, regime, drops=True)):
-        options = (next(masks), bias, queries)
-        call_softmax(given, "backward", dtype, columns, *options, drops=True)
+    sizes, gpu = sizes_for_sums(dtype, regime, drops=True)
+    with gpu:
+        for columns, queries in given.sizes(sizes):
+            options = (next(masks), bias, queries)
+            call_softmax(given, "backward", dtype, columns, *options, drops=True)
 
 
 def is_summed(dtype: str, regime: str, bias: str | None = None) -> bool:
     """The bias is read with dropout only."""
     is_twice = dtype == "fp32" and bias == "same"
-    return not is_twice and bool(sizes_for_sums(dtype, regime, drops=bias is not None))
+    return not is_twice and bool(sizes_for_sums(dtype, regime, drops=bias is not None)[0])
 
 
-def sizes_for_sums(dtype: str, regime: str, drops: bool = False) -> list[tuple[int, int]]:
-    """Columns and queries for which the table chooses the regime. It cannot be forced."""
+def sizes_for_sums(
+    dtype: str, regime: str, drops: bool = False
+) -> tuple[list[tuple[int, int]], AbstractContextManager[None]]:
+    """Columns and queries for which the table chooses the regime, and the GPU that is acted then.
+
+    It cannot be forced. The last regimes are chosen on compute capability 7.5 alone.
+    """
+    found = sizes_of_table(dtype, regime, drops)
+    if found or not torch.cuda.is_available():
+        gpu: AbstractContextManager[None] = nullcontext()
+    else:
+        gpu = gpu_like("7.5")
+    return found or sizes_of_table(dtype, regime, drops, shared_bytes=65536, max_cluster=1), gpu
+
+
+def sizes_of_table(dtype: str, regime: str, drops: bool, **gpu: int) -> list[tuple[int, int]]:
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     ends = [row.max_chunks * pack for row in LIMITS.backward if row.max_chunks]
     found = []
@@ -380,7 +398,7 @@ def sizes_for_sums(dtype: str, regime: str, drops: bool = False) -> list[tuple[i
         queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
         for columns in (end - pack + 1, end, end + 1):
             rows = BATCHES * HEADS * queries
-            summed = {"bias_gradient": True, "backward": True, "dropout": drops}
+            summed = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
             if row.name == regime == explain(rows, columns, DTYPES[dtype], **summed).regime.name:
                 found.append((columns, queries))
     return sorted(set(found))[:3]

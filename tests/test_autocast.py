@@ -133,7 +133,7 @@ def test_autocast_of_another_device_changes_nothing():
 def test_why_not_fused_answers_for_what_autocast_makes(device, monkeypatch):
     """Kernels take no float32, but what autocast makes of it."""
     for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda tensor: None)
+        monkeypatch.setattr(dispatch, name, lambda *given: None)
     inputs = states(device, *[torch.float32] * 3)
     ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, *inputs)
     assert [reason.constraint for reason in ask()] == ["dtype"]

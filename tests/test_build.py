@@ -225,24 +225,29 @@ def test_installation_with_an_old_setuptools_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("version", "requested", "names"),
     [
-        ((13, 0), None, ("8.0", "9.0a", "10.0", "12.0+PTX")),
-        ((12, 8), "", ("8.0", "9.0a", "10.0", "12.0+PTX")),
-        ((12, 7), None, ("8.0", "9.0a+PTX")),
+        ((13, 0), None, ("7.5", "8.0", "9.0a", "10.0", "12.0+PTX")),
+        ((12, 8), "", ("7.5", "8.0", "9.0a", "10.0", "12.0+PTX")),
+        ((12, 7), None, ("7.5", "8.0", "9.0a+PTX")),
         ((13, 0), "9.0a", ("9.0a",)),
-        ((13, 0), "7.5 8.0;8.6 9.0 12.0+PTX", ("8.0", "8.6", "9.0a", "12.0+PTX")),
+        ((13, 0), "7.0 8.0;8.6 9.0 12.0+PTX", ("8.0", "8.6", "9.0a", "12.0+PTX")),
+        ((13, 0), "7.5+PTX", ("7.5+PTX",)),
     ],
 )
 def test_architectures(version, requested, names):
     assert extension.architectures(version, requested) == names
 
 
-@pytest.mark.parametrize("requested", ["Hopper", "sm_90", "7.5"])
+@pytest.mark.parametrize("requested", ["Hopper", "sm_90", "7.0"])
 def test_architectures_without_kernels_are_refused(requested):
     with pytest.raises(BuildError, match=requested):
         extension.architectures((13, 0), requested)
 
 
 def test_architecture_flags():
+    assert extension.nvcc_flags(("7.5+PTX",))[-2:] == [
+        "-gencode=arch=compute_75,code=sm_75",
+        "-gencode=arch=compute_75,code=compute_75",
+    ]
     assert extension.nvcc_flags(("8.0", "9.0a+PTX"))[-3:] == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",

@@ -79,7 +79,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.fixture
 def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda scores: None)
+        monkeypatch.setattr(dispatch, name, lambda *given: None)
 
 
 # Every dimension

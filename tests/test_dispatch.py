@@ -23,7 +23,7 @@ MAX_HEAD_DIM, MAX_POSITIONS = LIMITS.attention["kMaxHeadDim"], LIMITS.attention[
 def as_if_fused(monkeypatch):
     """Of the constraints only those that are about a GPU hold on any machine."""
     for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda tensor: None)
+        monkeypatch.setattr(dispatch, name, lambda *given: None)
 
 
 def names(*args, **kwargs):
@@ -71,30 +71,66 @@ def test_no_reason(as_if_fused, dtype, shape):
     assert names(scores, mask=scores.bool(), bias=scores.double().requires_grad_()) == []
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 3)])
-def test_compute_capability(capability, monkeypatch):
-    monkeypatch.setattr(dispatch, "_too_old", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    scores = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
-    expected = Reason("compute capability", "7.5", "at least 8.0") if capability < (8, 0) else None
-    assert dispatch._compute_capability(scores) == expected
+@pytest.fixture
+def capabilities(monkeypatch):
+    """Pretends that a GPU has one compute capability and its kernels, if any, are for another."""
+    asked = []
+
+    def pretend(of_gpu, of_kernels=None):
+        monkeypatch.setattr(dispatch, "_capabilities", {})
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda index: asked.append(index) or of_gpu
+        )
+        monkeypatch.setattr(library, "capability", lambda index: of_kernels)
+        return asked
+
+    return pretend
 
 
-def test_compiled_code_asks_the_driver_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(dispatch, "_too_old", {})
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda index: calls.append(index) or (9, 0)
+GPU_TENSOR = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
+
+
+@pytest.mark.parametrize(
+    ("of_gpu", "of_kernels", "against_softmax", "against_attention"),
+    [
+        ((7, 0), None, "7.0", "7.0"),
+        ((7, 5), (7, 5), None, "7.5"),
+        ((7, 5), None, None, "7.5"),
+        ((8, 0), (8, 0), None, None),
+        ((9, 0), None, None, None),
+        ((9, 0), (7, 5), None, "9.0 with kernels for 7.5"),
+        ((10, 3), (10, 3), None, None),
+    ],
+)
+def test_compute_capability(capabilities, of_gpu, of_kernels, against_softmax, against_attention):
+    capabilities(of_gpu, of_kernels)
+
+    def reason(actual, least):
+        return None if actual is None else Reason("compute capability", actual, f"at least {least}")
+
+    found = dispatch._of_any_tensor(GPU_TENSOR)
+    assert found[2] == reason(against_softmax, "7.5")
+    query = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    on_gpu = SimpleNamespace(
+        is_cuda=True, device=GPU_TENSOR.device, dtype=query.dtype, shape=query.shape
     )
+    found = dispatch.reasons_against_fused_attention(on_gpu, query, query, 1.0, 0.0)
+    of_capability = [reason for reason in found if reason.constraint == "compute capability"]
+    assert of_capability == [reason(against_attention, "8.0")] * (against_attention is not None)
+    assert dispatch.has_attention(GPU_TENSOR) == (against_attention is None)
+
+
+def test_compiled_code_asks_the_driver_once(capabilities):
+    asked = capabilities((9, 0))
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x + (dispatch._too_old_capability(1) is None)
+        return x + (dispatch._too_old_capability(1, (8, 0)) is None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [function(torch.zeros(())).item() for _ in range(2)] == [1, 1]
-    assert calls == [1]
+    assert asked == [1]
 
 
 def test_gpu_without_compiled_part(monkeypatch):

@@ -236,13 +236,16 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     kinds += [{"window": (left, 0)} for left in (0, 1500)]
     kinds.append({"bias_gradient": True} if backward else {"masked": True})
     kinds.append({"dropout": True})
+    large = H200.shared_bytes
+    gpus = [
+        {"max_cluster": clusters, "shared_bytes": shared_bytes}
+        for clusters, shared_bytes in ((1, large), (16, large), (1, 64 * 1024))
+    ]
     reached = {
-        explain(
-            count, columns, HALF, queries=1, backward=backward, max_cluster=clusters, **kind
-        ).index
+        explain(count, columns, HALF, queries=1, backward=backward, **gpu, **kind).index
         for count in rows
         if 0 < count <= LIMITS.max_index
-        for length, kind, clusters in itertools.product(chunks, kinds, (1, 16))
+        for length, kind, gpu in itertools.product(chunks, kinds, gpus)
         for columns in (8 * length, 8 * length - 1)
     }
     assert [

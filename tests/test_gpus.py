@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import bits_equal, gpu_like, normal
+from inputs import bits_equal, gpu_like, normal, why_no_attention
 from sanitize_cases import table_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,14 +22,21 @@ MOST_THREADS = 1024  # of a block
 
 # Compute capability, bytes of shared memory of a block and of a multiprocessor, blocks of a cluster
 GPUS = [tuple(map(int, row)) for row in table_of("common/limits.h", "kGpus")]
-on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}.{gpu[1]}")
 Gpu = tuple[int, int, int, int, int]
+
+
+def _name(gpu: Gpu) -> str:
+    return f"{gpu[0]}.{gpu[1]}"
+
+
+on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=_name)
 
 
 def test_gpus_are_those_that_the_library_is_built_for() -> None:
     found = {(major, minor): (block, cluster) for major, minor, block, _, cluster in GPUS}
     small, large = 99 * 1024, 227 * 1024
     assert found == {
+        (7, 5): (64 * 1024, 1),
         (8, 0): (163 * 1024, 1),
         (8, 6): (small, 1),
         (8, 9): (small, 1),
@@ -38,7 +45,8 @@ def test_gpus_are_those_that_the_library_is_built_for() -> None:
         (10, 3): (large, 16),
         (12, 0): (small, 8),
     }
-    assert all(per_sm == block + 1024 for _, _, block, per_sm, _ in GPUS)
+    reserved = {major: per_sm - block for major, _, block, per_sm, _ in GPUS}
+    assert reserved == {7: 0, 8: 1024, 9: 1024, 10: 1024, 12: 1024}
 
 
 # Attention
@@ -47,7 +55,14 @@ DIMS = (8, 32, 33, 64, 65, 96, 128, 129, 192, 256)
 BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
 
 
-@on_every_gpu
+def test_attention_needs_8_0() -> None:
+    with pytest.raises(
+        ValueError, match="major: expected at least 8, the first with kernels, got 7"
+    ):
+        explain_attention(1, 1, 100, 64, major=7, shared_bytes=64 * 1024)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu[0] >= 8], ids=_name)
 def test_attention_fits(gpu: Gpu) -> None:
     major, _, shared_bytes, _, _ = gpu
     tables = {
@@ -147,11 +162,11 @@ def test_bytes_of_the_backward(
 
 @on_every_gpu
 def test_softmax_fits(gpu: Gpu) -> None:
-    *_, shared_bytes, _, max_cluster = gpu
+    major, _, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.constants["kMaxDeclaredBytes"]
     edges = {row.max_chunks for row in LIMITS.forward + LIMITS.backward if row.max_chunks}
-    # The longest rows of shared_512 that have room in 99 KB, and the next ones.
-    edges |= {49 * 128}
+    # The longest rows that have room in 99 KB and 64 KB, and the next ones; backward in 64 KB.
+    edges |= {49 * 128, 31 * 128, 15 * 128}
     chunks = sorted({edge + more for edge in edges for more in (0, 1)})
     rows = sorted({row.min_rows + more for row in LIMITS.forward for more in (0, 1)} - {0})
     kinds = [
@@ -166,15 +181,31 @@ def test_softmax_fits(gpu: Gpu) -> None:
         )
         assert (found.shared_bytes or 0) + declared <= shared_bytes
         assert (found.regime.blocks_per_row or 1) <= max_cluster
+        # Blocks that take turns copy the next row while they sum one: from 8.0 on.
+        assert major >= 8 or not found.regime.takes_turns
         assert (found.threads or 0) <= MOST_THREADS
 
 
 def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
-    """Rows of 49 units still fit 99 KB."""
-    for chunks, regime in ((49 * 128, "shared_512"), (49 * 128 + 1, "reread_1")):
-        found = explain(400, 8 * chunks, HALF, shared_bytes=99 * 1024, max_cluster=1)
-        assert found.regime.name == regime
-        assert explain(400, 8 * chunks, HALF, max_cluster=1).regime.name == "shared_512"
+    """Rows of 49 units still fit 99 KB, and rows of 31 units 64 KB."""
+    for kilobytes, units, largest, reread in (
+        (99, 49, "shared_512", "reread_1"),
+        (64, 31, "shared_256", "reread_64"),
+    ):
+        for chunks, regime in ((units * 128, largest), (units * 128 + 1, reread)):
+            found = explain(400, 8 * chunks, HALF, shared_bytes=kilobytes * 1024, max_cluster=1)
+            assert found.regime.name == regime
+            found = explain(400, 8 * chunks, HALF, max_cluster=1)
+            assert found.regime.storage == "shared"
+
+
+def test_bias_gradients_fit_the_smallest_blocks() -> None:
+    """Backward, rows keep two tensors: 15 units in 64 KB."""
+    given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1}
+    for bias_gradient in (False, True):
+        for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, "reread_64")):
+            found = explain(400, 8 * chunks, HALF, bias_gradient=bias_gradient, **given)
+            assert found.regime.name == regime
 
 
 @on_every_gpu
@@ -228,10 +259,28 @@ def test_rows_have_the_same_bits_as_on_other_gpus(
 
 
 @pytest.mark.gpu
+def test_attention_is_refused_on_7_5() -> None:
+    query = normal(1, 2, 100, 64, device="cuda", dtype=BFLOAT)
+    softmax_before = megasoftmax.softmax(query, fused=True)
+    note = torch.ones(1, 1, 100, 100, dtype=torch.bool, device="cuda")
+    with gpu_like("7.5"):
+        (reason,) = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
+        assert (reason.constraint, reason.limit) == ("compute capability", "at least 8.0")
+        assert "7.5" in reason.actual
+        megasoftmax.attention(query, query, query)  # in plain torch, by C++ or Python
+        with pytest.raises(RuntimeError, match=r"compute capability: expected at least 8\.0"):
+            torch.ops.megasoftmax.tile_note(note, 1, 100, 100)
+        torch.testing.assert_close(megasoftmax.softmax(query, fused=True), softmax_before)
+    if why_no_attention() is None:  # on this GPU
+        assert megasoftmax.why_not_fused(megasoftmax.attention, query, query, query) == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="no clusters"
 )
-def test_clusters_are_left_out_where_there_are_none() -> None:
+@pytest.mark.parametrize("capability", ["7.5", "8.6"])
+def test_clusters_are_left_out_where_there_are_none(capability: str) -> None:
     scores = normal(40, 100_000, device="cuda", dtype=BFLOAT)
     column_scores = normal(1, 70_000, 40, device="cuda", dtype=BFLOAT)
     calls = {
@@ -242,7 +291,7 @@ def test_clusters_are_left_out_where_there_are_none() -> None:
     for name, call in calls.items():
         with gpu_like("9.0"):
             expected, own = _run(call)
-        with gpu_like("8.6"):
+        with gpu_like(capability):
             found, others = _run(call)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6, msg=name)
         # Columns and top-k have one kernel, with or without a cluster.

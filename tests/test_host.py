@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import host
+from megasoftmax import dispatch, host
 from megasoftmax.build import library
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
@@ -49,10 +49,10 @@ def served(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]
             return call
 
     monkeypatch.setattr(host, "calls", Noting())
-    module.admit(CPU, True)
+    module.admit(CPU, True, True)
     torch.manual_seed(0)
     yield found
-    module.admit(CPU, False)
+    module.admit(CPU, False, False)
 
 
 @pytest.fixture
@@ -539,12 +539,12 @@ def test_limits_of_topk(served: list[bool]):
 
 def test_devices_are_admitted(module: Any, served: list[bool]):
     tensor = SIXTEEN_BITS(1, 1, 2, 8)
-    for is_admitted in (True, False):
-        module.admit(CPU, is_admitted)
+    for admission in ((True, True), (True, False), (False, False)):
+        module.admit(CPU, *admission)
         megasoftmax.softmax(tensor)
         megasoftmax.softmax_topk(tensor, 1)
         megasoftmax.attention(tensor, tensor, tensor)
-    assert served == [True] * 3 + [False] * 3
+    assert served == [True] * 3 + [True, True, False] + [False] * 3
 
 
 def test_other_types_and_lazy_views_are_declined(served: list[bool]):
@@ -812,10 +812,11 @@ def test_gpus_are_admitted_once(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(host, "_load", load)
     monkeypatch.setattr(host, "_admitted", set())
+    monkeypatch.setattr(dispatch, "has_attention", lambda scores: scores.device.index == 1)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
     for device in (*gpus, *gpus, CPU):
         host.admit(SimpleNamespace(device=device, is_cuda=device.type == "cuda"))
-    assert admitted == [(gpu, True) for gpu in gpus]
+    assert admitted == [(gpus[0], True, False), (gpus[1], True, True)]
 
 
 @pytest.mark.usefixtures("module")

@@ -25,11 +25,17 @@ LIBRARY_NAME = "_C.abi3.so"
 
 MIN_TORCH = (2, 11)  # the stable ABI that the bindings are compiled against
 MIN_NVCC = (12, 0)  # C++20
-MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+MIN_CAPABILITY = (7, 5)  # the first that nvcc 13 knows
 
 # Architecture -> first nvcc that knows it. Each serves later GPUs of its major version too, but for
-# 9.0a, which serves its own alone.
-DEFAULT_ARCHITECTURES = {"8.0": (12, 0), "9.0a": (12, 0), "10.0": (12, 8), "12.0": (12, 8)}
+# 9.0a, which serves its own alone. 7.5 has no kernels of attention.
+DEFAULT_ARCHITECTURES = {
+    "7.5": (12, 0),
+    "8.0": (12, 0),
+    "9.0a": (12, 0),
+    "10.0": (12, 8),
+    "12.0": (12, 8),
+}
 
 CXX_FLAGS = (
     "-std=c++20",

@@ -71,6 +71,19 @@ def status() -> Status:
 status._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
 
 
+def capability(index: int) -> tuple[int, int] | None:
+    """The compute capability whose kernels serve a GPU; None without a compiled part.
+
+    It is not the GPU's own where the compiled part has code for 7.5 alone.
+    """
+    found = load()
+    if found.path is None:
+        return None
+    with torch.cuda.device(index):
+        major, minor = divmod(ctypes.CDLL(str(found.path)).megasoftmax_capability(), 10)
+    return major, minor
+
+
 def plans() -> ctypes.CDLL:
     """What tells how launches run: the compiled part, or its plans compiled alone, without CUDA.
 

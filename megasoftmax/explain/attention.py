@@ -98,8 +98,8 @@ def explain_attention(
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16 or bfloat16.
         multiprocessors, shared_bytes: of the GPU; see `Gpu`.
-        major: of the GPU's compute capability, such as 9 for an H200. With 9, code for 9.0a is
-            assumed, as `megasoftmax build` compiles it.
+        major: of the GPU's compute capability, 8 or more, such as 9 for an H200. With 9, code for
+            9.0a is assumed, as `megasoftmax build` compiles it.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -113,6 +113,9 @@ def explain_attention(
     limits = window_of(causal, window)
     if bias and relative:
         raise ValueError("relative: a call has one bias")
+    least = kernel_limits().attention["kLeastMajor"]
+    if major < least:
+        raise ValueError(f"major: expected at least {least}, the first with kernels, got {major}")
     has_bias = bias or relative
     bias_dtype = bias_dtype or dtype
     is_stray = bias_gradient and not (backward and has_bias)

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "../kernels/attention/plan.h"
+#include "../kernels/common/device.h"
 #include "checks.h"
 #include "library.h"
 
@@ -13,6 +14,13 @@ namespace megasoftmax {
 namespace {
 
 constexpr int64_t kAlignment = 8;  // elements of 2 bytes in the 16 that kernels copy at a time
+
+// Whether the current device has kernels, of which code for 7.5 is empty.
+void check_capability() {
+  const Device device = current_device();
+  check(device.major >= kLeastMajor, "compute capability: expected at least ", kLeastMajor,
+        ".0, got ", device.major, ".", device.minor);
+}
 
 int64_t padded(int64_t dim) {
   return std::max<int64_t>(divide_up(dim, kAlignment), 1) * kAlignment;
@@ -142,6 +150,7 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
 
 Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
   const torch::stable::accelerator::DeviceGuard guard(mask.get_device_index());
+  check_capability();
   check(queries >= 0 && keys >= 0 && queries + keys <= kMaxPositions,
         "queries and keys together must be at most ", kMaxPositions);
   AttentionParams params;
@@ -262,6 +271,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> note, int64_t block, double dropout,
                                    std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  check_capability();
   const Inputs inputs(query, key, value, bias,
                       takes_few_queries(query.size(2), dropout > 0, block));
   AttentionForwardParams params;
@@ -347,6 +357,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
     bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  check_capability();
   const Inputs inputs(query, key, value, bias, false);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,

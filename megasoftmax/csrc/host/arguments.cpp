@@ -20,7 +20,7 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 constexpr int kMaxGpus = 64;
-std::array<bool, 1 + kMaxGpus> admissions;
+std::array<Admission, 1 + kMaxGpus> admissions;
 Package bound;
 
 // Of the CPU, which only tests admit, and of each GPU; -1 for others.
@@ -47,13 +47,13 @@ bool is_of_rows(ScalarType type) {
 
 }  // namespace
 
-void admit(at::Device device, bool is_admitted) {
-  if (const int place = place_of(device); place >= 0) admissions[place] = is_admitted;
+void admit(at::Device device, Admission admission) {
+  if (const int place = place_of(device); place >= 0) admissions[place] = admission;
 }
 
-bool is_admitted(at::Device device) {
+Admission admission_of(at::Device device) {
   const int place = place_of(device);
-  return place >= 0 && admissions[place];
+  return place >= 0 ? admissions[place] : Admission{};
 }
 
 void set_package(Package package) {

@@ -15,9 +15,12 @@ namespace megasoftmax::host {
 using at::ScalarType;
 using at::Tensor;
 
-// Whether calls on a device run fused.
-void admit(at::Device device, bool is_admitted);
-bool is_admitted(at::Device device);
+// Whether calls on a device run fused, and whether those of attention do.
+struct Admission {
+  bool is_given = false, has_attention = false;
+};
+void admit(at::Device device, Admission admission);
+Admission admission_of(at::Device device);
 
 // Whether calls of this thread are traced or transformed: by a dispatch or function mode,
 // torch.func, torch.jit.trace or forward-mode differentiation.

@@ -172,7 +172,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments) {
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
   Reader reader;
   const Tensor query = reader.first_tensor(query_);
-  if (reader.has_declined() || !is_admitted(query.device()) || is_transformed()) return {};
+  if (reader.has_declined() || !admission_of(query.device()).has_attention || is_transformed())
+    return {};
   const std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
   if (!key || !value || !fit(query, *key, *value)) return {};
   if (const auto type = autocast_type(query.device()); type && type != query.scalar_type())

@@ -29,10 +29,12 @@ PyObject* bind_to_package(PyObject* const* arguments) {
   Py_RETURN_NONE;
 }
 
-// admit(device, is_admitted): whether calls there run fused from now on.
+// admit(device, is_given, has_attention): whether calls there run fused from now on, and whether
+// those of attention do.
 PyObject* admit_device(PyObject* const* arguments) {
   TORCH_CHECK_TYPE(THPDevice_Check(arguments[0]), "device: expected a torch.device");
-  admit(reinterpret_cast<THPDevice*>(arguments[0])->device, arguments[1] == Py_True);
+  admit(reinterpret_cast<THPDevice*>(arguments[0])->device,
+        {arguments[1] == Py_True, arguments[2] == Py_True});
   Py_RETURN_NONE;
 }
 
@@ -44,7 +46,7 @@ constexpr PyMethodDef method(const char* name) {
 
 PyMethodDef methods[] = {
     method<bind_to_package, 5>("bind"),
-    method<admit_device, 2>("admit"),
+    method<admit_device, 3>("admit"),
     method<softmax, kSoftmaxArguments>("softmax"),
     method<attention, kAttentionArguments>("attention"),
     method<serves_attention, kAttentionArguments>("serves_attention"),

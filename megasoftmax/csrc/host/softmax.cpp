@@ -127,7 +127,8 @@ PyObject* softmax(PyObject* const* arguments) {
       *reinterpret_cast<PyObject* const(*)[kSoftmaxArguments]>(arguments);
   Reader reader;
   const Tensor scores = reader.first_tensor(scores_);
-  if (reader.has_declined() || !is_admitted(scores.device()) || is_transformed()) Py_RETURN_NONE;
+  if (reader.has_declined() || !admission_of(scores.device()).is_given || is_transformed())
+    Py_RETURN_NONE;
   const int64_t rank = scores.dim();
   SoftmaxOptions options;
   options.scale = reader.number(scale_);

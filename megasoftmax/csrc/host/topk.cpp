@@ -70,7 +70,8 @@ PyObject* softmax_topk(PyObject* const* arguments) {
               fused_] = *reinterpret_cast<PyObject* const(*)[kTopkArguments]>(arguments);
   Reader reader;
   const Tensor logits = reader.first_tensor(logits_);
-  if (reader.has_declined() || !is_admitted(logits.device()) || is_transformed()) Py_RETURN_NONE;
+  if (reader.has_declined() || !admission_of(logits.device()).is_given || is_transformed())
+    Py_RETURN_NONE;
   TopkOptions options;
   options.k = reader.count(k_);
   options.scale = reader.number(scale_);

@@ -3,6 +3,9 @@
 
 namespace megasoftmax {
 
+// The major number of the first compute capability that has attention: its products of 16 x 16
+// matrices, bfloat16 and asynchronous copies.
+inline constexpr int kLeastMajor = 8;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.

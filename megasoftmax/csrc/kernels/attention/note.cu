@@ -2,6 +2,7 @@
 // need no look at tiles.
 
 #include "../common/launch.cuh"
+#include "../common/ptx.cuh"
 #include "attention.h"
 
 namespace megasoftmax {
@@ -58,6 +59,7 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
 // The bits of tiles must be 0.
 __global__ void __launch_bounds__(kNoteThreads)
     attention_note_kernel(const __grid_constant__ AttentionParams params, int batches, int heads) {
+  if (!kIsAmpere) return;
   const NoteLayout& layout = params.note.layout;
   const int64_t of_head = int64_t{layout.query_tiles} * layout.key_tiles;
   const int64_t index = (int64_t{blockIdx.x} * kNoteThreads + threadIdx.x) / 32;
@@ -136,10 +138,10 @@ __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int he
     most_first = max(most_first, first);
     least_end = min(least_end, end);
   }
-  least_first = __reduce_min_sync(~0u, least_first);
-  most_first = __reduce_max_sync(~0u, most_first);
-  least_end = __reduce_min_sync(~0u, least_end);
-  most_end = __reduce_max_sync(~0u, most_end);
+  least_first = smallest_of_lanes(least_first);
+  most_first = largest_of_lanes(most_first);
+  least_end = smallest_of_lanes(least_end);
+  most_end = largest_of_lanes(most_end);
   const auto tiles_up_to = [](int key) { return key / kNoteTile + (key % kNoteTile > 0); };
   return {least_first / kNoteTile, tiles_up_to(most_end), tiles_up_to(most_first),
           least_end == params.keys ? tiles_up_to(params.keys) : least_end / kNoteTile};
@@ -149,6 +151,7 @@ __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int he
 __global__ void __launch_bounds__(kRangesThreads)
     attention_note_of_ranges_kernel(const __grid_constant__ AttentionParams params, int groups,
                                     int heads) {
+  if (!kIsAmpere) return;
   const NoteLayout& layout = params.note.layout;
   const int entry = static_cast<int>(blockIdx.x) / groups;
   const int group = static_cast<int>(blockIdx.x) % groups;

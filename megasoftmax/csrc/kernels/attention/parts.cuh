@@ -47,6 +47,7 @@ __device__ inline void store_parts(const AttentionForwardParams& params, int spl
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
+  if (!kIsAmpere) return;
   constexpr int kColumns = 4, kLanes = 32;  // a lane's columns at a time
   extern __shared__ __align__(1024) char shared_memory[];
   auto* const totals = reinterpret_cast<float4*>(shared_memory);  // [warps, value_dim / kColumns]

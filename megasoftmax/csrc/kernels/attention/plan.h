@@ -63,14 +63,15 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
                   device.shared_bytes);
 }
 
-// So that one of them serves, whatever the GPU, and is for no larger head dimension than needed.
+// So that one of them serves, whatever the GPU that has attention, and is for no larger head
+// dimension than needed.
+inline constexpr int kLeastBytes = least_shared_bytes(kLeastMajor);
 template <class TileShape, int kCount>
 constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
   for (const TileShape& tile : tiles) {
     for (const BiasKind kind : {BiasKind::kNone, BiasKind::kTile, BiasKind::kAny}) {
-      const int found = tile_for(tiles, tile.head_dim, kind, least_shared_bytes());
-      if (tiles[found].head_dim != tile.head_dim ||
-          bytes_of(tiles[found], kind) > least_shared_bytes())
+      const int found = tile_for(tiles, tile.head_dim, kind, kLeastBytes);
+      if (tiles[found].head_dim != tile.head_dim || bytes_of(tiles[found], kind) > kLeastBytes)
         return false;
     }
   }
@@ -110,8 +111,8 @@ constexpr int decode_warps(int head_dim, int shared_bytes) {
   while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
   return warps;
 }
-static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, least_shared_bytes())).bytes <=
-              least_shared_bytes());
+static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, kLeastBytes)).bytes <=
+              kLeastBytes);
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks.

@@ -15,20 +15,41 @@ namespace megasoftmax {
 namespace {
 __global__ void probe() {}  // tells what all kernels are compiled for
 
+// A row of kGpus; null where there is none.
+const Gpu* gpu_of(int major, int minor) {
+  for (const Gpu& gpu : kGpus)
+    if (gpu.major == major && gpu.minor == minor) return &gpu;
+  return nullptr;
+}
+
+// What both have.
+Device limited(Device device, const Gpu& gpu) {
+  device.shared_bytes = std::min(device.shared_bytes, gpu.shared_bytes);
+  device.shared_bytes_per_sm = std::min(device.shared_bytes_per_sm, gpu.shared_bytes_per_sm);
+  device.max_cluster = std::min(device.max_cluster, gpu.max_cluster);
+  if (device.major >= 8) {  // else kernels of attention are missing
+    device.major = gpu.major;
+    device.minor = gpu.minor;
+  }
+  return device;
+}
+
 Device describe_device(int id) {
   Device device = {};
   cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
+  cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, id);
   cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   cudaDeviceGetAttribute(&device.shared_bytes_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
                          id);
   cudaDeviceGetAttribute(&device.cache_bytes, cudaDevAttrL2CacheSize, id);
   cudaFuncAttributes compiled = {};
-  const bool has_code =
-      cudaFuncGetAttributes(&compiled, probe) == cudaSuccess && compiled.ptxVersion >= 90;
+  const bool has_code = cudaFuncGetAttributes(&compiled, probe) == cudaSuccess;
+  const bool has_clusters = has_code && compiled.ptxVersion >= 90;
   const bool is_large = device.major == 9 || device.major == 10;
-  device.max_cluster = !has_code ? 1 : is_large ? kMaxCluster : kPortableCluster;
-  return device;
+  device.max_cluster = !has_clusters ? 1 : is_large ? kMaxCluster : kPortableCluster;
+  // Code for 7.5 lacks kernels: a later GPU that runs it is one of 7.5.
+  return has_code && compiled.ptxVersion < 80 ? limited(device, *gpu_of(7, 5)) : device;
 }
 
 #if CUDART_VERSION >= 12050
@@ -73,15 +94,6 @@ int multiprocessors_at_hand(cudaStream_t, int of_device) { return of_device; }
 // What all devices act as, for tests and benchmarks; null: as what they are.
 std::atomic<const Gpu*> acted{nullptr};
 
-// What both have.
-Device limited(Device device, const Gpu& gpu) {
-  device.shared_bytes = std::min(device.shared_bytes, gpu.shared_bytes);
-  device.shared_bytes_per_sm = std::min(device.shared_bytes_per_sm, gpu.shared_bytes_per_sm);
-  device.max_cluster = std::min(device.max_cluster, gpu.max_cluster);
-  device.major = gpu.major;
-  return device;
-}
-
 }  // namespace
 
 Device current_device() {
@@ -113,10 +125,15 @@ Device device_at_hand(cudaStream_t stream) {
 // them. 0, 0: of this one. Returns 0 where kGpus has no such GPU, and changes nothing.
 extern "C" __attribute__((visibility("default"))) int megasoftmax_act_as(int major, int minor) {
   using namespace megasoftmax;
-  const Gpu* found = nullptr;
-  for (const Gpu& gpu : kGpus)
-    if (gpu.major == major && gpu.minor == minor) found = &gpu;
+  const Gpu* const found = gpu_of(major, minor);
   if (found == nullptr && (major != 0 || minor != 0)) return 0;
   acted = found;
   return 1;
+}
+
+// The compute capability whose kernels launches on the current device take, 10 * major + minor: of
+// the GPU, or of the code that it runs where that has no kernels of 8.0.
+extern "C" __attribute__((visibility("default"))) int megasoftmax_capability() {
+  const megasoftmax::Device device = megasoftmax::current_device();
+  return 10 * device.major + device.minor;
 }

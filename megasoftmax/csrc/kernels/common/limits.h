@@ -1,6 +1,8 @@
 #pragma once
 // What GPUs have. Plain C++, no CUDA, no torch.
 
+#include <cstdint>
+
 namespace megasoftmax {
 
 // What a plan depends on besides the call.
@@ -9,15 +11,15 @@ struct Device {
   int shared_bytes = 0;         // of a block, at most
   int shared_bytes_per_sm = 0;  // of a multiprocessor
   int max_cluster = 1;          // blocks of a cluster, as device and compiled code allow; 1: none
-  int major = 0;                // of the compute capability
+  int major = 0, minor = 0;     // of the compute capability
   int cache_bytes = 0;          // of the L2 cache
 };
 
-// Each block takes so many bytes more of its multiprocessor.
+// Each block takes so many bytes more of its multiprocessor, from compute capability 8.0 on.
 inline constexpr int kReservedSharedBytes = 1024;
 inline constexpr int kMaxCluster = 16, kPortableCluster = 8;
 
-// By compute capability. Others that are 8.0 or later have as much as one of these.
+// By compute capability. Others that are later have as much as one of these.
 struct Gpu {
   int major, minor;
   int shared_bytes, shared_bytes_per_sm, max_cluster;  // as in Device
@@ -25,6 +27,7 @@ struct Gpu {
 // clang-format off
 inline constexpr Gpu kGpus[] = {
     // capability, bytes/block, bytes/SM, cluster
+    { 7, 5,             65536,    65536,       1},  // RTX 20, GTX 16, T4
     { 8, 0,            166912,   167936,       1},  // A100
     { 8, 6,            101376,   102400,       1},  // RTX 30, A10, A40
     { 8, 9,            101376,   102400,       1},  // RTX 40, L4, L40S
@@ -35,18 +38,12 @@ inline constexpr Gpu kGpus[] = {
 };
 // clang-format on
 
-// What a block of every GPU may have.
-constexpr int least_shared_bytes() {
-  int least = kGpus[0].shared_bytes;
-  for (const Gpu& gpu : kGpus) least = gpu.shared_bytes < least ? gpu.shared_bytes : least;
-  return least;
-}
-
-// The same of the GPUs whose compute capability has this major number.
-constexpr int shared_bytes_of(int major) {
-  int least = 0;
+// What a block may have of every GPU whose compute capability has such a major number.
+constexpr int least_shared_bytes(int first_major, int last_major = INT32_MAX) {
+  int least = INT32_MAX;
   for (const Gpu& gpu : kGpus) {
-    if (gpu.major == major && (least == 0 || gpu.shared_bytes < least)) least = gpu.shared_bytes;
+    if (gpu.major >= first_major && gpu.major <= last_major && gpu.shared_bytes < least)
+      least = gpu.shared_bytes;
   }
   return least;
 }

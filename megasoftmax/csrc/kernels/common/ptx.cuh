@@ -9,6 +9,24 @@
 
 namespace megasoftmax {
 
+// Whether code has what came with compute capability 8.0: asynchronous copies, integer reductions
+// of a warp, products of 16 x 16 matrices, and arithmetic of bfloat16.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+inline constexpr bool kIsAmpere = false;
+#else
+inline constexpr bool kIsAmpere = true;
+#endif
+
+// Blocks of a multiprocessor that a kernel leaves registers for, of as many as tables say, which is
+// for later GPUs. A multiprocessor of compute capability 7.5 has 1024 threads and 16 blocks at
+// most. Half of them are as many as its part of the memory's bandwidth needs, and a thread then has
+// registers for what other GPUs have instructions for.
+constexpr int blocks_with_registers(int blocks, int threads) {
+  if (kIsAmpere) return blocks;
+  const int most = 512 / threads;
+  return blocks < most ? blocks : most;
+}
+
 // 2^x to 2 ulp, subnormal results flushed to 0: the special-function unit's own instruction.
 __device__ inline float exp2_approximate(float x) {
   float y;
@@ -30,6 +48,13 @@ __device__ inline uint32_t signs_of_halves(uint32_t halves) {
   return signs;
 }
 
+// The upper half of one word below that of another.
+__device__ inline uint32_t upper_halves(uint32_t low, uint32_t high) {
+  uint32_t halves;
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(halves) : "r"(low), "r"(high));
+  return halves;
+}
+
 // 0xff for each of the halves of two words whose sign bit is set, 0 for the others.
 __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   uint32_t bytes;
@@ -37,9 +62,49 @@ __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   return bytes;
 }
 
+// Over all lanes of a warp, for all of them.
+template <class Integer>
+__device__ inline Integer largest_of_lanes(Integer x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, x);
+#else
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x = max(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+#endif
+}
+template <class Integer>
+__device__ inline Integer smallest_of_lanes(Integer x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(~0u, x);
+#else
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x = min(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+#endif
+}
+template <class Integer>
+__device__ inline Integer sum_of_lanes(Integer x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(~0u, x);
+#else
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+#endif
+}
+
 // The same number in all lanes, as the compiler then knows: what follows from it takes neither
 // registers nor time of the lanes.
-__device__ inline uint32_t uniform(uint32_t x) { return __reduce_or_sync(~0u, x); }
+__device__ inline uint32_t uniform(uint32_t x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_or_sync(~0u, x);
+#else
+  return __shfl_sync(~0u, x, 0);
+#endif
+}
 __device__ inline uint64_t uniform(uint64_t x) {
   const uint32_t low = uniform(static_cast<uint32_t>(x)),
                  high = uniform(static_cast<uint32_t>(x >> 32));
@@ -87,9 +152,18 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies.
+// Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies. Before
+// compute capability 8.0 it is a load and a store, and nothing is waited for. Of several in a row
+// all loads come first: nothing that is stored to shared memory keeps them back.
 __device__ inline void start_copy(uint32_t shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+#else
+  const uint4 words = __ldcg(static_cast<const uint4*>(global));
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+#endif
 }
 __device__ inline void start_copy(void* shared, const void* global) {
   start_copy(shared_address(shared), global);
@@ -100,12 +174,16 @@ __device__ inline void start_copy_of(uint32_t shared, const void* global, int by
                "r"(bytes)
                : "memory");
 }
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ inline void wait_for_copies() {
+  if (kIsAmpere) asm volatile("cp.async.wait_all;" ::: "memory");
+}
 // Copies in groups: ends one, and waits for all but the last kPending of them.
-__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void end_copies() {
+  if (kIsAmpere) asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ inline void wait_for_older_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  if (kIsAmpere) asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // The same for a number that the compiler does not know, which is the same in all lanes of a warp.
 // More than kMost count as kMost: then more is waited for than needed.

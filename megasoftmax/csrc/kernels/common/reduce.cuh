@@ -17,13 +17,13 @@ struct alignas(8) MaxAndSum {
   }
 };
 
-// Not for NaN. A whole warp takes one integer reduction: floats order as integers once negative
-// ones are mirrored.
+// Not for NaN. A whole warp takes one integer reduction where there is one: floats order as
+// integers once negative ones are mirrored.
 template <int kThreads>
 __device__ inline float warp_max(float x) {
-  if constexpr (kThreads == 32) {
+  if constexpr (kThreads == 32 && kIsAmpere) {
     const auto mirror = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-    return __int_as_float(mirror(__reduce_max_sync(0xffffffffu, mirror(__float_as_int(x)))));
+    return __int_as_float(mirror(largest_of_lanes(mirror(__float_as_int(x)))));
   } else {
 #pragma unroll
     for (int distance = kThreads / 2; distance > 0; distance /= 2) {

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "dtype.h"
+#include "halves.cuh"
 
 namespace megasoftmax {
 
@@ -47,8 +48,7 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
         const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
         pack.words[i] = reinterpret_cast<const uint32_t&>(pair);
       } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-        pack.words[i] = reinterpret_cast<const uint32_t&>(pair);
+        pack.words[i] = rounded_to_bfloat16(values[2 * i], values[2 * i + 1]);
       }
     }
     return pack;
@@ -133,13 +133,11 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
 // The largest lane of all, two lanes to an operation where they are halves; not NaN unless all are.
 template <class T, int kElements, int kPacks>
 __device__ inline float largest_lane(const Pack<T, kElements> (&packs)[kPacks]) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const auto max = [](uint32_t a, uint32_t b) -> uint32_t {
     if constexpr (std::is_same_v<T, float>) {
       return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
     } else {
-      const Pair pair = __hmax2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
-      return reinterpret_cast<const uint32_t&>(pair);
+      return Halves<T>::larger(a, b);
     }
   };
   Pack<T, kElements> largest = packs[0];

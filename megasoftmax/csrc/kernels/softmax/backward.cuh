@@ -356,9 +356,11 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
 template <class Inputs, template <KernelShape, int> class BiasGradientOf, int kKernel>
 __global__ void __launch_bounds__(
     kBackwardShape<kKernel>.threads(),
-    (Inputs::blocks_per_sm(
-        BiasGradientOf<kBackwardShape<kKernel>,
-                       kPackElements<typename Inputs::Element>>::blocks_per_sm())))
+    (blocks_with_registers(
+        Inputs::blocks_per_sm(
+            BiasGradientOf<kBackwardShape<kKernel>,
+                           kPackElements<typename Inputs::Element>>::blocks_per_sm()),
+        kBackwardShape<kKernel>.threads())))
     softmax_backward_kernel(const __grid_constant__ BackwardParams params,
                             const __grid_constant__ Schedule schedule) {
   if constexpr (kBackwardShape<kKernel>.storage == Storage::kRegisters) {

@@ -18,7 +18,8 @@
 namespace megasoftmax {
 
 template <class T, int kElements>
-__global__ void __launch_bounds__(kColumnsThreads, kColumnsForwardBlocks)
+__global__ void __launch_bounds__(kColumnsThreads,
+                                  (blocks_with_registers(kColumnsForwardBlocks, kColumnsThreads)))
     columns_forward_kernel(const __grid_constant__ ColumnsForwardParams params,
                            const __grid_constant__ ColumnsTiling tiling) {
   extern __shared__ __align__(16) char shared[];
@@ -87,7 +88,8 @@ inline constexpr int kBackwardBlocks = kColumnsBackwardBlocks;
 #endif
 
 template <class T, int kElements>
-__global__ void __launch_bounds__(kColumnsThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kColumnsThreads,
+                                  (blocks_with_registers(kBackwardBlocks, kColumnsThreads)))
     columns_backward_kernel(const __grid_constant__ ColumnsBackwardParams params,
                             const __grid_constant__ ColumnsTiling tiling) {
   extern __shared__ __align__(16) char shared[];
@@ -134,6 +136,30 @@ __global__ void __launch_bounds__(kColumnsThreads, kBackwardBlocks)
     }
   });
 }
+
+// So that every GPU has room for a block, whatever the shape.
+constexpr bool columns_fit_every_gpu(int element_bytes, int strip_elements) {
+  const int strip_bytes = element_bytes * strip_elements;
+  for (const Gpu& gpu : kGpus) {
+    for (int64_t length = 1; length <= 1 << 20; length *= 4) {
+      for (const int64_t inner : {1, 24, 4096}) {
+        for (const int inputs : {1, 2}) {
+          const ColumnsPolicy policy =
+              columns_policy({1, length, inner}, strip_elements, strip_bytes, inputs,
+                             columns_batch(strip_bytes), gpu.max_cluster > 1, gpu.shared_bytes);
+          if (inputs * policy.kept_strips * kColumnsThreads * strip_bytes +
+                  policy.sum_bytes(strip_elements) >
+              gpu.shared_bytes)
+            return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+static_assert(columns_fit_every_gpu(2, 8) && columns_fit_every_gpu(2, 2) &&
+              columns_fit_every_gpu(2, 1) && columns_fit_every_gpu(4, 4) &&
+              columns_fit_every_gpu(4, 1));
 
 template <class T, int kElements, class Params>
 cudaError_t launch_columns(void (*kernel)(Params, ColumnsTiling), int inputs, cudaStream_t stream,

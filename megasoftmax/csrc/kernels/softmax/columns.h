@@ -73,13 +73,18 @@ struct ColumnsPolicy {
   }
 };
 
+// Strips that a thread takes at a time.
+constexpr int columns_batch(int strip_bytes) { return strip_bytes < 8 ? 32 / strip_bytes : 4; }
+
 // Strips are what a thread reads of a row and input at once; it takes `batch` of them at a time.
 constexpr ColumnsPolicy columns_policy(const ColumnsShape& shape, int strip_elements,
                                        int strip_bytes, int inputs, int batch, bool has_clusters,
                                        int max_block_bytes) {
   ColumnsPolicy policy;
+  const int wanted_bytes =
+      kColumnsBlockBytes < max_block_bytes ? kColumnsBlockBytes : max_block_bytes;
   const auto is_too_long = [&] {
-    const int64_t room = kColumnsBlockBytes - policy.sum_bytes(strip_elements);
+    const int64_t room = wanted_bytes - policy.sum_bytes(strip_elements);
     return shape.length * policy.lanes * strip_bytes * inputs > room * policy.blocks;
   };
   while (policy.lanes * strip_elements > kColumnsMinColumns && is_too_long()) policy.lanes /= 2;
@@ -88,7 +93,7 @@ constexpr ColumnsPolicy columns_policy(const ColumnsShape& shape, int strip_elem
 
   const int64_t rows_at_a_time = kColumnsThreads / policy.lanes * policy.blocks * batch;
   const int64_t batches = (shape.length + rows_at_a_time - 1) / rows_at_a_time;
-  const int block_bytes = is_too_long() ? max_block_bytes : kColumnsBlockBytes;
+  const int block_bytes = is_too_long() ? max_block_bytes : wanted_bytes;
   const int64_t room = (block_bytes - policy.sum_bytes(strip_elements)) /
                        (kColumnsThreads * strip_bytes * inputs * batch);
   policy.kept_strips = static_cast<int>(batches < room ? batches : room) * batch;

@@ -23,7 +23,7 @@ struct Element {
   T value;
   __device__ float operator[](int) const { return to_float(value); }
   __device__ static Element round(const float (&values)[1]) { return {static_cast<T>(values[0])}; }
-  __device__ void flip_signs() { value = -value; }
+  __device__ void flip_signs() { value = from_float<T>(-to_float(value)); }
 };
 template <class T, int kElements>
 using Strip = std::conditional_t < sizeof(T) * kElements<4, Element<T>, Pack<T, kElements>>;
@@ -61,7 +61,7 @@ struct ColumnsTiling {
 template <class T, int kElements>
 struct ColumnsTile {
   using StripT = Strip<T, kElements>;
-  static constexpr int kBatch = std::max<int>(4, 32 / sizeof(StripT)), kStages = 2;
+  static constexpr int kBatch = columns_batch(sizeof(StripT)), kStages = 2;
   using Batch = StripT[kBatch];
 
   const ColumnsTiling& tiling;

@@ -115,7 +115,7 @@ class KeptEntries {
     const int first_block =
         static_cast<int>(static_cast<unsigned>(first + kDropoutColumns - 1) / kDropoutColumns);
     const int phase = first_block * kDropoutColumns - first;
-    const int columns = __reduce_max_sync(kAllLanes, end - first);
+    const int columns = largest_of_lanes(end - first);
 
     // Which calls this lane makes. Its chunks are those of lane / kStep % 4 of the steps of a
     // block.

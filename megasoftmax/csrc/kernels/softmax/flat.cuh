@@ -142,7 +142,7 @@ struct FlatRow {
 };
 
 template <class T, class Row>
-__global__ void __launch_bounds__(kFlatThreads, 5)
+__global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatThreads)))
     flat_forward_kernel(const __grid_constant__ ForwardParams params,
                         const __grid_constant__ FlatTiles tiles) {
   extern __shared__ __align__(16) char shared[];
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kFlatThreads, 5)
 }
 
 template <class T, class Row>
-__global__ void __launch_bounds__(kFlatThreads, 4)
+__global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatThreads)))
     flat_backward_kernel(const __grid_constant__ BackwardParams params,
                          const __grid_constant__ FlatTiles tiles) {
   extern __shared__ __align__(16) char shared[];

@@ -367,8 +367,10 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 }
 
 template <class T, class Mask, class Bias, int kKernel>
-__global__ void __launch_bounds__(kForwardShape<kKernel>.threads(),
-                                  (blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>)))
+__global__ void __launch_bounds__(
+    kForwardShape<kKernel>.threads(),
+    (blocks_with_registers(blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>),
+                           kForwardShape<kKernel>.threads())))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {

@@ -99,6 +99,8 @@ inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // loops run past the end by a unit.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
+// The last rows of each table are for blocks that have no room for the rings of 8 warps, on
+// compute capability 7.5: those of 2 warps fit several times.
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
@@ -140,6 +142,8 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kSpread | kDropped},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
@@ -174,6 +178,9 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
 // clang-format on
 
@@ -247,7 +254,7 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
   return bytes > device.shared_bytes ? kTooManyBytes : 0u;
 }
 
-// The first regime without an obstacle; the last has none but for shared memory.
+// The first regime without an obstacle; the last has none.
 template <int kCount>
 constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                          int chunk_bytes, const Device& device) {
@@ -299,7 +306,12 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
         ((regime.threads_per_row > 32 || !is_register) && regime.rows_per_block != 1))
       return false;
   }
-  return table[kCount - 1].max_chunks == kUnlimited && table[kCount - 1].min_rows == 0;
+  // Some regime serves, whatever the GPU.
+  const RowRegime& last = table[kCount - 1];
+  return last.max_chunks == kUnlimited && last.min_rows == 0 && last.storage == Storage::kReread &&
+         shared_bytes(kept_batches(last, kUnlimited, chunk_bytes), kUnlimited, chunk_bytes) +
+                 kMaxDeclaredBytes <=
+             least_shared_bytes(0);
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 

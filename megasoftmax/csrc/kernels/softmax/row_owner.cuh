@@ -47,12 +47,12 @@ template <bool kIsPair, class Grid>
 __device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
   if constexpr (kIsPair) {
     const bool is_empty = bounds.end <= bounds.begin;
-    const int begin = __reduce_min_sync(~0u, is_empty ? INT_MAX : bounds.begin);
-    const int end = __reduce_max_sync(~0u, bounds.end);
+    const int begin = smallest_of_lanes(is_empty ? INT_MAX : bounds.begin);
+    const int end = largest_of_lanes(bounds.end);
     grid.phase = static_cast<int>(uniform(static_cast<uint32_t>(grid.phase)));
     return {grid.begin({begin < end ? begin : 0, end}),
             end,
-            {__reduce_max_sync(~0u, bounds.begin), __reduce_min_sync(~0u, bounds.end)}};
+            {largest_of_lanes(bounds.begin), smallest_of_lanes(bounds.end)}};
   } else {
     return {grid.begin(bounds), bounds.end, bounds};
   }

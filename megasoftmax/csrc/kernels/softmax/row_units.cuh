@@ -316,7 +316,7 @@ class UnitRow {
       if (threadIdx.x < 32) {
         const int units = min(part.share, max(part.units - lane() * part.share, 0));
         const int sent = lane() < blocks() ? max(units, kWarps) : 0;
-        const int all_sent = __reduce_add_sync(0xffffffffu, sent);
+        const int all_sent = sum_of_lanes(sent);
         if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
         wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
       }

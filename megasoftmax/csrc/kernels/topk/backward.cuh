@@ -50,9 +50,11 @@ struct TopkEntry {
 // Plain rows have neither mask nor bias, and are dense: their chunks are loaded whole, at the ends
 // with what lies beside the row in the same 16 bytes, where the storage holds them.
 template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
-__global__ void __launch_bounds__(kTopkBackwardRegimes[kRegime].threads(),
-                                  (Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
-                                                       (kIsPlain ? 1 : 2))))
+__global__ void __launch_bounds__(
+    kTopkBackwardRegimes[kRegime].threads(),
+    (blocks_with_registers(Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
+                                               (kIsPlain ? 1 : 2)),
+                           kTopkBackwardRegimes[kRegime].threads())))
     topk_backward_kernel(const __grid_constant__ TopkBackwardParams params,
                          const __grid_constant__ Schedule schedule) {
   constexpr TopkBackwardRegime kShape = kTopkBackwardRegimes[kRegime];

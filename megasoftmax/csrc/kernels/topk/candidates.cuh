@@ -10,44 +10,34 @@
 
 namespace megasoftmax {
 
-template <class T>
-using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
 // A word of a pack, to be sorted: halves for themselves. Not for NaN.
 template <class T>
 struct TileWord {
-  using Lanes = std::conditional_t<sizeof(T) == 2, PairOf<T>, float>;
-  Lanes lanes;
+  static constexpr bool kIsPair = sizeof(T) == 2;
+  uint32_t bits;
 
   TileWord() = default;
-  __device__ TileWord(Lanes lanes) : lanes(lanes) {}
-  __device__ explicit TileWord(uint32_t bits) : lanes(reinterpret_cast<const Lanes&>(bits)) {}
+  __device__ explicit TileWord(uint32_t bits) : bits(bits) {}
+  __device__ explicit TileWord(float number) { bits = __float_as_uint(number); }
+  __device__ float number() const { return __uint_as_float(bits); }
 
   __device__ friend TileWord max(TileWord a, TileWord b) {
-    if constexpr (sizeof(T) == 2) return __hmax2(a.lanes, b.lanes);
-    if constexpr (sizeof(T) == 4) return fmaxf(a.lanes, b.lanes);
+    if constexpr (kIsPair) return TileWord(Halves<T>::larger(a.bits, b.bits));
+    if constexpr (!kIsPair) return TileWord(fmaxf(a.number(), b.number()));
   }
   __device__ friend TileWord min(TileWord a, TileWord b) {
-    if constexpr (sizeof(T) == 2) return __hmin2(a.lanes, b.lanes);
-    if constexpr (sizeof(T) == 4) return fminf(a.lanes, b.lanes);
+    if constexpr (kIsPair) return TileWord(Halves<T>::smaller(a.bits, b.bits));
+    if constexpr (!kIsPair) return TileWord(fminf(a.number(), b.number()));
   }
   __device__ TileWord swapped() const {
-    if constexpr (sizeof(T) == 4) return *this;
-    const auto bits = reinterpret_cast<const uint32_t&>(lanes);
-    return TileWord(__byte_perm(bits, bits, 0x1032));
+    return kIsPair ? TileWord(__byte_perm(bits, bits, 0x1032)) : *this;
   }
   // All bits of the lanes that reach those of `least`.
   __device__ uint32_t reaches(TileWord least) const {
-    if constexpr (sizeof(T) == 2) {
-      return __hge2_mask(lanes, least.lanes);
-    } else {
-      return lanes >= least.lanes ? ~0u : 0u;
-    }
+    if constexpr (kIsPair) return Halves<T>::reaching(bits, least.bits);
+    if constexpr (!kIsPair) return number() >= least.number() ? ~0u : 0u;
   }
-  __device__ float first() const {
-    if constexpr (sizeof(T) == 2) return to_float(lanes.x);
-    if constexpr (sizeof(T) == 4) return lanes;
-  }
+  __device__ float first() const { return Pack<T, 4 / sizeof(T)>{{bits}}[0]; }
 };
 
 // So many keys are made where so few are kept.

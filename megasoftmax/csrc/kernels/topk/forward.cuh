@@ -310,7 +310,8 @@ inline constexpr int kTopkBlocksPerSm =
 
 template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
 __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
-                                  (kTopkBlocksPerSm<Bias, kRegime, kIsPlain>))
+                                  (blocks_with_registers(kTopkBlocksPerSm<Bias, kRegime, kIsPlain>,
+                                                         kTopkRegimes[kRegime].threads)))
     topk_forward_kernel(const __grid_constant__ TopkForwardParams params,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../common/ptx.cuh"
+
 namespace megasoftmax {
 
 // Less than that of any logit.
@@ -36,8 +38,8 @@ __device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k
     low = min(low, values[i]);
     high = max(high, values[i]);
   }
-  low = __reduce_min_sync(~0u, low);
-  high = __reduce_max_sync(~0u, high);
+  low = smallest_of_lanes(low);
+  high = largest_of_lanes(high);
   if (low == high) return low;
   const int first = 31 - __clz(low ^ high);
   uint32_t found = high & ~((2u << first) - 1);
@@ -46,7 +48,7 @@ __device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) count += values[i] >= (found | bit);
-    count = __reduce_add_sync(~0u, count);
+    count = sum_of_lanes(count);
     if (count >= k) found |= bit;
     if (count >= k && count <= most) break;
   }
@@ -72,8 +74,8 @@ __device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, in
     reached += values[i] >= high;
     values[i] = at < count && values[i] == high ? static_cast<uint32_t>(keys[at]) : 0;
   }
-  greater = __reduce_add_sync(~0u, greater);
-  reached = __reduce_add_sync(~0u, reached);
+  greater = sum_of_lanes(greater);
+  reached = sum_of_lanes(reached);
   if (reached <= most) return uint64_t{high} << 32;
   return uint64_t{high} << 32 | threshold_of(values, k - greater, most - greater);
 }

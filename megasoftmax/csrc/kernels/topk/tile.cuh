@@ -31,14 +31,9 @@ struct TileKeys {
   template <int kCount>
   __device__ static void of(const Pack<T, kCount>& pack, uint32_t first, Key* keys) {
     if constexpr (sizeof(T) == 2) {
-      using Pair = PairOf<T>;
-      const T zero = from_float<T>(0.f);
-      const Pair zeros = {zero, zero};
 #pragma unroll
       for (int i = 0; i < pack.kWords; ++i) {
-        // -0 + 0 = 0, and of a sum every NaN is the same.
-        const Pair sum = __hadd2(reinterpret_cast<const Pair&>(pack.words[i]), zeros);
-        const auto bits = reinterpret_cast<const uint32_t&>(sum);
+        const uint32_t bits = Halves<T>::normalized(pack.words[i]);
         const uint32_t pair = bits ^ (signs_of_halves(bits) | 0x80008000u);
         keys[2 * i] = pair * 0x10000u + (0xffffu - first - 2 * i);  // not on the pipe of max
         keys[2 * i + 1] = (pair & 0xffff0000u) | (0xffffu - first - 2 * i - 1);

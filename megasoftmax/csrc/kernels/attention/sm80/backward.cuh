@@ -21,6 +21,7 @@ inline constexpr int kThreadsOfRows = 256;
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   constexpr int kRows = kThreadsOfRows / kLanes;
   const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
   // Lanes of no row take part in the sums of a warp.
@@ -119,6 +120,7 @@ template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   using Memory = BackwardMemory<T, kBias, kIndex>;
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;

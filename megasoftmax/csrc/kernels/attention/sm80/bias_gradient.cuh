@@ -266,6 +266,7 @@ template <class T, BiasKind kBias, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   using Memory = BackwardMemory<T, kBias, kIndex>;
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
@@ -379,6 +380,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 template <int kKeys>
 __global__ void __launch_bounds__(256)
     attention_diagonals_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   const int entries = params.queries + params.keys - 1;
   const int64_t bias_heads = params.bias_heads();
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;

@@ -34,6 +34,7 @@ struct DecodeRow {
 template <class T, bool kHasBias, int kDim>
 __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
+  if (!kIsAmpere) return;
   using Rows = Tile<T, kDecodeKeys, kDim>;
   constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
   constexpr DecodeLayout kLayout(kDim, kMaxWarps);
@@ -63,9 +64,9 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
       first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
       last_seen = max(last_seen, visible[half].end);
     }
-    first_seen = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
+    first_seen = min(max(smallest_of_lanes(first_seen), 0), params.keys);
     const KeyRange part = part_of<kDecodeKeys>(
-        params, {first_seen / kDecodeKeys * kDecodeKeys, __reduce_max_sync(~0u, last_seen)}, split);
+        params, {first_seen / kDecodeKeys * kDecodeKeys, largest_of_lanes(last_seen)}, split);
     begin = part.begin;
     end = part.end;
   }

@@ -38,6 +38,7 @@ template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
     attention_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
+  if (!kIsAmpere) return;
   using Memory = ForwardMemory<T, kBias, kIndex>;
   using QueryTile = typename Memory::Queries;
   using KeyTile = typename Memory::Keys;

@@ -12,6 +12,7 @@ inline constexpr int kInOrderThreads = 2 * kInOrderQueries;  // 16 queries a war
 template <class T, BiasKind kBias, int kDim, int kKeys>
 __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_order_kernel(
     const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   constexpr int kQueries = kInOrderQueries, kThreads = kInOrderThreads;
   static_assert(kQueries == kNoteTile && kNoteTile % kKeys == 0);
   constexpr InOrderLayout kLayout(kDim, kKeys, kBias);
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
 template <class T>
 __global__ void __launch_bounds__(256)
     attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
+  if (!kIsAmpere) return;
   const int chunks = params.head_dim / 8;
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (i >= params.rows() * chunks) return;

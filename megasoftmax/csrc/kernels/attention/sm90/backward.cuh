@@ -174,7 +174,7 @@ struct HopperBackwardMemory {
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 7));
-  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
+  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
   // In a cluster one of them sends what others sum.

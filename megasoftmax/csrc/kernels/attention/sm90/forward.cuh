@@ -59,10 +59,10 @@ struct AssignedTile {
         }
         rows[row] = range;
       }
-      first = __reduce_min_sync(~0u, first);
-      end = __reduce_max_sync(~0u, end);
-      whole_first = __reduce_max_sync(~0u, whole_first);
-      whole_end = __reduce_min_sync(~0u, whole_end);
+      first = smallest_of_lanes(first);
+      end = largest_of_lanes(end);
+      whole_first = largest_of_lanes(whole_first);
+      whole_end = smallest_of_lanes(whole_end);
       if (lane == 0) {
         seen[group] = {first, end};
         whole[group] = {whole_first, whole_end};
@@ -124,7 +124,7 @@ struct HopperMemory {
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
   static constexpr int kBytes = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
-  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
+  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
   uint32_t address;
 
