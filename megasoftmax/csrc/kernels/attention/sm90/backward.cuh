@@ -121,7 +121,9 @@ struct SumsOfDiagonals {
 
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
-  static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
+  static constexpr AttentionHopperBackwardTile kTile =
+      kBias == HopperBias::kNone ? kAttentionHopperBackwardTiles[kIndex]
+                                 : kAttentionHopperBackwardTiles[kIndex].with_bias();
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kSlices = kTile.slices, kSlicePanels = divide_up(kDim, 64 * kSlices);
@@ -469,8 +471,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           }
           return;
         }
-        int bias_batch, block;  // of the cluster
-        params.batches_per_bias.split(batch, bias_batch, block);
+        const int block = block_of_cluster();
+        int bias_batch, rest;
+        params.batches_per_bias.split(batch, bias_batch, rest);
         if (is_in_cluster && warp == Memory::kStoringWarps) {
           const int rows = kQueries / cluster, bytes = rows * 64;
           int step = 0;
@@ -495,12 +498,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           const auto store = [&]<int kBlocks>() {
             using Sums = SumsOverBlocks<T, kBlocks, Memory>;
             const Sums sums(memory);
-            T* const gradient = static_cast<T*>(params.bias_gradient) +
-                                int64_t{sums.row} * params.keys + first_key + sums.key;
+            T* const gradient = static_cast<T*>(params.bias_gradient) + first_key + sums.key +
+                                (bias_batch * params.heads * params.queries + sums.row) * params.keys;
             for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
               const int first = tiles.query + block * Sums::kRows;
-              const int64_t first_row =
-                  (bias_batch * params.heads + tiles.head) * params.queries + first;
+              const int64_t first_row = int64_t{tiles.head} * params.queries + first;
               memory.gradients_are_there(step % 2).wait(step / 2 & 1);
               sums.store(gradient + first_row * params.keys, params.keys, params.queries - first,
                          params.keys - first_key, block, step);

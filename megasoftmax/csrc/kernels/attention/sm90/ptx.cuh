@@ -42,6 +42,13 @@ struct Barrier {
   }
 };
 
+// Which block of its cluster this is; 0 without one.
+__device__ inline int block_of_cluster() {
+  int block;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return block;
+}
+
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
