@@ -302,36 +302,21 @@ struct PartOfRows {
   }
 };
 
-// Clears the gradient of a bias at a block's keys, which no heads share, where it has no tile of
-// queries: `warps` warps take turns, of which this one has number `warp`.
-template <class T, int kQueries, class Tiles>
+// Clears rows of the gradient of a bias, from `begin` to `end` after `first_row`, by warp number
+// `warp` of so many.
+template <class T>
 __device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParams& params,
-                                                    Tiles tiles, int batch, int bias_batch,
-                                                    int head, int first_key, int warp, int warps) {
+                                                    int64_t first_row, int begin, int end,
+                                                    int first_key, int warp, int warps) {
   const PartOfRows<T> part;
-  const int64_t pitch = int64_t{2 * warps} * (params.keys / 8);
-  int done = 0;  // queries before are cleared, or have tiles
-  while (true) {
-    const bool is_left = tiles.are_left(), is_last = head == tiles.head;
-    const int end = !is_last ? params.queries : is_left ? tiles.query : 0;
-    int row = done + 2 * warp + part.row;
-    Pack<T>* to = part.in_gradient(
-        params, (bias_batch * params.heads + head) * params.queries + row, first_key);
-    if (to != nullptr) {
+  int row = begin + 2 * warp + part.row;
+  if (row >= end) return;
+  Pack<T>* to = part.in_gradient(params, first_row + row, first_key);
+  if (to == nullptr) return;
 #pragma unroll 4
-      for (; row < end; row += 2 * warps) {
-        *to = {};
-        to += pitch;
-      }
-    }
-    if (!is_last) {
-      ++head;
-      done = 0;
-      continue;
-    }
-    if (!is_left) return;
-    done = tiles.query + kQueries;
-    tiles.advance(params, batch, first_key);
+  for (; row < end; row += 2 * warps) {
+    *to = {};
+    to += int64_t{2 * warps} * (params.keys / 8);
   }
 }
 
@@ -498,8 +483,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           const auto store = [&]<int kBlocks>() {
             using Sums = SumsOverBlocks<T, kBlocks, Memory>;
             const Sums sums(memory);
-            T* const gradient = static_cast<T*>(params.bias_gradient) + first_key + sums.key +
-                                (bias_batch * params.heads * params.queries + sums.row) * params.keys;
+            T* const gradient =
+                static_cast<T*>(params.bias_gradient) + first_key + sums.key +
+                (bias_batch * params.heads * params.queries + sums.row) * params.keys;
             for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
               const int first = tiles.query + block * Sums::kRows;
               const int64_t first_row = int64_t{tiles.head} * params.queries + first;
@@ -512,10 +498,31 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           if (cluster == 4) store.template operator()<4>();
           if (cluster == 8) store.template operator()<8>();
         }
-        clear_bias_gradient<T, kQueries>(
-            params, QueryTiles<kKeys, kQueries, kIsPlain>(params, batch, key_head, first_key),
-            batch, bias_batch, key_head * static_cast<int>(params.heads_per_key_head.divisor),
-            first_key, block * Memory::kSummingWarps + warp, cluster * Memory::kSummingWarps);
+        // What no tile writes is cleared. Heads share no gradient.
+        const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+        int head = key_head * heads;
+        const auto clear = [&](int begin, int end) {
+          clear_bias_gradient<T>(params, (bias_batch * params.heads + head) * params.queries, begin,
+                                 end, first_key, block * Memory::kSummingWarps + warp,
+                                 cluster * Memory::kSummingWarps);
+        };
+        if (is_in_cluster) {
+          for (; head < (key_head + 1) * heads; ++head) {
+            clear(0, min(tiles.begin(), params.queries));
+            clear(tiles.end(), params.queries);
+          }
+          return;
+        }
+        int done = 0;  // queries before are cleared, or have tiles
+        for (;; tiles.advance(params, batch, first_key)) {
+          for (; head != tiles.head; ++head) {
+            clear(done, params.queries);
+            done = 0;
+          }
+          if (!tiles.are_left()) break;
+          clear(done, tiles.query);
+          done = tiles.query + kQueries;
+        }
       } else if constexpr (kHasTable) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
         if (warp == 1) {

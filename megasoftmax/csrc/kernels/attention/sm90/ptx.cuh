@@ -136,13 +136,6 @@ __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
                : "r"(shared)
                : "memory");
 }
-// Of 16.
-__device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared)
-               : "memory");
-}
 
 // Waits until what the lanes of a warp load from shared memory has come, of which `words` are made.
 // An arrival at a barrier that follows a load does not: it would let others write there before.
