@@ -12,7 +12,8 @@
 //
 // The warps of the copying warpgroup that would be idle take part in the gradient of a bias. They
 // clear it where no tile is. Where batches share it, and a cluster of blocks has one of them each,
-// each block sums some rows of a tile: the others send it theirs. Else they add to it.
+// each block sums some rows of a tile, part by part as the others send it theirs. Else they add to
+// it.
 //
 // With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
 // the last two sum the gradients of scores along diagonals, while the next tile runs.
