@@ -470,10 +470,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
               memory.sent_is_used(part).wait((step & 1) ^ 1);
               const Barrier there = memory.sent_is_there(part);
               if (lane == 0) there.arrive_and_expect((cluster - 1) * bytes);
-              if (lane < cluster && lane != block)
+              // To the next one first, so that not all send to the same one at a time.
+              const int to = (block + 1 + lane) & (cluster - 1);
+              if (lane < cluster - 1)
                 start_copy_to_block(
-                    memory.sent_part(block - (block > lane ? 1 : 0), cluster - 1, rows, part),
-                    memory.own_part(step % 2, lane, rows, part), bytes, there, lane);
+                    memory.sent_part(block - (block > to ? 1 : 0), cluster - 1, rows, part),
+                    memory.own_part(step % 2, to, rows, part), bytes, there, to);
               __syncwarp();
             }
           }
