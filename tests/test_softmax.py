@@ -1144,7 +1144,8 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("variant", ["plain", "uneven", "ranges", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None:
-    """Blocks copy the next row while they sum one: it must not disturb rows of other lengths."""
+    """Backward, blocks copy the next row while they sum one: it must not disturb rows of other
+    lengths. Forward, the clusters of this length have a row each."""
     rows, columns = 900, 7500 * _pack(dtype) - (3 if variant == "uneven" else 0)
     scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
     g = oracle.random_like(scores, 1)

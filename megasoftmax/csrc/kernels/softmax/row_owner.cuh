@@ -14,7 +14,7 @@ template <KernelShape kShape>
 using RowOwner = std::conditional_t<
     kShape.storage != Storage::kRegisters,
     UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread, kShape.takes_turns,
-            kShape.may_share_rows()>,
+            kShape.may_share_rows>,
     std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
                        WarpRow<kShape.threads_per_row>>>;
 
