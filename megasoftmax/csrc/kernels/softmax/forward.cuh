@@ -34,6 +34,9 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Entries = EntriesOf<Mask>;
   constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
+  constexpr bool kIsNarrow = kForwardRegimes[kKernel].serves == kNarrow;
+  ZeroBlock zeros;
+  if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
   RowIndex index = row_of_block(schedule, kShape.rows_per_block);
   bool is_row;
@@ -57,6 +60,18 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
+  // Rows of uneven lengths would store zeros piece by piece in the loop below.
+  const bool is_even = columns % kElements == 0;
+  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
+  const auto fill_rest = [&](auto&& fill) {
+    fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
+                 first_column + stored, fill);
+  };
+  if (kIsNarrow && is_row) {
+    fill_rest([&](char* from, char* to) {
+      zeros.fill(from, to, owner.thread(), kShape.threads_per_row);
+    });
+  }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
       first_column, end);
   // Else the columns of all chunks would stay in registers.
@@ -75,9 +90,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time. Rows
-  // of uneven lengths would store them piece by piece.
-  const bool is_even = columns % kElements == 0;
+  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
   with_dtype(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
@@ -95,9 +108,12 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       writer.store(writer.columns.contains(group, kGroup), at, pack);
     }
   });
-  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
-  fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
-               first_column + stored, owner.thread(), kShape.threads_per_row);
+  if constexpr (kIsNarrow) {
+    ZeroBlock::finish();
+  } else {
+    fill_rest(
+        [&](char* from, char* to) { fill_zero(from, to, owner.thread(), kShape.threads_per_row); });
+  }
 }
 
 template <class T, class Mask, class Bias, int kKernel>

@@ -68,8 +68,13 @@ struct RowRegime {
   unsigned serves;     // Rows
 
   constexpr KernelShape shape() const {
-    return {storage,       threads_per_row, rows_per_block, chunks_per_thread,
-            blocks_per_sm, takes_turns,     storage == Storage::kReread || blocks_per_row != 1};
+    return {storage,
+            threads_per_row,
+            rows_per_block,
+            chunks_per_thread,
+            blocks_per_sm,
+            takes_turns,
+            storage == Storage::kReread || blocks_per_row != 1};
   }
   // The blocks of a cluster lie in one of a GPU's groups of multiprocessors, of which there are at
   // most 8. With so many multiprocessors, one of the groups has room where each block is alone.
@@ -108,7 +113,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,       10,  false,         1,         64,       0, kNarrow},
+    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
