@@ -78,7 +78,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
   const int columns = static_cast<int>(params.shape.columns);
-  RowIndex owner_index = row_of_block(schedule, kShape.rows_per_block);
+  RowIndex owner_index = row_of_block<kShape>(schedule);
   bool is_owner;
   if (!find_query<kShape, kIsPair>(owner.row_in_block(),
                                    static_cast<int>(params.bias_shape.queries), owner_index.query,
@@ -227,7 +227,8 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   };
 
   int number = owner.owner_of_block();
-  const RowIndex owner_index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
+  const RowIndex owner_index =
+      kTakesTurns ? row_at(schedule, number) : row_of_block<kShape>(schedule);
   if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
   Biases biases(params, owner_index.row(params.bias_shape));
   const RowsOfOwner<Biases::kPresent> rows(params, owner_index);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   ZeroBlock zeros;
   if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
-  RowIndex index = row_of_block(schedule, kShape.rows_per_block);
+  RowIndex index = row_of_block<kShape>(schedule);
   bool is_row;
   if (!find_query<kShape, kIsPair>(owner.row_in_block(), static_cast<int>(params.shape.queries),
                                    index.query, is_row))
@@ -166,7 +166,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   };
 
   int number = owner.owner_of_block();
-  const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
+  const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block<kShape>(schedule);
   if (index.query >= static_cast<int>(params.shape.queries)) return;
   const auto place_of = [&](const RowIndex& index) {
     return Row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
