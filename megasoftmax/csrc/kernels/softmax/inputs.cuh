@@ -29,7 +29,7 @@ struct ProbabilitiesMadeAgain {
   using Entries = KeptEntries;
   static constexpr int kElements = kPackElements<T>;
   static constexpr int blocks_per_sm(int of_regime) {
-    return Bias::blocks_per_sm(RangeAlone::blocks_per_sm(of_regime));
+    return Bias::blocks_per_sm(Mask::blocks_per_sm(of_regime));
   }
   __device__ static float factor(const BackwardParams& params) {
     return KeptEntries::factor(params);

@@ -110,9 +110,8 @@ struct RangeAlone : NoMask {
 
 struct BoolMask {
   static constexpr bool kPresent = true, kMayHaveRange = true, kDrops = false;
-  // As without a mask: left alone, the compiler takes up to 12 more registers for its bytes, and
-  // for them a quarter of the blocks.
-  static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
+  // Its bytes need registers.
+  static constexpr int blocks_per_sm(int of_regime) { return RangeAlone::blocks_per_sm(of_regime); }
   const uint8_t* row;
   int64_t column_stride;
   bool has_words;  // all of the row may be read by aligned words, as long as a chunk is wide
@@ -192,8 +191,8 @@ struct Dropped : Mask {
   static constexpr bool kDrops = true;
   // Finding them needs registers.
   static constexpr int blocks_per_sm(int of_regime) {
-    const int of_range = RangeAlone::blocks_per_sm(of_regime);
-    return of_range - of_range / 6;
+    const int of_mask = Mask::blocks_per_sm(of_regime);
+    return of_mask - of_mask / 6;
   }
   using Mask::Mask;
 };
