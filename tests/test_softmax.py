@@ -924,6 +924,30 @@ def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) ->
 
 
 @gpu
+@pytest.mark.parametrize("keys", [4500, 4503])
+@pytest.mark.parametrize("result", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_beside_a_window(dtype: torch.dtype, result: torch.dtype, keys: int) -> None:
+    """On both sides more than one bulk copy writes, where memory held NaN."""
+    scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()
+    distance = torch.arange(keys, device="cuda") - torch.arange(keys, device="cuda")[:, None]
+    outside = (distance < -100) | (distance > 20)
+
+    def use_memory(dtype: torch.dtype) -> None:
+        torch.full_like(scores, torch.nan, dtype=dtype)
+
+    use_memory(result)
+    p = megasoftmax.softmax(scores, window=(100, 20), dtype=result, fused=True)
+    g = normal(1, 1, keys, keys, device="cuda", dtype=result, seed=1)
+    use_memory(dtype)
+    (found,) = torch.autograd.grad(p, scores, g)
+    for tensor in (p, found):
+        assert (tensor[0, 0][outside] == 0).all()
+        assert (tensor[0, 0][~outside] != 0).any(), "nothing was computed"
+    assert torch.allclose(p.float().sum(-1), torch.ones(keys, device="cuda"), atol=2e-2)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("queries", [2900, 3001])
 def test_mask_and_bias_that_heads_share(dtype: torch.dtype, queries: int) -> None:
