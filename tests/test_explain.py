@@ -117,10 +117,17 @@ def test_long_rows_are_units(backward: bool) -> None:
 
 
 def test_blocks_that_take_turns() -> None:
-    found = explain(60, 8 * 8960, HALF)
+    found = explain(60, 8 * 4352, HALF, backward=True)
     assert found.regime.takes_turns
     assert (found.blocks, found.threads) == (None, found.regime.threads_per_row)
     assert found.blocks_per_row == found.regime.blocks_per_row
+
+
+def test_clusters_of_a_forward_pass_have_a_row_each() -> None:
+    for columns, blocks in ((65536, 2), (2**17, 4), (2**18, 8), (2**19, 16)):
+        found = explain(1000, columns, HALF)
+        assert (found.regime.name, found.blocks_per_row) == (f"cluster_{blocks}", blocks)
+        assert found.blocks == 1000 * blocks
 
 
 @pytest.mark.parametrize(
@@ -191,21 +198,18 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
 
 def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
     """As much as their share of a multiprocessor leaves, and at most all of it."""
-    unit, results = 128 * 16, 2 * LIMITS.constants["kResultBytes"]
-    for rows, columns, backward, name, units in (
-        (4096, 50256, False, "turns_512x1", 2 * 50),
-        (4096, 65536, False, "turns_512x1", 112),
-        (1024, 65536, True, "cluster_4", 2 * 18),
-        (30, 65536, False, "cluster_4", 2 * 16),
-        (200, 65536, False, "cluster_2", 36),
+    unit, results = 128 * 32, 2 * LIMITS.constants["kResultBytes"]
+    for rows, columns, name, units in (
+        (1024, 65536, "cluster_4", 18),
+        (2000, 30001, "turns_512x2", 30),
+        (1024, 2**18, "turns_512x8", 55),
     ):
-        found = explain(rows, columns, HALF, backward=backward)
+        found = explain(rows, columns, HALF, backward=True)
         assert found.regime.name == name
         assert found.shared_bytes == units * unit + found.units * results
-    assert explain(1024, 2**18, HALF, multiprocessors=32).regime.name == "turns_512x4"
-    assert explain(1024, 2**18, HALF, multiprocessors=31).regime.name == "cluster_8"
-    alone = explain(4096, 65536, HALF, shared_bytes=120 * 1024)
-    assert alone.regime.name == "cluster_2"  # 64 units, and not 16 of the next row
+    for limit in ({"multiprocessors": 63}, {"shared_bytes": 120 * 1024}):
+        alone = explain(1024, 2**18, HALF, backward=True, **limit)
+        assert alone.regime.name == "cluster_16"
 
 
 def test_few_long_rows_share_the_gpu() -> None:

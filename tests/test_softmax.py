@@ -924,6 +924,30 @@ def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) ->
 
 
 @gpu
+@pytest.mark.parametrize("keys", [4500, 4503])
+@pytest.mark.parametrize("result", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_beside_a_window(dtype: torch.dtype, result: torch.dtype, keys: int) -> None:
+    """On both sides more than one bulk copy writes, where memory held NaN."""
+    scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()
+    distance = torch.arange(keys, device="cuda") - torch.arange(keys, device="cuda")[:, None]
+    outside = (distance < -100) | (distance > 20)
+
+    def use_memory(dtype: torch.dtype) -> None:
+        torch.full_like(scores, torch.nan, dtype=dtype)
+
+    use_memory(result)
+    p = megasoftmax.softmax(scores, window=(100, 20), dtype=result, fused=True)
+    g = normal(1, 1, keys, keys, device="cuda", dtype=result, seed=1)
+    use_memory(dtype)
+    (found,) = torch.autograd.grad(p, scores, g)
+    for tensor in (p, found):
+        assert (tensor[0, 0][outside] == 0).all()
+        assert (tensor[0, 0][~outside] != 0).any(), "nothing was computed"
+    assert torch.allclose(p.float().sum(-1), torch.ones(keys, device="cuda"), atol=2e-2)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("queries", [2900, 3001])
 def test_mask_and_bias_that_heads_share(dtype: torch.dtype, queries: int) -> None:
@@ -1144,7 +1168,8 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("variant", ["plain", "uneven", "ranges", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None:
-    """Blocks copy the next row while they sum one: it must not disturb rows of other lengths."""
+    """Backward, blocks copy the next row while they sum one: it must not disturb rows of other
+    lengths. Forward, the clusters of this length have a row each."""
     rows, columns = 900, 7500 * _pack(dtype) - (3 if variant == "uneven" else 0)
     scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
     g = oracle.random_like(scores, 1)

@@ -152,6 +152,33 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+// Bulk copies and products of compute capability 9.0 and later. Makes what this thread wrote to
+// shared memory visible to them; others may start them after a barrier of the threads.
+__device__ inline void publish_writes() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+// Starts to write `bytes` of shared to global memory. All three are multiples of 16.
+__device__ inline void start_store(void* global, uint32_t shared, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ inline void end_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Until the stores that this thread started have read shared memory.
+__device__ inline void wait_for_reads_of_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
 // Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies. Before
 // compute capability 8.0 it is a load and a store, and nothing is waited for. Of several in a row
 // all loads come first: nothing that is stored to shared memory keeps them back.

@@ -10,6 +10,7 @@
 
 #include "dtype.h"
 #include "halves.cuh"
+#include "ptx.cuh"
 
 namespace megasoftmax {
 
@@ -242,21 +243,77 @@ __device__ inline void store_partial(T* destination, const Pack<T, kElements>& p
   }
 }
 
-// Zeros to [begin, end), shared out over the threads: 16 bytes each, 2 bytes each at the ends.
-__device__ inline void fill_zero(char* begin, char* end, int thread, int threads) {
+// The ends of such a range that are no whole 16 bytes.
+__device__ inline char* first_aligned(char* begin) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + 15) & ~uintptr_t{15});
+}
+__device__ inline char* last_aligned(char* end) {
+  return reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(end) & ~uintptr_t{15});
+}
+__device__ inline void fill_ends_with_zero(char* begin, char* end, int thread, int threads) {
   const auto first = reinterpret_cast<uintptr_t>(begin), last = reinterpret_cast<uintptr_t>(end);
-  const auto* const stop = reinterpret_cast<uint4*>(last & ~uintptr_t{15});
-  auto* at = reinterpret_cast<uint4*>((first + 15) & ~uintptr_t{15}) + thread;
-#pragma unroll 2
-  for (; at < stop; at += threads) __stcs(at, uint4{0, 0, 0, 0});
   if (((first | last) & 15) == 0) return;
 #pragma unroll 1
   for (int i = thread * 2; i < 16; i += threads * 2) {
     char* const head = begin + i;
-    char* const tail = reinterpret_cast<char*>(last & ~uintptr_t{15}) + i;
+    char* const tail = last_aligned(end) + i;
     if (i < static_cast<int>(-first & 15) && head < end) *reinterpret_cast<uint16_t*>(head) = 0;
     if (i < static_cast<int>(last & 15) && tail >= begin) *reinterpret_cast<uint16_t*>(tail) = 0;
   }
 }
+
+// Zeros to [begin, end), shared out over the threads: 16 bytes each, 2 bytes each at the ends.
+__device__ inline void fill_zero(char* begin, char* end, int thread, int threads) {
+  const auto* const stop = reinterpret_cast<uint4*>(last_aligned(end));
+  auto* at = reinterpret_cast<uint4*>(first_aligned(begin)) + thread;
+#pragma unroll 2
+  for (; at < stop; at += threads) __stcs(at, uint4{0, 0, 0, 0});
+  fill_ends_with_zero(begin, end, thread, threads);
+}
+
+// Zeros in the shared memory of a block, which one thread copies to long ranges of global memory.
+// Before compute capability 9.0 the threads write them as above.
+class ZeroBlock {
+ public:
+  ZeroBlock() = default;
+  // By all threads of the block.
+  template <int kThreads>
+  __device__ static ZeroBlock make() {
+#if __CUDA_ARCH__ >= 900
+    __shared__ __align__(16) uint4 zeros[kBytes / 16];
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kBytes / 16; i += kThreads) zeros[i] = {};
+    publish_writes();
+    __syncthreads();
+    return ZeroBlock(shared_address(zeros));
+#else
+    return ZeroBlock(0);
+#endif
+  }
+  // As fill_zero.
+  __device__ void fill(char* begin, char* end, int thread, int threads) const {
+#if __CUDA_ARCH__ >= 900
+    if (thread == 0) {
+      char* const stop = last_aligned(end);
+#pragma unroll 1
+      for (char* at = first_aligned(begin); at < stop; at += kBytes)
+        start_store(at, zeros_, static_cast<uint32_t>(min(stop - at, ptrdiff_t{kBytes})));
+    }
+    fill_ends_with_zero(begin, end, thread, threads);
+#else
+    fill_zero(begin, end, thread, threads);
+#endif
+  }
+  // Before the thread that copied leaves the block.
+  __device__ static void finish() {
+    end_stores();
+    wait_for_reads_of_stores();
+  }
+
+ private:
+  static constexpr int kBytes = 4096;
+  __device__ explicit ZeroBlock(uint32_t zeros) : zeros_(zeros) {}
+  uint32_t zeros_ = 0;
+};
 
 }  // namespace megasoftmax

@@ -73,9 +73,12 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   using Biases = BiasGradientOf<kShape, kElements>;
   using Grid = typename Inputs::Entries::template Grid<kElements>;
   constexpr bool kIsPair = Inputs::kDrops && !Biases::kPresent && kShape.may_hold_pairs();
+  constexpr bool kIsNarrow = kBackwardRegimes[kKernel].serves == kNarrow;
+  ZeroBlock zeros;
+  if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
   const int columns = static_cast<int>(params.shape.columns);
-  RowIndex owner_index = row_of_block(schedule, kShape.rows_per_block);
+  RowIndex owner_index = row_of_block<kShape>(schedule);
   bool is_owner;
   if (!find_query<kShape, kIsPair>(owner.row_in_block(),
                                    static_cast<int>(params.bias_shape.queries), owner_index.query,
@@ -107,6 +110,15 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     Pack<T> g[kChunks], p[kChunks];
     gradients.template load<kStride>(column, g);
     probabilities.template load<kStride>(column, p);
+    const auto fill_rest = [&](auto&& fill) {
+      fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
+                   begin + kBatch, fill);
+    };
+    if (kIsNarrow && is_row) {
+      fill_rest([&](char* from, char* to) {
+        zeros.fill(from, to, owner.thread(), kShape.threads_per_row);
+      });
+    }
     if constexpr (Inputs::kDrops) {
       const Inputs inputs(params, index, bounds, grid);
       inputs.template make<kShape.threads_per_row, kIsPair>(extent, g, p);
@@ -150,9 +162,13 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         write(std::false_type{});
       }
     });
-    fill_outside(params.scores_gradient, params.scores_gradient_type, row, columns, begin,
-                 begin + kBatch, owner.thread(), kShape.threads_per_row);
+    if constexpr (!kIsNarrow) {
+      fill_rest([&](char* from, char* to) {
+        fill_zero(from, to, owner.thread(), kShape.threads_per_row);
+      });
+    }
   }
+  if constexpr (kIsNarrow) ZeroBlock::finish();
   if (is_owner) biases.finish(owner.thread());
 }
 
@@ -211,7 +227,8 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   };
 
   int number = owner.owner_of_block();
-  const RowIndex owner_index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
+  const RowIndex owner_index =
+      kTakesTurns ? row_at(schedule, number) : row_of_block<kShape>(schedule);
   if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
   Biases biases(params, owner_index.row(params.bias_shape));
   const RowsOfOwner<Biases::kPresent> rows(params, owner_index);

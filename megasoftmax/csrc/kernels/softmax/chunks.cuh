@@ -170,17 +170,21 @@ struct RowWriter {
   }
 };
 
-// Zeros for every column of a contiguous row outside [begin, end), which are borders of chunks.
+// Zeros for every column of a contiguous row outside [begin, end), which are borders of chunks:
+// fill(from, to) writes them.
+template <class Fill>
 __device__ inline void fill_outside(void* data, DType type, int64_t row, int columns, int begin,
-                                    int end, int thread, int threads) {
+                                    int end, Fill&& fill) {
   if (begin <= 0 && end >= columns) return;
   const int bytes = size_of(type);
   char* const start = static_cast<char*>(data) + row * columns * bytes;
-  if (begin > 0) fill_zero(start, start + int64_t{begin} * bytes, thread, threads);
-  if (end < columns) {
-    fill_zero(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes, thread,
-              threads);
-  }
+  if (begin > 0) fill(start, start + int64_t{begin} * bytes);
+  if (end < columns) fill(start + int64_t{max(end, 0)} * bytes, start + int64_t{columns} * bytes);
+}
+__device__ inline void fill_outside(void* data, DType type, int64_t row, int columns, int begin,
+                                    int end, int thread, int threads) {
+  fill_outside(data, type, row, columns, begin, end,
+               [&](char* from, char* to) { fill_zero(from, to, thread, threads); });
 }
 
 }  // namespace megasoftmax

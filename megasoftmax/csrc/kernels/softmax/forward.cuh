@@ -34,8 +34,11 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Entries = EntriesOf<Mask>;
   constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
+  constexpr bool kIsNarrow = kForwardRegimes[kKernel].serves == kNarrow;
+  ZeroBlock zeros;
+  if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
-  RowIndex index = row_of_block(schedule, kShape.rows_per_block);
+  RowIndex index = row_of_block<kShape>(schedule);
   bool is_row;
   if (!find_query<kShape, kIsPair>(owner.row_in_block(), static_cast<int>(params.shape.queries),
                                    index.query, is_row))
@@ -57,6 +60,18 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kChunks];
   scores.template load<kStride>(column, raw);
+  // Rows of uneven lengths would store zeros piece by piece in the loop below.
+  const bool is_even = columns % kElements == 0;
+  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
+  const auto fill_rest = [&](auto&& fill) {
+    fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
+                 first_column + stored, fill);
+  };
+  if (kIsNarrow && is_row) {
+    fill_rest([&](char* from, char* to) {
+      zeros.fill(from, to, owner.thread(), kShape.threads_per_row);
+    });
+  }
   const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
       first_column, end);
   // Else the columns of all chunks would stay in registers.
@@ -75,9 +90,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time. Rows
-  // of uneven lengths would store them piece by piece.
-  const bool is_even = columns % kElements == 0;
+  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
   with_dtype(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
@@ -95,9 +108,12 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       writer.store(writer.columns.contains(group, kGroup), at, pack);
     }
   });
-  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
-  fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
-               first_column + stored, owner.thread(), kShape.threads_per_row);
+  if constexpr (kIsNarrow) {
+    ZeroBlock::finish();
+  } else {
+    fill_rest(
+        [&](char* from, char* to) { fill_zero(from, to, owner.thread(), kShape.threads_per_row); });
+  }
 }
 
 template <class T, class Mask, class Bias, int kKernel>
@@ -106,8 +122,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   constexpr KernelShape kShape = kForwardShape<kKernel>;
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
-  constexpr bool kTakesTurns = kShape.takes_turns;
   using Owner = RowOwner<kShape>;
+  static_assert(!kShape.takes_turns);
   using Entries = EntriesOf<Mask>;
   using Row = RowPlace<kElements, typename Entries::template Grid<kElements>>;
   using Kept = typename Entries::template Kept<kElements * kChunks>;
@@ -125,225 +141,189 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
   const auto kept = [&](int place) { return shared_packs + place * kChunksPerBatch; };
   const int columns = static_cast<int>(params.shape.columns);
-  const auto scores_of = [&](const Row& row, const UnitPart& part) {
-    return Reader(params.scores, params.is_dense, row.first_element, row.index, row.grid,
-                  part.bounds, columns);
-  };
+  const RowIndex index = row_of_block<kShape>(schedule);
+  if (index.query >= static_cast<int>(params.shape.queries)) return;
+  const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
+  const UnitPart part = owner.part_of(row.visible, row.grid);
+  const Reader scores(params.scores, params.is_dense, row.first_element, row.index, row.grid,
+                      part.bounds, columns);
   // The columns of the warp's first chunk and of this lane's.
-  const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
+  const auto first_of = [&](int unit, int batch) {
     return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
   };
   const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
-  const auto start_copies = [&](const Reader& scores, int first, int place) {
+  const auto start_copies = [&](int first, int place) {
     scores.template start_copies<kStride, kChunks>(scores.inside.contains(first, kBatch),
                                                    column_of(first), kept(place), 32);
   };
-  // Units from..to of a row, which come to places of their own.
-  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to,
-                               auto&& place) {
-    const Reader scores = scores_of(row, part);
+  if constexpr (!Owner::kRereads) {
 #pragma unroll 1
-    for (int unit = from; unit <= to; unit += Owner::kWarps) {
-      start_copies(scores, first_of(row, part, unit, 0), place(unit));
+    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
+      start_copies(first_of(unit, 0), unit);
       end_copies();
     }
-  };
+  }
 
-  int number = owner.owner_of_block();
-  const RowIndex index = kTakesTurns ? row_at(schedule, number) : row_of_block(schedule, 1);
-  if (index.query >= static_cast<int>(params.shape.queries)) return;
-  const auto place_of = [&](const RowIndex& index) {
-    return Row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
-  };
-  Row row = place_of(index);
-  UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads)
-    start_units(row, part, owner.first_unit(), owner.last_unit(part),
-                [&](int unit) { return owner.place_of(unit); });
-
-  for (int turn = 0;; ++turn) {
-    const Reader scores = scores_of(row, part);
-    const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
-    const Entries entries(params, row.index);
-    using MaskBatch = MaskBytes<kElements>[kChunks];
-    const auto load_mask = [&](int first, MaskBatch& excluded) {
-      if constexpr (Mask::kPresent) {
-        if (scores.inside.contains(first, kBatch)) {
-          logits.mask.template load<kElements, kStride, true>(column_of(first), part.bounds,
-                                                              excluded);
-        } else {
-          logits.mask.template load<kElements, kStride, false>(column_of(first), part.bounds,
-                                                               excluded);
-        }
-      }
-    };
-    // Logits of scores as they were copied, also to where they are kept.
-    const auto prepare = [&](int first, const MaskBatch& excluded, Pack<T>(&raw)[kChunks],
-                             Pack<T>* packs) {
+  const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
+  const Entries entries(params, row.index);
+  using MaskBatch = MaskBytes<kElements>[kChunks];
+  const auto load_mask = [&](int first, MaskBatch& excluded) {
+    if constexpr (Mask::kPresent) {
       if (scores.inside.contains(first, kBatch)) {
-        if (!Mask::kPresent && params.scale >= 0) return;
-        logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
+        logits.mask.template load<kElements, kStride, true>(column_of(first), part.bounds,
+                                                            excluded);
       } else {
-        logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
+        logits.mask.template load<kElements, kStride, false>(column_of(first), part.bounds,
+                                                             excluded);
       }
+    }
+  };
+  // Logits of scores as they were copied, also to where they are kept.
+  const auto prepare = [&](int first, const MaskBatch& excluded, Pack<T>(&raw)[kChunks],
+                           Pack<T>* packs) {
+    if (scores.inside.contains(first, kBatch)) {
+      if (!Mask::kPresent && params.scale >= 0) return;
+      logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
+    } else {
+      logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
+    }
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
-    };
-    // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
-    // before is summed.
-    constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !Owner::kRereads;
-    [[maybe_unused]] MaskBatch excluded_next;
-    // Logits of part of a batch, with a bias.
-    const auto logits_with_bias = [&](int first, int place, int from,
-                                      float (&z)[kBiasChunks][kElements]) {
-      Pack<T> raw[kBiasChunks];
-      load_kept(kept(place) + from * 32, raw);
-      first += from * kStride;
-      if (scores.inside.contains(first, kBiasChunks * kStride)) {
-        logits.template of<kStride, true>(params, first, column_of(first), raw, z);
-      } else {
-        logits.template of<kStride, false>(params, first, column_of(first), raw, z);
+    for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
+  };
+  // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
+  // before is summed.
+  constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !Owner::kRereads;
+  [[maybe_unused]] MaskBatch excluded_next;
+  // Logits of part of a batch, with a bias.
+  const auto logits_with_bias = [&](int first, int place, int from,
+                                    float (&z)[kBiasChunks][kElements]) {
+    Pack<T> raw[kBiasChunks];
+    load_kept(kept(place) + from * 32, raw);
+    first += from * kStride;
+    if (scores.inside.contains(first, kBiasChunks * kStride)) {
+      logits.template of<kStride, true>(params, first, column_of(first), raw, z);
+    } else {
+      logits.template of<kStride, false>(params, first, column_of(first), raw, z);
+    }
+  };
+  const auto sum_batch = [&](int unit, int batch, int place, float& before) {
+    const int first = first_of(unit, batch);
+    if constexpr (Bias::kPresent) {
+      before = warp_sum<32>(before);
+      MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+      for (int from = 0; from < kChunks; from += kBiasChunks) {
+        float z[kBiasChunks][kElements];
+        logits_with_bias(first, place, from, z);
+        const int begin = first + from * kStride, end = part.bounds.end;
+        accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
+                            exponent);
       }
+      const float max = warp_max<32>(mine.max);
+      return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
+    } else {
+      Pack<T> raw[kChunks];
+      if constexpr (kLoadsAhead) {
+        load_kept(kept(place), raw);
+        prepare(first, excluded_next, raw, kept(place));
+        const int next_unit = unit + Owner::kWarps;
+        if (next_unit <= owner.last_unit(part)) load_mask(first_of(next_unit, 0), excluded_next);
+      } else {
+        [[maybe_unused]] MaskBatch excluded;
+        load_mask(first, excluded);
+        load_kept(kept(place), raw);
+        prepare(first, excluded, raw, kept(place));
+      }
+      return sum_of(raw, exponent, before);
+    }
+  };
+  const auto start = [&](int unit, int batch, int place) {
+    start_copies(first_of(unit, batch), place);
+  };
+  owner.template start<Pack<T>>(shared_memory, row.row, 0);
+  if constexpr (kLoadsAhead) {
+    if (owner.first_unit() <= owner.last_unit(part))
+      load_mask(first_of(owner.first_unit(), 0), excluded_next);
+  }
+  owner.template sum_pass<kSlots>(
+      part, 0, start, sum_batch,
+      [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
+
+  const MaxAndSum total = owner.merge(part, exponent);
+  const Denominator denominator(total, exponent, params.sink, row.index.head);
+  if (params.log_sum_exp != nullptr && owner.is_first_thread())
+    params.log_sum_exp[row.row] = denominator.log_sum_exp();
+  const float log2_factor = log2f(denominator.factor * entries.factor(params));
+  const bool is_regular = denominator.is_regular();
+
+  with_dtype(params.probabilities_type, [&](auto tag) {
+    const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
+                                                     columns);
+    const auto probability = [&](float z) {
+      return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
     };
-    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
-      const int first = first_of(row, part, unit, batch);
+    const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
+      replace_special(params, denominator, part.bounds, logits.mask, at, p);
+      auto pack = writer.round(p);
+      kept.drop(i, pack);
+      writer.store(at, pack);
+    };
+    const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
+      const int first = first_of(unit, batch), column = column_of(first);
+      const Kept kept_entries =
+          entries.template of_batch<32, false, kElements, kChunks>(first, part.bounds.end);
+      float p[kElements];
       if constexpr (Bias::kPresent) {
-        before = warp_sum<32>(before);
-        MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
         for (int from = 0; from < kChunks; from += kBiasChunks) {
           float z[kBiasChunks][kElements];
           logits_with_bias(first, place, from, z);
-          const int begin = first + from * kStride, end = part.bounds.end;
-          accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
-                              exponent);
+#pragma unroll
+          for (int i = 0; i < kBiasChunks; ++i) {
+            const int at = column + (from + i) * kStride;
+            if (at >= part.bounds.end) continue;
+#pragma unroll
+            for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
+            store(at, kept_entries, from + i, p);
+          }
         }
-        const float max = warp_max<32>(mine.max);
-        return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
       } else {
+        Pack<T>* const packs = kept(place);
         Pack<T> raw[kChunks];
-        if constexpr (kLoadsAhead) {
-          load_kept(kept(place), raw);
-          prepare(first, excluded_next, raw, kept(place));
-          const int next_unit = unit + Owner::kWarps;
-          if (next_unit <= owner.last_unit(part))
-            load_mask(first_of(row, part, next_unit, 0), excluded_next);
-        } else {
+        load_kept(packs, raw);
+        keep_loads_together();
+        if (is_new) {
           [[maybe_unused]] MaskBatch excluded;
           load_mask(first, excluded);
-          load_kept(kept(place), raw);
-          prepare(first, excluded, raw, kept(place));
+          prepare(first, excluded, raw, packs);
         }
-        return sum_of(raw, exponent, before);
-      }
-    };
-    const auto start = [&](int unit, int batch, int place) {
-      start_copies(scores, first_of(row, part, unit, batch), place);
-    };
-    // The next row comes in where there is room already, and later where this row leaves.
-    number += schedule.owners;
-    const bool has_next = kTakesTurns && number < schedule.rows;
-    const Row next = place_of(has_next ? row_at(schedule, number) : row.index);
-    const UnitPart next_part = owner.part_of(next.visible, next.grid);
-    const int next_last = has_next ? owner.last_unit(next_part) : -1;
-    const int span_ahead = has_next ? owner.span_ahead(part, next_part) : 0;
-    const auto start_next = [&](int from, int to) {
-      start_units(next, next_part, from, to,
-                  [&](int unit) { return owner.place_of_next(part, unit); });
-    };
-    start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
-    owner.template start<Pack<T>>(shared_memory, row.row, turn);
-    if constexpr (kLoadsAhead) {
-      if (owner.first_unit() <= owner.last_unit(part))
-        load_mask(first_of(row, part, owner.first_unit(), 0), excluded_next);
-    }
-    owner.template sum_pass<kSlots>(
-        part, span_ahead / Owner::kWarps, start, sum_batch,
-        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
-
-    const MaxAndSum total = owner.merge(part, exponent);
-    const Denominator denominator(total, exponent, params.sink, row.index.head);
-    if (params.log_sum_exp != nullptr && owner.is_first_thread())
-      params.log_sum_exp[row.row] = denominator.log_sum_exp();
-    const float log2_factor = log2f(denominator.factor * entries.factor(params));
-    const bool is_regular = denominator.is_regular();
-
-    with_dtype(params.probabilities_type, [&](auto tag) {
-      const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
-                                                       columns);
-      const auto probability = [&](float z) {
-        return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
-      };
-      const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
-        replace_special(params, denominator, part.bounds, logits.mask, at, p);
-        auto pack = writer.round(p);
-        kept.drop(i, pack);
-        writer.store(at, pack);
-      };
-      const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
-        const int first = first_of(row, part, unit, batch), column = column_of(first);
-        const Kept kept_entries =
-            entries.template of_batch<32, false, kElements, kChunks>(first, part.bounds.end);
-        float p[kElements];
-        if constexpr (Bias::kPresent) {
-#pragma unroll 1
-          for (int from = 0; from < kChunks; from += kBiasChunks) {
-            float z[kBiasChunks][kElements];
-            logits_with_bias(first, place, from, z);
+        if (is_regular && scores.inside.contains(first, kBatch)) {
+          auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
-            for (int i = 0; i < kBiasChunks; ++i) {
-              const int at = column + (from + i) * kStride;
-              if (at >= part.bounds.end) continue;
+          for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
-              store(at, kept_entries, from + i, p);
-            }
+            for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
+            auto pack = writer.round(p);
+            kept_entries.drop(i, pack);
+            writer.store_whole(target + i * kStride, pack);
           }
         } else {
-          Pack<T>* const packs = kept(place);
-          Pack<T> raw[kChunks];
-          load_kept(packs, raw);
-          keep_loads_together();
-          if (is_new) {
-            [[maybe_unused]] MaskBatch excluded;
-            load_mask(first, excluded);
-            prepare(first, excluded, raw, packs);
-          }
-          if (is_regular && scores.inside.contains(first, kBatch)) {
-            auto* const target = keep_in_register(writer.row + column);
-#pragma unroll
-            for (int i = 0; i < kChunks; ++i) {
-#pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
-              auto pack = writer.round(p);
-              kept_entries.drop(i, pack);
-              writer.store_whole(target + i * kStride, pack);
-            }
-          } else {
 #pragma unroll 1
-            for (int i = 0; i < kChunks; ++i) {
-              const int at = column + i * kStride;
-              if (at >= part.bounds.end) break;
-              const Pack<T> pack = packs[i * 32];
+          for (int i = 0; i < kChunks; ++i) {
+            const int at = column + i * kStride;
+            if (at >= part.bounds.end) break;
+            const Pack<T> pack = packs[i * 32];
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
-              store(at, kept_entries, i, p);
-            }
+            for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
+            store(at, kept_entries, i, p);
           }
         }
-      };
-      owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        const int following = unit + span_ahead;
-        if (kTakesTurns && following <= next_last) start_next(following, following);
-      });
-    });
-    fill_outside(params.probabilities, params.probabilities_type, row.row, columns,
-                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
-    if (!has_next) break;
-    owner.go_on(part);
-    row = next;
-    part = next_part;
-  }
+      }
+    };
+    owner.template write_pass<kSlots>(part, start, write_batch, [](int) {});
+  });
+  fill_outside(params.probabilities, params.probabilities_type, row.row, columns, row.first_column,
+               row.grid.end(row.visible), owner.thread(), owner.threads());
 }
 
 // The tables' budgets of registers are those of compute capability 9.0; before it, rows in
@@ -357,11 +337,15 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 constexpr int blocks_per_sm(const KernelShape& shape) { return shape.blocks_per_sm; }
 #endif
 
-// Blocks that a launch leaves registers for. Masks that are loaded ahead take 80 of a thread.
+// Blocks that a launch leaves registers for. Masks that are loaded ahead take 80 of a thread. Those
+// of rows in registers need no more than other rows: left alone, the compiler takes up to 12 more,
+// and with them a quarter of the blocks.
 template <class Mask, class Bias>
 constexpr int blocks_per_sm(const KernelShape& shape) {
-  if (Mask::kPresent && !Mask::kDrops && !Bias::kPresent && shape.storage == Storage::kShared &&
-      !shape.takes_turns)
+  constexpr bool kIsMasked = Mask::kPresent && !Mask::kDrops;
+  if (kIsMasked && shape.storage == Storage::kRegisters)
+    return Bias::blocks_per_sm(blocks_per_sm(shape));
+  if (kIsMasked && !Bias::kPresent && shape.storage == Storage::kShared)
     return std::min(blocks_per_sm(shape), 65536 / (80 * shape.threads()));
   return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
 }

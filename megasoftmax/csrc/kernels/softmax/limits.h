@@ -29,10 +29,9 @@ struct KernelShape {
   int chunks_per_thread;  // of a batch: loads in flight per thread
   int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
   bool takes_turns;       // a block takes one row after the other, and prefetches
+  bool may_share_rows;    // several blocks may own a row
 
   constexpr int threads() const { return threads_per_row * rows_per_block; }
-  // May several blocks own a row?
-  constexpr bool may_share_rows() const { return takes_turns || storage == Storage::kReread; }
   // May a warp take two rows that share random numbers of dropout?
   constexpr bool may_hold_pairs() const {
     return storage == Storage::kRegisters && threads_per_row == 16;
@@ -69,8 +68,13 @@ struct RowRegime {
   unsigned serves;     // Rows
 
   constexpr KernelShape shape() const {
-    return {storage,           threads_per_row, rows_per_block,
-            chunks_per_thread, blocks_per_sm,   takes_turns};
+    return {storage,
+            threads_per_row,
+            rows_per_block,
+            chunks_per_thread,
+            blocks_per_sm,
+            takes_turns,
+            storage == Storage::kReread || blocks_per_row != 1};
   }
   // The blocks of a cluster lie in one of a GPU's groups of multiprocessors, of which there are at
   // most 8. With so many multiprocessors, one of the groups has room where each block is alone.
@@ -111,7 +115,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,       10,  false,         1,         64,       0, kNarrow},
+    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
@@ -126,20 +130,16 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     100, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
-    {"turns_512x1",  Storage::kShared,      512,   1,     4,        1,   true,         1,      10240,     500, kPlain},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       8960,      60, kSpread | kDropped},
-    {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      20480,     250, kPlain},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,      17408,      30, kSpread | kDropped},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kSpread | kDropped},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      10000,       0, kSpread | kDropped},
-    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      40960,     125, kPlain},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      25000,      30, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      33792,      40, kSpread | kDropped},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      65536,     100, kPlain},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      65536,       4, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kSpread | kDropped},
@@ -274,9 +274,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
       return false;
-    if (regime.blocks_per_row > kMaxCluster ||
-        (regime.blocks_per_row > 1 && !regime.shape().may_share_rows()))
-      return false;
+    if (regime.blocks_per_row > kMaxCluster) return false;
     // So what units take of such rows before they must take whatever the number of rows.
     for (unsigned kind = 1; is_register && kind <= regime.serves; kind *= 2) {
       int longest = 0, certain = 0;

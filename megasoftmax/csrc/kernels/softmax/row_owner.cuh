@@ -14,21 +14,22 @@ template <KernelShape kShape>
 using RowOwner = std::conditional_t<
     kShape.storage != Storage::kRegisters,
     UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread, kShape.takes_turns,
-            kShape.may_share_rows()>,
+            kShape.may_share_rows>,
     std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
                        WarpRow<kShape.threads_per_row>>>;
 
 // Blocks lie over the tensor as (queries of a tile, heads, tiles of all batches), from
 // schedule.first on: a mask or bias that heads share stays in the caches from one head to the next
 // when tiles are short. Where rows grow, the longest begin, and a launch ends with short ones.
-__device__ inline RowIndex row_of_block(const Schedule& schedule, int rows_per_block) {
+template <KernelShape kShape>
+__device__ inline RowIndex row_of_block(const Schedule& schedule) {
   int batch = static_cast<int>(blockIdx.z), tile = 0;
   if (schedule.tiles.divisor > 1) schedule.tiles.split(batch, batch, tile);
   int block = static_cast<int>(blockIdx.x);
-  if (schedule.blocks_per_row > 1) block /= schedule.blocks_per_row;
+  if (kShape.may_share_rows) block /= schedule.blocks_per_row;
   if (schedule.last_first) block = schedule.blocks_per_tile - 1 - block;
   return {schedule.first.batch + batch, schedule.first.head + static_cast<int>(blockIdx.y),
-          schedule.first.query + (tile * schedule.blocks_per_tile + block) * rows_per_block};
+          schedule.first.query + (tile * schedule.blocks_per_tile + block) * kShape.rows_per_block};
 }
 
 // Which query a thread takes, from the first one of its block. Threads without one shadow another

@@ -7,9 +7,9 @@
 // A unit is one batch, several in very long rows; a batch is four chunks for each lane of a warp.
 //
 // A unit that waits in shared memory has a place there, that of its number in the block's part of
-// the row. Blocks that take one row after the other may have more places than units. The places of
-// a warp are then a ring, and some units of the next row are copied while this row is summed and
-// exchanged. The others follow one by one, as this row's units are written.
+// the row. Blocks that take one row after the other, in the backward pass, may have more places
+// than units. The places of a warp are then a ring, and some units of the next row are copied while
+// this row is summed and exchanged. The others follow one by one, as this row's units are written.
 //
 // Rows that a block takes in turn alternate between two arrays of results. In a block one barrier
 // for each row is enough then. In a cluster a barrier of all threads would wait for the

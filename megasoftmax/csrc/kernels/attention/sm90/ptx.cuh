@@ -99,12 +99,6 @@ __device__ inline void start_copy_to_block(uint32_t to, uint32_t from, int bytes
       : "memory");
 }
 
-// Makes what this thread wrote to shared memory visible to products and tensor copies. Others may
-// start them after a barrier of the threads.
-__device__ inline void publish_writes() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Starts to write a box in shared memory to a tensor in global memory, but for what lies beyond it.
 __device__ inline void start_store_of_box(const CUtensorMap& map, uint32_t shared, int column,
                                           int row, int head, int batch) {
@@ -122,11 +116,6 @@ __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared,
       "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
-}
-__device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the stores and sums that this thread started have read shared memory.
-__device__ inline void wait_for_reads_of_stores() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Of 8 bytes of shared memory.
