@@ -265,6 +265,20 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
 #undef MEGASOFTMAX_PRODUCT
 }
 
+// Starts results = a b^T, a of 64 rows and b of kN * 8, both of kColumns columns in panels of so
+// many bytes.
+template <class T, int kColumns, int kN>
+__device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], uint64_t a,
+                                                      int panel_bytes_of_a, uint64_t b,
+                                                      int panel_bytes_of_b) {
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    const int panel = step / 4, offset = step % 4 * 32;
+    start_product<T>(results, moved(a, panel * panel_bytes_of_a + offset),
+                     moved(b, panel * panel_bytes_of_b + offset), step > 0);
+  }
+}
+
 // Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns. The last of the
 // panels of b may be used in part.
 template <class T, int kN>
@@ -306,6 +320,15 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
   }
 #undef MEGASOFTMAX_PRODUCTS
 #undef MEGASOFTMAX_PRODUCT
+}
+
+// The same of a 64 x 16 * kSteps.
+template <class T, int kN, int kSteps>
+__device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
+                                                      const uint32_t (&a)[kSteps][4], uint64_t b) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    start_product<T>(results, a[step], moved(b, step * 16 * 128));
 }
 
 #undef MEGASOFTMAX_4
