@@ -327,7 +327,7 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "dims", [*((d, d) for d in (64, 80, 96, 128, 192, 256)), (192, 128), (136, 72)]
+    "dims", [*((d, d) for d in (40, 64, 80, 96, 128, 192, 256)), (192, 128), (136, 72)]
 )
 @pytest.mark.parametrize("lengths", [(192, 192), (300, 170), (64, 448), (448, 64), (130, 900)])
 def test_masks_over_any_number_of_tiles(
@@ -531,7 +531,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("batch", "heads", "bias", "lengths", "options"),
     [

@@ -83,6 +83,7 @@ inline constexpr int64_t kMaxHeadsOfSection = 128;
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (that copies, others), bias stages, own results
+    {           48,    48,          3,  128,  32, 160,            2,         true},
     {           64,    64,          3,  128,  32, 160,            2,         true},  // 430
     {           80,    80,          2,  128,  40, 232,            1,         true},
     {           96,    96,          2,  128,  40, 232,            1,         true},
@@ -113,6 +114,7 @@ inline constexpr int kMaxBiasCluster = 8;
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others), slices
+    {           48,    48,     128,  24, 240,      1},
     {           64,    64,     128,  24, 240,      1},  // 420
     {           80,    80,      64,  24, 240,      1},
     {           96,    96,      64,  24, 240,      1},
