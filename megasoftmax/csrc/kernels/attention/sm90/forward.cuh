@@ -419,6 +419,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
+  // Once: each tile would wait for it.
+  const uint64_t seed = kIsPlain ? 0 : seed_of(params.dropout);
+
   int number;
   for (int done = 0; may_come(done, number); ++work.turn) {
     if (kIsPlain && !work.is_left()) continue;
@@ -553,8 +556,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
+    };
+    // Of weights, where there is room for their bits: no weights of the step before are multiplied
+    // any more.
+    const auto drop = [&](const Tiles& tiles) {
       if (!kIsPlain && params.dropout.seed != nullptr) {
-        const Dropping<false> dropping(params, block.batch, block.head);
+        const Dropping<false> dropping(params, block.batch, block.head, seed);
         dropping.template for_each_word<1, kN>(
             warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
               clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
@@ -606,6 +613,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
+      drop(tiles);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
            tiles.advance(params, block, assigned)) {
@@ -626,6 +634,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
         }
+        drop(tiles);
         round_weights();
       }
       release_queries();
