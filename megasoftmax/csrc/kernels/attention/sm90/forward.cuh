@@ -530,29 +530,34 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
+    // What a tile excludes, if it does, found while products run.
+    Excluded<1, kN> excluded;
+    bool excludes;
+    const auto find_excluded = [&](const Tiles& tiles) {
+      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
+      excluded = {};
+      excludes = is_cut || tiles.may_exclude();
+      if (!excludes) return;
+      if constexpr (kIsPlain) {
+        excluded.template find<false, true>(params, block.batch, block.head, warp_query, tiles.key,
+                                            is_cut);
+      } else {
+        if (is_cut) {
+          const KeyRange* const rows =
+              assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
+          const KeyRange ranges[2] = {rows[0], rows[8]};
+          excluded.add_words([&](int half, int word) {
+            return bits_outside(ranges[half], tiles.key + 32 * word);
+          });
+        }
+        excluded.add_words([&](int half, int word) { return masked[half][word]; });
+      }
+    };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
       release(memory.keys_are_used(tiles.step % kStages));
       if constexpr (kHasBias) add_bias_of(tiles);
-      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
-      if (is_cut || tiles.may_exclude()) {
-        Excluded<1, kN> excluded;
-        if constexpr (kIsPlain) {
-          excluded.template find<false, true>(params, block.batch, block.head, warp_query,
-                                              tiles.key, is_cut);
-        } else {
-          if (is_cut) {
-            const KeyRange* const rows =
-                assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
-            const KeyRange ranges[2] = {rows[0], rows[8]};
-            excluded.add_words([&](int half, int word) {
-              return bits_outside(ranges[half], tiles.key + 32 * word);
-            });
-          }
-          excluded.add_words([&](int half, int word) { return masked[half][word]; });
-        }
-        excluded.apply(scores, -INFINITY);
-      }
+      if (excludes) excluded.apply(scores, -INFINITY);
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
@@ -610,6 +615,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
+      find_excluded(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
@@ -623,6 +629,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
+        find_excluded(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         weigh(tiles);
