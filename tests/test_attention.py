@@ -432,6 +432,22 @@ def test_blocks_share_the_keys_of_queries(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("queries", [17, 33, 64, 65])
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (5, 1), (8, 1)])
+def test_heads_that_share_keys(heads: tuple[int, int], queries: int, dim: int) -> None:
+    """On Hopper they share a block, a warpgroup each, up to 64 queries; some have none."""
+    for batch, keys in ((40, 90), (2, 700), (1, 5000)):
+        lengths = (queries, keys)
+        shape = {"batch": batch, "heads": heads, "lengths": lengths, "dims": (dim, dim)}
+        q, k, v = tensors("cuda", torch.bfloat16, **shape)
+        check(q, k, v, what=f"{keys} keys")
+        sink = normal(heads[0], device="cuda", seed=4).requires_grad_()
+        check(q, k, v, window=(60, 0), sink=sink, what=f"{keys} keys, window")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 def test_splits_drop_what_whole_rows_drop() -> None:
     """Of keys that are split, those that a call of many batches keeps whole."""
     shape = {"batch": 1, "heads": (2, 2), "lengths": (40, 3000), "dims": (64, 64)}

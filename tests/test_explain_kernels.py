@@ -185,6 +185,26 @@ def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
             assert blocks > 64
 
 
+def test_heads_share_blocks_on_hopper() -> None:
+    """A warpgroup each, of two for wide heads and of three for narrow ones."""
+    for group, queries, dim, blocks in (
+        (8, 64, 128, 4),
+        (8, 64, 64, 3),
+        (3, 17, 128, 2),
+        (2, 17, 64, 1),
+        (1, 17, 128, 1),
+        (8, 65, 128, 8),
+    ):
+        call = {"keys": 1100, "key_heads": 2}
+        found = explain_attention(60, 2 * group, queries, dim, **call)
+        assert found.hopper
+        assert found.blocks == 60 * 2 * blocks * found.splits
+        # What is of one head, and other kernels.
+        for options in ({"relative": True}, {"bias": True, "keys": 1104}, {"major": 8}):
+            alone = explain_attention(60, 2 * group, queries, dim, **(call | options))
+            assert alone.blocks == 60 * 2 * group * alone.splits
+
+
 def test_more_queries_split_long_keys() -> None:
     for queries in (17, 64, 128):
         found = explain_attention(1, 32, queries, 128, keys=131_072)

@@ -34,8 +34,8 @@ void explain_hopper_forward(const AttentionForwardParams& params, const Attentio
   found.tile_queries = tile.queries();
   found.tile_keys = tile.keys;
   found.threads = tile.threads();
-  found.blocks =
-      params.batches * params.heads * params.splits * divide_up(params.queries, tile.queries());
+  found.blocks = params.batches * hopper_blocks_of_heads(params, tile) * params.splits *
+                 divide_up(params.queries, tile.queries());
   if (shares_blocks(params)) found.blocks = std::min(found.blocks, multiprocessors);
 }
 

@@ -99,6 +99,11 @@ struct AttentionForwardParams : AttentionParams {
   // with one. Null: each block knows its tiles from the start.
   uint32_t* tiles_taken = nullptr;
 
+  // Set by the launcher: of heads that share keys a block takes so many, a warpgroup each, where
+  // that has room for all queries; and how many blocks share the heads.
+  int heads_of_block = 1;
+  Divider blocks_of_heads;
+
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.
   int64_t part_floats() const {

@@ -269,6 +269,22 @@ inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
   return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
 }
 
+// Of heads that share keys, those that a block of Hopper's forward takes side by side, a warpgroup
+// each. Bias, mask, ranges and dropout are of one head.
+inline int hopper_heads_of_block(const AttentionParams& params, const AttentionHopperTile& tile) {
+  const bool is_alone = params.bias.data != nullptr || params.mask.data != nullptr ||
+                        params.visible.are_given() || params.dropout.is_given();
+  return is_alone || params.queries > 64 ? 1
+                                         : static_cast<int>(std::min<int64_t>(
+                                               tile.warpgroups, params.heads_per_key_head.divisor));
+}
+// How many blocks have the heads of a batch, for each tile of queries.
+inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
+                                      const AttentionHopperTile& tile) {
+  return params.key_heads *
+         divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
+}
+
 // Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
 inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
   if (takes_few_queries(params)) {
@@ -281,12 +297,16 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
                       int64_t{per_sm} * device.multiprocessors, kMaxDecodeQueries);
   }
   // They compute: several on a multiprocessor take longer.
-  const int queries =
-      hopper_tile >= 0
-          ? kAttentionHopperTiles[hopper_tile].queries()
-          : kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)].queries();
-  return splits_for(params, params.batches * params.heads * divide_up(params.queries, queries),
-                    device.multiprocessors, queries);
+  const auto splits_of = [&](const auto& tile, int64_t heads) {
+    const int64_t blocks = params.batches * heads * divide_up(params.queries, tile.queries());
+    return splits_for(params, blocks, device.multiprocessors, tile.queries());
+  };
+  if (hopper_tile >= 0) {
+    const AttentionHopperTile& tile = kAttentionHopperTiles[hopper_tile];
+    return splits_of(tile, hopper_blocks_of_heads(params, tile));
+  }
+  return splits_of(kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)],
+                   params.heads);
 }
 
 inline bool is_valid(const AttentionParams& params) {
