@@ -72,7 +72,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """In an order in which the largest tensors come last."""
+    """Steps of decoding; then more queries, and windows."""
     found = [
         Case(batch, group, 1, keys, head_dim)
         for keys in (1024, 8192, 32_768, 131_072)

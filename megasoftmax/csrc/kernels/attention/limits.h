@@ -126,6 +126,7 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
 // Where a block has no room for so many, half as many.
 constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
+// The compiler's register budget.
 constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
 inline constexpr int kDecodeStages = 2;
 
