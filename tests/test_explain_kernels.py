@@ -185,6 +185,19 @@ def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
             assert blocks > 64
 
 
+def test_queries_of_heads_that_share_keys() -> None:
+    """On Hopper fewer of them are few."""
+    few = kernel_limits().attention["kMostQueriesOfSharedRows"]
+    call = {"keys": 5000, "key_heads": 4}
+    assert explain_attention(1, 8, few, 128, **call).kernel == "decode"
+    found = explain_attention(1, 8, few + 1, 128, **call)
+    assert (found.kernel, found.hopper) == ("forward", True)
+    assert f"more than {few} queries of heads that share keys: {few + 1}" in found.why
+    for options in ({"key_heads": 8}, {"major": 8}, {"relative": True}):
+        assert explain_attention(1, 8, few + 1, 128, **(call | options)).kernel == "decode"
+    assert explain_attention(1, 8, few + 1, 32, **call).kernel == "decode"
+
+
 def test_heads_share_blocks_on_hopper() -> None:
     """A warpgroup each, of two for wide heads and of three for narrow ones."""
     for group, queries, dim, blocks in (

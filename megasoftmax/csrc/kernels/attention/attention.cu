@@ -25,7 +25,7 @@ int tile_with_code(int tile, const AttentionParams& params, bool (*of_half)(int,
 
 // The tile of Hopper's forward, where that runs, or -1.
 int hopper_forward(const AttentionParams& params) {
-  const int tile = !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
+  const int tile = may_use_hopper() ? hopper_forward_tile(params) : -1;
   return tile_with_code(tile, params, attention_hopper_forward_is_there<__half>,
                         attention_hopper_forward_is_there<__nv_bfloat16>);
 }

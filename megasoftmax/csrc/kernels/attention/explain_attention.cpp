@@ -65,8 +65,7 @@ void explain_portable_forward(const AttentionForwardParams& params, const Device
 
 void explain_forward(AttentionForwardParams params, const Device& device,
                      AttentionExplanation& found) {
-  const int tile =
-      device.major == kHopperMajor && !takes_few_queries(params) ? hopper_tile(params) : -1;
+  const int tile = device.major == kHopperMajor ? hopper_forward_tile(params) : -1;
   params.splits = forward_splits(params, device, tile);
   found.splits = params.splits;
   found.slices = 1;

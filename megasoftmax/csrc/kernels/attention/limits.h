@@ -129,6 +129,9 @@ constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
 // The compiler's register budget.
 constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
 inline constexpr int kDecodeStages = 2;
+// Each 16 rows read all keys. Of more queries than these, heads that share keys take Hopper's
+// kernels, where a block reads keys once for several heads.
+inline constexpr int kMostQueriesOfSharedRows = 8;
 
 // Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
 // keys, of at least so many. The parts are as many as make whole waves of blocks, up to so many

@@ -274,9 +274,8 @@ inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
 inline int hopper_heads_of_block(const AttentionParams& params, const AttentionHopperTile& tile) {
   const bool is_alone = params.bias.data != nullptr || params.mask.data != nullptr ||
                         params.visible.are_given() || params.dropout.is_given();
-  return is_alone || params.queries > 64 ? 1
-                                         : static_cast<int>(std::min<int64_t>(
-                                               tile.warpgroups, params.heads_per_key_head.divisor));
+  if (is_alone || params.queries > 64) return 1;
+  return std::clamp(static_cast<int>(params.heads_per_key_head.divisor), 1, tile.warpgroups);
 }
 // How many blocks have the heads of a batch, for each tile of queries.
 inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
@@ -285,9 +284,17 @@ inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
          divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
 }
 
+// hopper_tile, or -1 where the kernel of few queries is better.
+inline int hopper_forward_tile(const AttentionParams& params) {
+  const int tile = hopper_tile(params);
+  if (tile < 0 || !takes_few_queries(params)) return tile;
+  const bool shares = hopper_heads_of_block(params, kAttentionHopperTiles[tile]) > 1;
+  return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
+}
+
 // Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
 inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
-  if (takes_few_queries(params)) {
+  if (hopper_tile < 0 && takes_few_queries(params)) {
     // They wait for memory: all that have room run at a time.
     const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
     const int bytes = DecodeLayout(head_dim, decode_warps(head_dim, device.shared_bytes)).bytes;
