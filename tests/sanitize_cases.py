@@ -543,7 +543,7 @@ ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
 HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
 # Those of which GPUs with small blocks have tiles of their own.
 SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
-# Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split into 4 parts.
+# Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split.
 ATTENTION_SIZES = (
     *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257)),
     (33, 1030),

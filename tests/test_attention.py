@@ -433,7 +433,7 @@ def test_blocks_share_the_keys_of_queries(
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("queries", [17, 33, 64, 65])
+@pytest.mark.parametrize("queries", [8, 9, 17, 33, 64, 65])
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (5, 1), (8, 1)])
 def test_heads_that_share_keys(heads: tuple[int, int], queries: int, dim: int) -> None:
     """On Hopper they share a block, a warpgroup each, up to 64 queries; some have none."""

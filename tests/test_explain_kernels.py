@@ -146,17 +146,25 @@ def test_wider_values_choose_the_tile() -> None:
     assert explain_attention(1, 1, 64, 32, value_dim=200).tile_head_dim == 256
 
 
+def _fewest_keys(dim: int) -> int:
+    """Of a part of few queries: what a block has on its way."""
+    limits = kernel_limits().attention
+    warps = explain_attention(1, 1, 1, dim).threads // 32
+    return warps * limits["kDecodeKeys"] * (limits["kDecodeStages"] - 1)
+
+
 def test_few_queries_split_the_keys() -> None:
     found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
-    assert (found.kernel, found.splits) == ("decode", 2)  # 64 blocks, 132 multiprocessors
-    assert found.blocks == 8 * 8 * 2
-    assert found.workspace_bytes == 2 * 8 * 32 * (128 + 2) * 4
+    # 64 blocks, 132 multiprocessors with room for two: two waves.
+    assert (found.kernel, found.splits) == ("decode", 8)
+    assert found.blocks == 8 * 8 * 8
+    assert found.workspace_bytes == 8 * 8 * 32 * (128 + 2) * 4
     assert "at most 16 queries: 1" in found.why
     most = kernel_limits().attention["kMaxDecodeQueries"]
     assert explain_attention(1, 1, most, 64).kernel == "decode"
     assert explain_attention(1, 1, most + 1, 64).kernel == "forward"
     # No split has fewer keys than it is worth, and none needs no workspace.
-    fewest = kernel_limits().attention["kFewestKeysOfSplit"]
+    fewest = _fewest_keys(64)
     for keys, splits in ((fewest, 1), (2 * fewest - 1, 1), (4 * fewest, 4), (9 * fewest, 9)):
         found = explain_attention(1, 1, 1, 64, keys=keys)
         assert found.splits == splits
@@ -169,18 +177,20 @@ def test_few_queries_split_the_keys() -> None:
 @pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
-    """Of a step of decoding and of more queries; a multiprocessor has room for one such block."""
+    """Of a step of decoding, of which a multiprocessor has room for two blocks, and of more queries."""
+    of_wave = (2 if queries == 1 else 1) * H200.multiprocessors
+    fewest = _fewest_keys(dim) if queries == 1 else kernel_limits().attention["kFewestKeysOfSplit"]
     for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
         found = explain_attention(batches, 32, queries, dim, keys=keys, key_heads=8)
         blocks = found.blocks // found.splits
         assert found.blocks == blocks * found.splits
         assert (found.workspace_bytes > 0) == (found.splits > 1)
         if found.splits > 1:
-            assert keys // found.splits >= 256
+            assert keys // found.splits >= fewest
             # One more split would begin another wave, or would have too few keys.
-            waves = -(-found.blocks // H200.multiprocessors)
+            waves = -(-found.blocks // of_wave)
             one_more = found.blocks + blocks
-            assert one_more > waves * H200.multiprocessors or keys // (found.splits + 1) < 256
+            assert one_more > waves * of_wave or keys // (found.splits + 1) < fewest
         elif keys == 131_072:
             assert blocks > 64
 

@@ -58,10 +58,9 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   const int index = tile_for(kAttentionForwardTiles, params);
   return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
-    const int warps = decode_warps(kDim, current_device().shared_bytes);
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
                         params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
-                        32 * warps, DecodeLayout(kDim, warps).bytes, stream, params);
+                        32 * decode_warps(kDim), DecodeLayout(kDim).bytes, stream, params);
   });
 }
 
@@ -94,7 +93,9 @@ cudaError_t attention_combine_instance(const AttentionForwardParams& params, cud
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const int shared_bytes = kWarps * params.value_dim * static_cast<int>(sizeof(float));
   return launch(attention_combine_kernel<T>, dim3(static_cast<unsigned>(blocks)),
-                dim3(kCombineThreads), shared_bytes, Together::kNot, 1, stream, params);
+                dim3(kCombineThreads), shared_bytes,
+                may_overlap(current_device()) ? Together::kOverlapping : Together::kNot, 1, stream,
+                params);
 }
 
 // A kernel of a block of keys.

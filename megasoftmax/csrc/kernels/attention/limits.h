@@ -122,22 +122,28 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // clang-format on
 
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
-// at a time, of which so many steps are on their way.
-inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
-// Where a block has no room for so many, half as many.
-constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
-// The compiler's register budget.
-constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
-inline constexpr int kDecodeStages = 2;
+// at a time, through a ring of kDecodeStages steps. At head dimensions of 64 and more a block has
+// 96 KB of rings, which every GPU has room for.
+inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 3;
+constexpr int decode_warps(int head_dim) { return head_dim > 64 ? 512 / head_dim : 8; }
+// The compiler's register budget. While one block begins or ends, the other one reads.
+inline constexpr int kDecodeBlocksPerSm = 2;
+// No part has fewer keys than the warps of a block have on their way.
+constexpr int fewest_keys_of_decode_split(int head_dim) {
+  return decode_warps(head_dim) * kDecodeKeys * (kDecodeStages - 1);
+}
 // Each 16 rows read all keys. Of more queries than these, heads that share keys take Hopper's
 // kernels, where a block reads keys once for several heads.
 inline constexpr int kMostQueriesOfSharedRows = 8;
 
 // Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
-// keys, of at least so many. The parts are as many as make whole waves of blocks, up to so many
-// waves; how many, the time tells, in keys that a block takes. A wave takes those of a block, its
-// start, and, of each row, kKeysOfPart for writing and reading a part, which has as many bytes as a
-// key. Blocks do not end at once: one of kImbalance of a wave is lost. Adding parts up is a launch.
+// keys, of at least kFewestKeysOfSplit, or those of few queries. The parts are as many as make
+// whole waves of blocks, up to so many waves. How many waves, the time tells, in keys that a block
+// takes. A wave takes the keys of a block, kKeysOfStart, and for each row kKeysOfPart for writing
+// and reading a part, which has as many bytes as a key. Blocks do not end at once: one of
+// kImbalance of a wave is lost. Adding parts up is a launch of kKeysOfLaunch. Where several blocks
+// run on a multiprocessor, each reads a share of the keys in the same time, and starts of waves
+// after the first are hidden.
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 

@@ -104,14 +104,7 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
              : 1;
 }
 
-// Warps of a block of few queries.
-constexpr int decode_warps(int head_dim, int shared_bytes) {
-  int warps = max_decode_warps(head_dim);
-  while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
-  return warps;
-}
-static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, least_shared_bytes())).bytes <=
-              least_shared_bytes());
+static_assert(DecodeLayout(kMaxHeadDim).bytes <= least_shared_bytes());
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks.
@@ -128,20 +121,30 @@ inline int64_t decode_row_tiles(const AttentionParams& params) {
   return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kMaxDecodeQueries);
 }
 
-// Into how many parts the keys of blocks are split, so many of which are a wave; a block has `rows`
-// of some queries.
-inline int splits_for(const AttentionParams& params, int64_t blocks, int64_t of_wave, int rows) {
+// Blocks among which keys may be split: how many there are, of how many rows of queries each; how
+// many a multiprocessor has room for; and the fewest keys of a part.
+struct BlocksOfKeys {
+  int64_t blocks;
+  int rows, per_sm, fewest_keys;
+};
+
+// Into how many parts their keys are split.
+inline int splits_for(const AttentionParams& params, const BlocksOfKeys& of_keys,
+                      int multiprocessors) {
+  const int64_t blocks = of_keys.blocks, per_sm = of_keys.per_sm;
   if (blocks == 0) return 1;
   // From what the first query sees to the last key; blocks find their parts of what they see.
   const int64_t seen =
       params.window_left < 0 ? int64_t{params.keys} : int64_t{params.window_left} + params.queries;
-  const int64_t keys = std::min<int64_t>(seen, params.keys);
-  const int64_t most = std::max<int64_t>(keys / kFewestKeysOfSplit, 1);
+  const int64_t keys = std::min<int64_t>(seen, params.keys), of_wave = per_sm * multiprocessors;
+  const int64_t most = std::max<int64_t>(keys / of_keys.fewest_keys, 1);
+  const bool hides_starts = per_sm > 1;
   const auto time_of = [&](int64_t splits) {
-    const int64_t waves = divide_up(blocks * splits, of_wave);
-    const int64_t of_block = divide_up(keys, splits) + kKeysOfStart;
-    if (splits == 1) return (kImbalance * waves + 1) * of_block;
-    return (kImbalance * waves + 1) * (of_block + kKeysOfPart * rows) + kImbalance * kKeysOfLaunch;
+    const int64_t waves = divide_up(blocks * splits, of_wave), is_split = splits > 1;
+    const int64_t of_block = divide_up(keys, splits) + is_split * kKeysOfPart * of_keys.rows +
+                             (hides_starts ? 0 : kKeysOfStart);
+    const int64_t once = is_split * kKeysOfLaunch + (hides_starts ? kKeysOfStart : 0);
+    return (kImbalance * waves + 1) * of_block + kImbalance * once / per_sm;
   };
   // For less than an eighth another launch is not worth the host's time.
   int64_t best = 1, least = time_of(1) * 7 / 8;
@@ -297,16 +300,22 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
   if (hopper_tile < 0 && takes_few_queries(params)) {
     // They wait for memory: all that have room run at a time.
     const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
-    const int bytes = DecodeLayout(head_dim, decode_warps(head_dim, device.shared_bytes)).bytes;
-    const int per_sm = std::min(decode_blocks_per_sm(head_dim),
-                                device.shared_bytes_per_sm / (bytes + kReservedSharedBytes));
-    return splits_for(params, params.batches * params.key_heads * decode_row_tiles(params),
-                      int64_t{per_sm} * device.multiprocessors, kMaxDecodeQueries);
+    const int bytes = DecodeLayout(head_dim).bytes + kReservedSharedBytes;
+    return splits_for(params,
+                      {.blocks = params.batches * params.key_heads * decode_row_tiles(params),
+                       .rows = kMaxDecodeQueries,
+                       .per_sm = std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes),
+                       .fewest_keys = fewest_keys_of_decode_split(head_dim)},
+                      device.multiprocessors);
   }
   // They compute: several on a multiprocessor take longer.
   const auto splits_of = [&](const auto& tile, int64_t heads) {
-    const int64_t blocks = params.batches * heads * divide_up(params.queries, tile.queries());
-    return splits_for(params, blocks, device.multiprocessors, tile.queries());
+    return splits_for(params,
+                      {.blocks = params.batches * heads * divide_up(params.queries, tile.queries()),
+                       .rows = tile.queries(),
+                       .per_sm = 1,
+                       .fewest_keys = kFewestKeysOfSplit},
+                      device.multiprocessors);
   };
   if (hopper_tile >= 0) {
     const AttentionHopperTile& tile = kAttentionHopperTiles[hopper_tile];

@@ -82,6 +82,20 @@ __device__ inline void clear_and_negate_below(float& first, float& second, float
       : "r"(halves), "r"(least));
 }
 
+// Lets the next launch of the stream begin when all blocks have called this or ended, where it is
+// Together::kOverlapping. There, wait_for_launch_before waits until this launch has ended and what
+// it wrote is visible.
+__device__ inline void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The address of shared memory that the instructions below take.
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -30,18 +30,18 @@ struct DecodeRow {
   }
 };
 
-// As many warps as the block has room for. Without parts it writes rows of the output.
+// Without parts it writes rows of the output.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
+__global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   using Rows = Tile<T, kDecodeKeys, kDim>;
-  constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
-  constexpr DecodeLayout kLayout(kDim, kMaxWarps);
+  constexpr int kStages = kDecodeStages, kWarps = decode_warps(kDim);
+  constexpr DecodeLayout kLayout(kDim);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
   const FirstElement mine(threadIdx.x);
+  if (params.parts != nullptr) let_next_launch_begin();
   int split, first_row, key_head, batch;
   {
     int tile;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
 
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
   const auto start_copy = [&](int step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     if (key < end) {
       const Rows keys{ring + step % kStages * kLayout.stage_bytes};
       const Rows values{keys.address + Rows::kBytes};
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
 #pragma unroll 1
-  for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
+  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   // What the warps have of each row.
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + warps * 16 * kPitch;  // largest logit and sum of weights
+  float* const ends = sums + kWarps * 16 * kPitch;  // largest logit and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
@@ -182,17 +182,16 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  for (int row = warp; row < 16; row += warps) {
+  for (int row = warp; row < 16; row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kMaxWarps];
+    float max = kLowest, sum = 0.f, shares[kWarps];
 #pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i < warps) max = fmaxf(max, ends[2 * (i * 16 + row)]);
+    for (int i = 0; i < kWarps; ++i) {
+      max = fmaxf(max, ends[2 * (i * 16 + row)]);
     }
 #pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i >= warps) break;
+    for (int i = 0; i < kWarps; ++i) {
       shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
@@ -200,8 +199,7 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
     const auto total_of = [&](int column) {
       float2 total = {};
 #pragma unroll
-      for (int i = 0; i < kMaxWarps; ++i) {
-        if (i >= warps) break;
+      for (int i = 0; i < kWarps; ++i) {
         const float2 more =
             *reinterpret_cast<const float2*>(sums + (i * 16 + row) * kPitch + column);
         total.x += more.x * shares[i];
