@@ -177,7 +177,7 @@ def test_few_queries_split_the_keys() -> None:
 @pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
-    """Of a step of decoding, of which a multiprocessor has room for two blocks, and of more queries."""
+    """A multiprocessor has room for two blocks of a step of decoding, for one of more queries."""
     of_wave = (2 if queries == 1 else 1) * H200.multiprocessors
     fewest = _fewest_keys(dim) if queries == 1 else kernel_limits().attention["kFewestKeysOfSplit"]
     for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
