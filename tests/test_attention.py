@@ -447,6 +447,53 @@ def test_heads_that_share_keys(heads: tuple[int, int], queries: int, dim: int) -
 
 
 @gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dims", [(576, 512), (288, 40), (24, 320)])
+@pytest.mark.parametrize("heads", [(128, 1), (6, 2)])
+@pytest.mark.parametrize("lengths", [(1, 31), (1, 5000), (3, 700), (70, 200), (9, 0)])
+def test_wide_heads(
+    lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of latent attention: values may be the first columns of keys."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("its blocks need the shared memory of 9.0 and 10.x")
+    queries, keys = lengths
+    shape = {"batch": 2, "heads": heads, "lengths": lengths, "dims": dims}
+    query, key, value = tensors("cuda", dtype, **shape)
+    mask = coin(2, heads[0], queries, keys, device="cuda")
+    mask[:, 1, 0] = True  # a query sees nothing
+    blocks = coin(1, 1, -(-queries // 64), -(-keys // 64), device="cuda")
+    first = torch.randint(-9, keys + 9, (2, 1, queries), device="cuda", dtype=torch.int32)
+    bias = normal(1, heads[0], queries, keys, device="cuda", dtype=dtype, seed=4)
+    sink = normal(heads[0], device="cuda", seed=5)
+    values = [value] if dims[0] < dims[1] else [value, key[..., : dims[1]]]
+    for value, options in itertools.product(
+        values,
+        (
+            {},
+            {"causal": True, "sink": sink},
+            {"window": (40, 3)},
+            {"mask": mask},
+            {"mask": megasoftmax.TileMask.from_blocks(blocks, 64)},
+            {"visible": (first, first + 100)},
+            {"bias": bias, "mask": mask, "sink": 0.5},
+        ),
+    ):
+        with torch.no_grad():
+            found, lse = megasoftmax.attention(
+                query, key, value, **options, return_lse=True, fused=True
+            )
+            wanted, wanted_lse = megasoftmax.attention(
+                *(tensor.float() for tensor in (query, key, value)),
+                **(options | ({"bias": bias.float()} if "bias" in options else {})),
+                return_lse=True,
+                fused=False,
+            )
+        torch.testing.assert_close(found.float(), wanted, **closeness(dtype))
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+
+
+@gpu
 @pytest.mark.usefixtures("kernels")
 def test_splits_drop_what_whole_rows_drop() -> None:
     """Of keys that are split, those that a call of many batches keeps whole."""

@@ -263,7 +263,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Inputs inputs(query, key, value, bias,
-                      takes_few_queries(query.size(2), dropout > 0, block));
+                      is_wide(query.size(3), value.size(3)) ||
+                          takes_few_queries(query.size(2), dropout > 0, block));
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed);
@@ -278,7 +279,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
     parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }
-  if (!takes_few_queries(params) && (mask || first || end)) {
+  if (!takes_few_queries(params) && !is_wide(params) && (mask || first || end)) {
     const bool finds_ranges = attention_forward_finds_ranges(params);
     if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query);
     if (finds_ranges) {

@@ -79,7 +79,7 @@ bool attention_sums_in_clusters(const AttentionBackwardParams& params) {
 
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
-  if (!is_valid(params)) return cudaErrorInvalidValue;
+  if (!is_valid(params) || is_wide(params)) return cudaErrorInvalidValue;
   const int tile = hopper_backward(params);
   return params.query.type == DType::kFloat16
              ? attention_backward_instance<__half>(params, tile, stream)

@@ -10,6 +10,7 @@
 #include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/query_gradient.cuh"
+#include "sm80/wide.cuh"
 
 namespace megasoftmax {
 
@@ -65,7 +66,17 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
 }
 
 template <class T>
+cudaError_t launch_wide(AttentionForwardParams params, cudaStream_t stream) {
+  params.row_tiles = Divider(wide_row_tiles(params));
+  return launch_tiles(params.bias.data != nullptr ? attention_wide_kernel<T, true>
+                                                  : attention_wide_kernel<T, false>,
+                      params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
+                      kWideThreads, WideLayout::kBytes, stream, params);
+}
+
+template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
+  if (is_wide(params)) return launch_wide<T>(params, stream);
   if (takes_few_queries(params))
     return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
                                        : launch_decode<T, false>(params, stream);

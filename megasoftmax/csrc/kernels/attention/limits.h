@@ -136,6 +136,13 @@ constexpr int fewest_keys_of_decode_split(int head_dim) {
 // kernels, where a block reads keys once for several heads.
 inline constexpr int kMostQueriesOfSharedRows = 8;
 
+// Head dimensions beyond kMaxHeadDim, forward: the largest of queries and keys, and of values; the
+// rows of a block, queries of heads that share keys; the keys of a step. Blocks need the shared
+// memory of GPUs of these major numbers.
+inline constexpr int kMaxWideHeadDim = 576, kMaxWideValueDim = 512;
+inline constexpr int kWideRows = 64, kWideKeys = 32, kWideThreads = 256;
+inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
+
 // Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
 // keys, of at least kFewestKeysOfSplit, or those of few queries. The parts are as many as make
 // whole waves of blocks, up to so many waves. How many waves, the time tells, in keys that a block

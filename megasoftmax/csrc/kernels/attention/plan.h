@@ -116,6 +116,22 @@ inline bool takes_few_queries(const AttentionParams& params) {
   return takes_few_queries(params.queries, params.dropout.is_given(), params.mask_block);
 }
 
+// Head dimensions beyond kMaxHeadDim have a kernel of their own, which reads masks and biases entry
+// by entry, too.
+constexpr bool is_wide(int64_t head_dim, int64_t value_dim) {
+  return std::max(head_dim, value_dim) > kMaxHeadDim;
+}
+inline bool is_wide(const AttentionParams& params) {
+  return is_wide(params.head_dim, params.value_dim);
+}
+static_assert(WideLayout::kBytes <= shared_bytes_of(kFirstWideMajor) &&
+              WideLayout::kBytes <= shared_bytes_of(kLastWideMajor));
+
+// Tiles of rows of a key head.
+inline int64_t wide_row_tiles(const AttentionParams& params) {
+  return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kWideRows);
+}
+
 // Tiles of 16 rows of a key head, where queries are few.
 inline int64_t decode_row_tiles(const AttentionParams& params) {
   return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kMaxDecodeQueries);
@@ -297,6 +313,13 @@ inline int hopper_forward_tile(const AttentionParams& params) {
 
 // Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
 inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
+  if (is_wide(params))
+    return splits_for(params,
+                      {.blocks = params.batches * params.key_heads * wide_row_tiles(params),
+                       .rows = kWideRows,
+                       .per_sm = 1,
+                       .fewest_keys = 2 * kWideKeys},
+                      device.multiprocessors);
   if (hopper_tile < 0 && takes_few_queries(params)) {
     // They wait for memory: all that have room run at a time.
     const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
@@ -326,9 +349,12 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
 }
 
 inline bool is_valid(const AttentionParams& params) {
-  return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
-         params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&
-         params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
+  const bool fits = is_wide(params)
+                        ? params.head_dim <= kMaxWideHeadDim &&
+                              params.value_dim <= kMaxWideValueDim && !params.dropout.is_given()
+                        : true;
+  return params.head_dim > 0 && fits && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+         params.scale > 0 && params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
 }
 
 }  // namespace megasoftmax

@@ -30,6 +30,69 @@ struct DecodeRow {
   }
 };
 
+// What the two rows of a lane see, from number `lane_row` and 8 further on; and the first and the
+// last key that a row of the warp sees.
+__device__ inline void find_visible(const AttentionForwardParams& params, int batch, int key_head,
+                                    int lane_row, KeyRange (&visible)[2], int& first_seen,
+                                    int& last_seen) {
+  first_seen = params.keys;
+  last_seen = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
+    visible[half] = row.is_row ? visible_keys(params, batch, row.head, row.query) : KeyRange{0, 0};
+    first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
+    last_seen = max(last_seen, visible[half].end);
+  }
+  first_seen = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
+  last_seen = __reduce_max_sync(~0u, last_seen);
+}
+
+// Which pairs of these rows and of keys from `key` on are excluded, and their biases. An entry of
+// the mask stands for `mask_block` queries and keys.
+template <class T, bool kHasBias, int kN>
+__device__ __forceinline__ void find_excluded(const AttentionForwardParams& params, int batch,
+                                              int key_head, int lane_row, int key, int end,
+                                              int mask_block, const KeyRange (&visible)[2],
+                                              Excluded<1, kN>& excluded,
+                                              Accumulators<1, kN>& biases) {
+  const FirstElement mine(threadIdx.x);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
+    const bool* const mask =
+        params.mask.data == nullptr
+            ? nullptr
+            : params.mask.row<const bool>(batch, row.head, row.query / mask_block);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = key + mine.column + column_offset(n, i);
+        const bool is_visible = column < end && visible[half].contains(column);
+        if (!is_visible ||
+            (mask != nullptr && mask[column / mask_block * params.mask.column_stride]))
+          excluded.add(0, n, 2 * half + i);
+        if constexpr (kHasBias) {
+          const BiasRows<T> bias(params, batch, row.head);
+          if (is_visible) biases[0][n][2 * half + i] = bias(row.query, column);
+        }
+      }
+    }
+  }
+}
+
+// Makes logits of products.
+template <int kN>
+__device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float scale,
+                                           const Accumulators<1, kN>& biases) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[0][n][i] = fmaf(scores[0][n][i], scale, biases[0][n][i]);
+  }
+}
+
 // Without parts it writes rows of the output.
 template <class T, bool kHasBias, int kDim>
 __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
@@ -50,22 +113,15 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     params.row_tiles.split(tile, split, row_tile);
     first_row = row_tile * 16;
   }
+  const int lane_row = first_row + mine.row;
   // What the rows of a lane see, and what of the keys that any row sees is this split's.
   KeyRange visible[2];
   int begin, end;
   {
-    int first_seen = params.keys, last_seen = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
-      visible[half] =
-          row.is_row ? visible_keys(params, batch, row.head, row.query) : KeyRange{0, 0};
-      first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
-      last_seen = max(last_seen, visible[half].end);
-    }
-    first_seen = min(max(__reduce_min_sync(~0u, first_seen), 0), params.keys);
-    const KeyRange part = part_of<kDecodeKeys>(
-        params, {first_seen / kDecodeKeys * kDecodeKeys, __reduce_max_sync(~0u, last_seen)}, split);
+    int first_seen, last_seen;
+    find_visible(params, batch, key_head, lane_row, visible, first_seen, last_seen);
+    const KeyRange part =
+        part_of<kDecodeKeys>(params, {first_seen / kDecodeKeys * kDecodeKeys, last_seen}, split);
     begin = part.begin;
     end = part.end;
   }
@@ -74,7 +130,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   uint32_t queries[kDim / 16][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
+    const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
     const T* const source = params.query.row<const T>(batch, row.head, row.query);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -115,27 +171,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
     Excluded<1, kN> excluded;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const DecodeRow row(params, key_head, first_row + mine.row + row_offset(0, 2 * half));
-      const bool* const mask = params.mask.data == nullptr
-                                   ? nullptr
-                                   : params.mask.row<const bool>(batch, row.head, row.query);
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int column = key + mine.column + column_offset(n, i);
-          const bool is_visible = column < end && visible[half].contains(column);
-          if (!is_visible || (mask != nullptr && mask[column * params.mask.column_stride]))
-            excluded.add(0, n, 2 * half + i);
-          if constexpr (kHasBias) {
-            const BiasRows<T> bias(params, batch, row.head);
-            if (is_visible) biases[0][n][2 * half + i] = bias(row.query, column);
-          }
-        }
-      }
-    }
+    find_excluded<T, kHasBias>(params, batch, key_head, lane_row, key, end, 1, visible, excluded,
+                               biases);
     wait_for_older_copies<kStages - 1>();
     __syncwarp();
     const Rows keys{ring + step % kStages * kLayout.stage_bytes};
@@ -148,14 +185,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
       multiply_add<T>(scores[0][0], queries[i], pair[0], pair[1]);
       multiply_add<T>(scores[0][1], queries[i], pair[2], pair[3]);
     }
-    if constexpr (kHasBias) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          scores[0][n][i] = fmaf(scores[0][n][i], params.scale, biases[0][n][i]);
-      }
-    }
+    if constexpr (kHasBias) add_biases(scores, params.scale, biases);
     excluded.apply(scores, -INFINITY);
     softmax.template step<kHasBias>(scores, output);
     multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));
