@@ -124,8 +124,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, tiles, heads, most_blocks, 1, Memory::kThreads, Memory::kBytes,
-                              stream, launched, maps);
+      return launch_with_maps(kernel, tiles, heads, most_blocks, 1, Memory::kThreads,
+                              Memory::kBytes, stream, launched, maps);
     });
   });
 }
