@@ -432,6 +432,31 @@ def test_blocks_share_the_keys_of_queries(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [32, 64, 128, 200])
+@pytest.mark.parametrize(
+    "lengths", [(1, 600), (1, 1030), (2, 1500), (5, 700), (16, 2111), (1, 9000)]
+)
+def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
+    """Up to 8 blocks are a cluster; some see nothing, or have rows that others lack."""
+    shape = {"batch": 2, "heads": (6, 2), "lengths": lengths, "dims": (dim, dim)}
+    q, k, v = tensors("cuda", dtype, **shape)
+    check(q, k, v)
+    check(q, k, v, causal=True, sink=0.5)
+    check(q, k, v, window=(300, 2), what="window")
+    mask = coin(2, 6, *lengths, device="cuda")
+    mask[..., :512] = True  # some splits see nothing
+    mask[:, 1, 0] = True  # and a query
+    check(q, k, v, mask=mask, what="mask")
+    bias = normal(1, 6, *lengths, device="cuda", dtype=dtype, seed=4)
+    check(q, k, v, bias=bias.requires_grad_(), mask=mask, what="bias")
+    with torch.no_grad():
+        found = [megasoftmax.attention(q, k, v, fused=True) for _ in range(2)]
+    assert bits_equal(*found)
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("queries", [8, 9, 17, 33, 64, 65])
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (5, 1), (8, 1)])

@@ -275,7 +275,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   params.statistics = static_cast<float*>(statistics.data_ptr());
   Tensor parts, tiles_taken;
   params.splits = attention_forward_splits(params);
-  if (params.splits > 1) {
+  if (attention_forward_takes_parts(params)) {
     parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }

@@ -43,6 +43,11 @@ int attention_forward_splits(const AttentionParams& params) {
   return forward_splits(params, current_device(), hopper_forward(params));
 }
 
+bool attention_forward_takes_parts(const AttentionForwardParams& params) {
+  return params.splits > 1 &&
+         !adds_parts_in_clusters(params, current_device(), hopper_forward(params));
+}
+
 bool attention_forward_finds_ranges(const AttentionForwardParams& params) {
   return hopper_forward(params) >= 0;
 }

@@ -28,18 +28,20 @@ cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Launches so many blocks for each head and batch.
+// Launches so many blocks for each head and batch, or clusters of `cluster` blocks.
 template <class Params>
 cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, int64_t batches,
-                         int threads, int shared_bytes, cudaStream_t stream, Params params) {
-  const int64_t blocks = tiles * heads * batches;
+                         int threads, int shared_bytes, cudaStream_t stream, Params params,
+                         int cluster = 1) {
+  const int64_t blocks = tiles * heads * batches * cluster;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   params.order = TileOrder(tiles, batches,
                            heads_of_section(params, heads, batches, bytes_of_head(params),
                                             current_device().cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, Together::kNot, 1, stream, params);
+                shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
+                stream, params);
 }
 
 // Launches a thread for each of `count` items.
@@ -59,9 +61,11 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   const int index = tile_for(kAttentionForwardTiles, params);
   return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
+    const int cluster = params.parts == nullptr ? params.splits : 1;
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
-                        params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
-                        32 * decode_warps(kDim), DecodeLayout(kDim).bytes, stream, params);
+                        params.splits / cluster * params.row_tiles.divisor, params.key_heads,
+                        params.batches, 32 * decode_warps(kDim), DecodeLayout(kDim).bytes, stream,
+                        params, cluster);
   });
 }
 

@@ -18,7 +18,7 @@ struct AttentionExplanation {
   int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim;  // what head dimensions are filled up to
   int64_t tile_queries, tile_keys;
-  int64_t splits;  // of the keys among blocks, forward; a second launch adds the parts
+  int64_t splits;  // of the keys among blocks, forward; a launch or a cluster adds the parts
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
   int64_t threads, blocks;
   int64_t shared_bytes;  // of a block; 0 for Hopper's kernels, which are not chosen by it
@@ -68,7 +68,7 @@ void explain_forward(AttentionForwardParams params, const Device& device,
   params.splits = forward_splits(params, device, tile);
   found.splits = params.splits;
   found.slices = 1;
-  if (params.splits > 1)
+  if (params.splits > 1 && !adds_parts_in_clusters(params, device, tile))
     found.workspace_bytes = params.part_floats() * static_cast<int64_t>(sizeof(float));
   if (tile >= 0)
     explain_hopper_forward(params, kAttentionHopperTiles[tile], device.multiprocessors, found);
@@ -143,6 +143,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   device.shared_bytes = static_cast<int>(call->shared_bytes);
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = static_cast<int>(call->major);
+  device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
   if (call->is_backward != 0) {
     const int tile = device.major == kHopperMajor ? hopper_backward_tile(params) : -1;
     explain_backward(params, tile, device, *explanation);

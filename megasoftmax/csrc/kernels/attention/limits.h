@@ -154,6 +154,11 @@ inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 
+// Of few queries, up to so many blocks with the same queries are a cluster, which adds up parts in
+// shared memory: no second launch. The GPU must have room for clusters: at most one of their blocks
+// for each multiprocessor.
+inline constexpr int kMaxClusterOfSplits = 8;
+
 // A warp adds up at least four parts of a row where there are as many.
 inline constexpr int kCombineThreads = 256;
 constexpr int combine_warps(int splits) {

@@ -88,7 +88,7 @@ struct AttentionForwardParams : AttentionParams {
   Strided output;
 
   // Keys are split among so many blocks, and `parts`, workspace of part_floats(), has what each
-  // makes of a row. Null: keys are not split.
+  // makes of a row. Null: keys are not split, or the blocks are a cluster, which adds up.
   int splits = 1;
   float* parts = nullptr;
   Divider row_tiles;  // of those that have the same keys; set by the launcher

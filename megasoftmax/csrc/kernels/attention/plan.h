@@ -348,6 +348,17 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
                    params.heads);
 }
 
+// Whether the blocks of a decoding launch that share queries add up their parts in a cluster.
+// `hopper_tile` as above.
+inline bool adds_parts_in_clusters(const AttentionForwardParams& params, const Device& device,
+                                   int hopper_tile) {
+  const int64_t blocks =
+      params.batches * params.key_heads * decode_row_tiles(params) * params.splits;
+  return hopper_tile < 0 && !is_wide(params) && takes_few_queries(params) && params.splits > 1 &&
+         params.splits <= kMaxClusterOfSplits && device.max_cluster >= kMaxClusterOfSplits &&
+         blocks <= device.multiprocessors;
+}
+
 inline bool is_valid(const AttentionParams& params) {
   const bool fits = is_wide(params)
                         ? params.head_dim <= kMaxWideHeadDim &&

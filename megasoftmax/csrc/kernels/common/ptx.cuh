@@ -258,6 +258,20 @@ __device__ inline void store_to_cluster(void* shared, int block, uint64_t value)
 #endif
 }
 
+// From another block's shared memory, which must not end before: after the barrier that follows.
+__device__ inline float2 load_from_cluster(const float2* shared, int block) {
+  float2 value = {};
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;"
+      "ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(block)
+      : "memory");
+#endif
+  return value;
+}
+
 // What blocks of a cluster send to each other's shared memory is counted in bytes by a barrier
 // there: its phase ends when one thread has said how many there will be and all have arrived. The
 // barrier must be visible to the cluster, by a barrier of the cluster, before anyone uses it.

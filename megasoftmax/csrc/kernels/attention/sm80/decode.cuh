@@ -105,12 +105,19 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const FirstElement mine(threadIdx.x);
   if (params.parts != nullptr) let_next_launch_begin();
+  const bool is_cluster = params.parts == nullptr && params.splits > 1;
   int split, first_row, key_head, batch;
   {
-    int tile;
-    params.order.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
+    const int block = static_cast<int>(blockIdx.x);
     int row_tile;
-    params.row_tiles.split(tile, split, row_tile);
+    if (is_cluster) {
+      params.order.place(block / params.splits, row_tile, key_head, batch);
+      split = block % params.splits;
+    } else {
+      int tile;
+      params.order.place(block, tile, key_head, batch);
+      params.row_tiles.split(tile, split, row_tile);
+    }
     first_row = row_tile * 16;
   }
   const int lane_row = first_row + mine.row;
@@ -212,6 +219,18 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
+  // total_of(column): sums of values times weights, of it and the next column.
+  const auto store_row = [&](const DecodeRow& place, const PartEnd& end_of_row, auto&& total_of) {
+    const RowEnd row_end(end_of_row.max, end_of_row.sum, sink_logit(params.sink, place.head),
+                         params.can_exclude);
+    if (lane == 0) row_end.store(params, params.row_index(batch, place.head, place.query));
+    T* const out = params.output.row<T>(batch, place.head, place.query);
+    for (int column = 2 * lane; column < params.value_dim; column += 64) {
+      const float2 total = total_of(column);
+      *reinterpret_cast<uint32_t*>(out + column) =
+          round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
+    }
+  };
   for (int row = warp; row < 16; row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
@@ -242,17 +261,57 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
       float* const part = params.part(split, row_of_all);
       for (int column = 2 * lane; column < params.value_dim; column += 64)
         *reinterpret_cast<float2*>(part + column) = total_of(column);
-      continue;
-    }
-    const RowEnd row_end(max, sum, sink_logit(params.sink, place.head), params.can_exclude);
-    if (lane == 0) row_end.store(params, row_of_all);
-    T* const out = params.output.row<T>(batch, place.head, place.query);
-    for (int column = 2 * lane; column < params.value_dim; column += 64) {
-      const float2 total = total_of(column);
-      *reinterpret_cast<uint32_t*>(out + column) =
-          round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
+    } else if (is_cluster) {
+      // In the place of what the first warp has of the row.
+      for (int column = 2 * lane; column < params.value_dim; column += 64)
+        *reinterpret_cast<float2*>(sums + row * kPitch + column) = total_of(column);
+      __syncwarp();  // all lanes have read the ends of all warps
+      if (lane == 0) reinterpret_cast<float2*>(ends)[row] = {max, sum};
+    } else {
+      store_row(place, {max, sum}, total_of);
     }
   }
+  if (!is_cluster) return;
+
+  // What the blocks of the cluster have of each row, each of some of the keys.
+  __syncwarp();
+  arrive_at_cluster();
+  wait_for_cluster();
+  for (int row = warp * params.splits + split; row < 16; row += kWarps * params.splits) {
+    const DecodeRow place(params, key_head, first_row + row);
+    if (!place.is_row) continue;
+    // All loads are on their way at once; those of the last block again take the place of others.
+    const auto load_all = [&](float2(&loaded)[kMaxClusterOfSplits], const float* mine) {
+#pragma unroll
+      for (int i = 0; i < kMaxClusterOfSplits; ++i)
+        loaded[i] =
+            load_from_cluster(reinterpret_cast<const float2*>(mine), min(i, params.splits - 1));
+    };
+    float2 parts[kMaxClusterOfSplits];
+    load_all(parts, ends + 2 * row);
+    float max = kLowest, sum = 0.f, shares[kMaxClusterOfSplits];
+#pragma unroll
+    for (const float2& part : parts) max = fmaxf(max, part.x);
+#pragma unroll
+    for (int i = 0; i < kMaxClusterOfSplits; ++i) {
+      shares[i] = exp2_approximate((parts[i].x - max) * kLog2E);
+      if (i < params.splits) sum += parts[i].y * shares[i];
+    }
+    store_row(place, {max, sum}, [&](int column) {
+      float2 of_blocks[kMaxClusterOfSplits], total = {};
+      load_all(of_blocks, sums + row * kPitch + column);
+#pragma unroll
+      for (int i = 0; i < kMaxClusterOfSplits; ++i) {
+        if (i >= params.splits) continue;
+        total.x += of_blocks[i].x * shares[i];
+        total.y += of_blocks[i].y * shares[i];
+      }
+      return total;
+    });
+  }
+  __syncwarp();
+  arrive_at_cluster();  // what others read is there until all have read it
+  wait_for_cluster();
 }
 
 }  // namespace megasoftmax
