@@ -13,6 +13,7 @@ from tables import (
     attention_table,
     decode_table,
     families_tables,
+    few_queries_table,
     gpu_tests_table,
     headline,
     host_table,
@@ -29,6 +30,7 @@ ORIGINS = {
     "tuning": ("tune.csv", "tune_softmax.py"),
     "topk": ("topk.csv", "bench_topk.py"),
     "attention": ("attention.csv", "bench_attention.py"),
+    "few queries": ("decoding.csv", "bench_decoding.py"),
     "ranges": ("ranges.csv", "bench_ranges.py"),
     "dropout": ("dropout.csv", "bench_dropout.py"),
     "training": ("training.csv", "bench_training.py"),
@@ -50,6 +52,7 @@ def fill_pages(check: bool = False) -> None:
     numbers = {"headline": headline(), "attention table": attention_table(attention)}
     numbers |= {
         "decode table": decode_table(attention),
+        "few queries table": few_queries_table(read("decoding.csv")),
         "training table": training_table(read("training.csv")),
         "reference table": reference_table(read("reference_cpu.csv")),
         "ranges table": passes_table(read("ranges.csv"), ("case", "implementation")),

@@ -126,6 +126,28 @@ def decode_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def few_queries_table(rows: list[Row]) -> str:
+    """Microseconds, in brackets per cent of a copy, and our speed over the fastest backend's."""
+    cases: dict[str, Case] = {}
+    for row in rows:
+        if row["microseconds"]:
+            cases.setdefault(row["case"], {})[row["implementation"]] = row
+    peers = [name for name in ATTENTION_PEERS if any(name in case for case in cases.values())]
+    head = ["batch", "heads", "queries", "keys", "head dim", "window", OURS, *peers, "speedup"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
+    for case in cases.values():
+        ours = case[OURS]
+        cells = [ours["batch"], f"{ours['heads']}/{int(ours['heads']) // int(ours['group'])}"]
+        cells += [ours[name] for name in ("queries", "keys", "head_dim")]
+        cells.append(ours["window"] if ours["window"] != "0" else "")
+        for name in (OURS, *peers):
+            row = case.get(name)
+            cells.append(f"{short(row['microseconds'])} ({row['percent_of_copy']})" if row else "")
+        cells.append(f"{float(ours['of_best']):.2f}×" if ours["of_best"] else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def training_table(rows: list[Row]) -> str:
     """Tokens per second and peak GiB per model and implementation, or why there are none."""
     lines = [
@@ -191,6 +213,8 @@ def gpu_tests_table(rows: list[Row]) -> str:
 def origin(name: str, script: str) -> str:
     """With what and when a CSV file was measured, and a link to it."""
     rows = read(name)
+    if not rows:
+        return f"Not measured yet: `python benchmarks/{script}` writes {name}."
     row = rows[-1]
     commits = list(dict.fromkeys(each["commit"] for each in rows))
     device = row.get("gpu") or row["device"]

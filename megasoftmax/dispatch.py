@@ -166,8 +166,7 @@ def reasons_against_fused_attention(
     found = (
         *_of_any_tensor(query, _first_with_attention()),
         _attention_dtype(query.dtype),
-        _head_dim("query and key", query.shape[-1]),
-        _head_dim("value", value.shape[-1]),
+        *_head_dims(query, value, dropout),
         _attention_scale(scale),
         _attention_dropout(dropout),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
@@ -316,8 +315,40 @@ def _attention_limit(name: str) -> int:
     return kernel_limits().attention[name]
 
 
-def _head_dim(name: str, size: int) -> Reason | None:
-    return _count(f"head dimension of {name}", size, _attention_limit("kMaxHeadDim"))
+def _head_dims(query: Tensor, value: Tensor, dropout: float) -> tuple[Reason | None, ...]:
+    sizes = query.shape[-1], value.shape[-1]
+    most = _attention_limit("kMaxHeadDim")
+    if sizes[0] <= most and sizes[1] <= most:
+        return ()
+    names = "head dimension of query and key", "head dimension of value"
+    without = _no_wide_heads(query, dropout)
+    if without is None:
+        wide = _attention_limit("kMaxWideHeadDim"), _attention_limit("kMaxWideValueDim")
+        return tuple(map(_count, names, sizes, wide))
+    return tuple(
+        Reason(name, str(size), f"at most {most} {without}")
+        for name, size in zip(names, sizes, strict=True)
+        if size > most
+    )
+
+
+def _no_wide_heads(query: Tensor, dropout: float) -> str | None:
+    """Where head dimensions beyond kMaxHeadDim have no kernel: it is one for inference."""
+    if torch.is_grad_enabled():
+        return "while gradients are enabled (see torch.no_grad)"
+    if dropout:
+        return "with dropout"
+    if query.is_cuda and not _has_wide_heads(query.device.index):
+        return "on GPUs of this compute capability"
+    return None
+
+
+def _has_wide_heads(index: int) -> bool:
+    first, last = (_attention_limit(name) for name in ("kFirstWideMajor", "kLastWideMajor"))
+    return first <= torch.cuda.get_device_capability(index)[0] <= last
+
+
+_has_wide_heads._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
 
 
 def _count(name: str, count: int, most: int) -> Reason | None:

@@ -506,8 +506,10 @@ def attention(
 
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
-            strides. Kernels take the 16-bit types and head dimensions up to 256; of query, key and
-            value they copy what does not consist of dense rows that begin at multiples of 16 bytes.
+            strides. Kernels take the 16-bit types and head dimensions up to 256, or for inference
+            on compute capability 9.0 and 10.x up to 576, and 512 of values (see `why_not_fused`).
+            Of query, key and value they copy what does not consist of dense rows that begin at
+            multiples of 16 bytes.
         key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
             head i reads key head i // (heads / key_heads).
         value: [batch, key_heads, keys, value_dim], of the same dtype.

@@ -95,6 +95,7 @@ def cases() -> list[Case]:
             deterministic=(False, True),
             kernels=KERNELS,
         ),
+        *product("attention wide", dtype=HALVES, has_bias=(False, True)),
     ]
 
 
@@ -570,7 +571,7 @@ VALUE_DIMS = {
 HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
 # Those of which GPUs with small blocks have tiles of their own.
 SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
-# Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split into 4 parts.
+# Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split.
 ATTENTION_SIZES = (
     *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257)),
     (33, 1030),
@@ -680,6 +681,44 @@ def call_attention(
         )
 
 
+def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
+    """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
+    wide = tuple(
+        kernel_limits().attention[name] for name in ("kMaxWideHeadDim", "kMaxWideValueDim")
+    )
+    maskings = itertools.cycle(("none", "mask", "blocks", "causal", "ranges"))
+    sizes = ((1, 1030), (1, 9), (33, 40), (7, 65), (0, 3), (2, 0))
+    for (queries, keys), (head_dim, value_dim) in zip(
+        given.sizes(sizes, sizes[1:3]), itertools.cycle((wide, (264, 40), (24, 300)))
+    ):
+        masking = next(maskings)
+        query, key, value = (
+            given.floats(BATCHES, *shape, dtype=HALVES[dtype])
+            for shape in (
+                (4 * HEADS, queries, head_dim),
+                (HEADS, keys, head_dim),
+                (HEADS, keys, value_dim),
+            )
+        )
+        if value_dim < head_dim and next(given.flags):
+            value = key[..., :value_dim]
+        block = 64 if masking == "blocks" else 1
+        mask = None
+        if masking in ("mask", "blocks"):
+            mask = given.mask(BATCHES, 4 * HEADS, -(-queries // block), -(-keys // block))
+        visible = (None, None)
+        if masking == "ranges":
+            visible = given.ranges(BATCHES, 4 * HEADS, queries, keys=keys)
+        bias = None
+        if has_bias:
+            bias = given.floats(1, 4 * HEADS, queries, keys, dtype=HALVES[dtype])
+        right = 0 if masking == "causal" else -1
+        OPS.attention_forward(
+            *(query, key, value, bias, mask, 0.3, False, -1, right),
+            *(*given.sink(4 * HEADS), False, *visible, None, block, 0.0, None),
+        )
+
+
 OPS = torch.ops.megasoftmax
 RUN: dict[str, Callable[..., None]] = {
     "softmax tile": softmax_tile,
@@ -693,4 +732,5 @@ RUN: dict[str, Callable[..., None]] = {
     "topk forward": topk_forward,
     "topk backward": topk_backward,
     "attention": attention,
+    "attention wide": attention_wide,
 }

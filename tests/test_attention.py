@@ -436,6 +436,94 @@ def test_blocks_share_the_keys_of_queries(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [32, 64, 128, 200])
+@pytest.mark.parametrize(
+    "lengths", [(1, 600), (1, 1030), (2, 1500), (5, 700), (16, 2111), (1, 9000)]
+)
+def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
+    """Up to 8 blocks are a cluster; some see nothing, or have rows that others lack."""
+    shape = {"batch": 2, "heads": (6, 2), "lengths": lengths, "dims": (dim, dim)}
+    q, k, v = tensors("cuda", dtype, **shape)
+    check(q, k, v)
+    check(q, k, v, causal=True, sink=0.5)
+    check(q, k, v, window=(300, 2), what="window")
+    mask = coin(2, 6, *lengths, device="cuda")
+    mask[..., :512] = True  # some splits see nothing
+    mask[:, 1, 0] = True  # and a query
+    check(q, k, v, mask=mask, what="mask")
+    bias = normal(1, 6, *lengths, device="cuda", dtype=dtype, seed=4)
+    check(q, k, v, bias=bias.requires_grad_(), mask=mask, what="bias")
+    with torch.no_grad():
+        found = [megasoftmax.attention(q, k, v, fused=True) for _ in range(2)]
+    assert bits_equal(*found)
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("queries", [8, 9, 17, 33, 64, 65])
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (5, 1), (8, 1)])
+def test_heads_that_share_keys(heads: tuple[int, int], queries: int, dim: int) -> None:
+    """On Hopper they share a block, a warpgroup each, up to 64 queries; some have none."""
+    for batch, keys in ((40, 90), (2, 700), (1, 5000)):
+        lengths = (queries, keys)
+        shape = {"batch": batch, "heads": heads, "lengths": lengths, "dims": (dim, dim)}
+        q, k, v = tensors("cuda", torch.bfloat16, **shape)
+        check(q, k, v, what=f"{keys} keys")
+        sink = normal(heads[0], device="cuda", seed=4).requires_grad_()
+        check(q, k, v, window=(60, 0), sink=sink, what=f"{keys} keys, window")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dims", [(576, 512), (288, 40), (24, 320)])
+@pytest.mark.parametrize("heads", [(128, 1), (6, 2)])
+@pytest.mark.parametrize("lengths", [(1, 31), (1, 5000), (3, 700), (70, 200), (9, 0)])
+def test_wide_heads(
+    lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of latent attention: values may be the first columns of keys."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("its blocks need the shared memory of 9.0 and 10.x")
+    queries, keys = lengths
+    shape = {"batch": 2, "heads": heads, "lengths": lengths, "dims": dims}
+    query, key, value = tensors("cuda", dtype, **shape)
+    mask = coin(2, heads[0], queries, keys, device="cuda")
+    mask[:, 1, 0] = True  # a query sees nothing
+    blocks = coin(1, 1, -(-queries // 64), -(-keys // 64), device="cuda")
+    first = torch.randint(-9, keys + 9, (2, 1, queries), device="cuda", dtype=torch.int32)
+    bias = normal(1, heads[0], queries, keys, device="cuda", dtype=dtype, seed=4)
+    sink = normal(heads[0], device="cuda", seed=5)
+    values = [value] if dims[0] < dims[1] else [value, key[..., : dims[1]]]
+    for value, options in itertools.product(
+        values,
+        (
+            {},
+            {"causal": True, "sink": sink},
+            {"window": (40, 3)},
+            {"mask": mask},
+            {"mask": megasoftmax.TileMask.from_blocks(blocks, 64)},
+            {"visible": (first, first + 100)},
+            {"bias": bias, "mask": mask, "sink": 0.5},
+        ),
+    ):
+        with torch.no_grad():
+            found, lse = megasoftmax.attention(
+                query, key, value, **options, return_lse=True, fused=True
+            )
+            wanted, wanted_lse = megasoftmax.attention(
+                *(tensor.float() for tensor in (query, key, value)),
+                **(options | ({"bias": bias.float()} if "bias" in options else {})),
+                return_lse=True,
+                fused=False,
+            )
+        torch.testing.assert_close(found.float(), wanted, **closeness(dtype))
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 def test_splits_drop_what_whole_rows_drop() -> None:
     """Of keys that are split, those that a call of many batches keeps whole."""
     shape = {"batch": 1, "heads": (2, 2), "lengths": (40, 3000), "dims": (64, 64)}

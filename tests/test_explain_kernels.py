@@ -175,21 +175,32 @@ def test_wider_values_choose_the_tile() -> None:
     assert explain_attention(1, 1, 64, 32, value_dim=200).tile_head_dim == 256
 
 
+def _fewest_keys(dim: int) -> int:
+    """Of a part of few queries: what a block has on its way."""
+    limits = kernel_limits().attention
+    warps = explain_attention(1, 1, 1, dim).threads // 32
+    return warps * limits["kDecodeKeys"] * (limits["kDecodeStages"] - 1)
+
+
 def test_few_queries_split_the_keys() -> None:
     found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
-    assert (found.kernel, found.splits) == ("decode", 2)  # 64 blocks, 132 multiprocessors
-    assert found.blocks == 8 * 8 * 2
-    assert found.workspace_bytes == 2 * 8 * 32 * (128 + 2) * 4
+    # 64 blocks, 132 multiprocessors with room for two: two waves.
+    assert (found.kernel, found.splits) == ("decode", 8)
+    assert found.blocks == 8 * 8 * 8
+    assert found.workspace_bytes == 8 * 8 * 32 * (128 + 2) * 4
     assert "at most 16 queries: 1" in found.why
     most = kernel_limits().attention["kMaxDecodeQueries"]
     assert explain_attention(1, 1, most, 64).kernel == "decode"
     assert explain_attention(1, 1, most + 1, 64).kernel == "forward"
     # No split has fewer keys than it is worth, and none needs no workspace.
-    fewest = kernel_limits().attention["kFewestKeysOfSplit"]
+    fewest = _fewest_keys(64)
     for keys, splits in ((fewest, 1), (2 * fewest - 1, 1), (4 * fewest, 4), (9 * fewest, 9)):
         found = explain_attention(1, 1, 1, 64, keys=keys)
         assert found.splits == splits
-        assert found.workspace_bytes == (0 if splits == 1 else splits * (64 + 2) * 4)
+        # Up to 8 blocks add up their parts in a cluster.
+        assert found.workspace_bytes == (splits * (64 + 2) * 4 if splits > 8 else 0)
+        found = explain_attention(1, 1, 1, 64, keys=keys, major=8)
+        assert found.workspace_bytes == (splits * (64 + 2) * 4 if splits > 1 else 0)
     # A window leaves fewer keys, also where it has no limit to the right.
     for window in ((9, 0), (9, -1)):
         assert explain_attention(1, 1, 2, 64, keys=9 * fewest, window=window).splits == 1
@@ -198,20 +209,56 @@ def test_few_queries_split_the_keys() -> None:
 @pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
-    """Of a step of decoding and of more queries; a multiprocessor has room for one such block."""
+    """A multiprocessor has room for two blocks of a step of decoding, for one of more queries."""
+    of_wave = (2 if queries == 1 else 1) * H200.multiprocessors
+    fewest = _fewest_keys(dim) if queries == 1 else kernel_limits().attention["kFewestKeysOfSplit"]
     for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
         found = explain_attention(batches, 32, queries, dim, keys=keys, key_heads=8)
         blocks = found.blocks // found.splits
         assert found.blocks == blocks * found.splits
-        assert (found.workspace_bytes > 0) == (found.splits > 1)
+        is_cluster = queries == 1 and found.splits <= 8 and found.blocks <= H200.multiprocessors
+        assert (found.workspace_bytes > 0) == (found.splits > 1 and not is_cluster)
         if found.splits > 1:
-            assert keys // found.splits >= 256
+            assert keys // found.splits >= fewest
             # One more split would begin another wave, or would have too few keys.
-            waves = -(-found.blocks // H200.multiprocessors)
+            waves = -(-found.blocks // of_wave)
             one_more = found.blocks + blocks
-            assert one_more > waves * H200.multiprocessors or keys // (found.splits + 1) < 256
+            assert one_more > waves * of_wave or keys // (found.splits + 1) < fewest
         elif keys == 131_072:
             assert blocks > 64
+
+
+def test_queries_of_heads_that_share_keys() -> None:
+    """On Hopper fewer of them are few."""
+    few = kernel_limits().attention["kMostQueriesOfSharedRows"]
+    call = {"keys": 5000, "key_heads": 4}
+    assert explain_attention(1, 8, few, 128, **call).kernel == "decode"
+    found = explain_attention(1, 8, few + 1, 128, **call)
+    assert (found.kernel, found.hopper) == ("forward", True)
+    assert f"more than {few} queries of heads that share keys: {few + 1}" in found.why
+    for options in ({"key_heads": 8}, {"major": 8}, {"relative": True}):
+        assert explain_attention(1, 8, few + 1, 128, **(call | options)).kernel == "decode"
+    assert explain_attention(1, 8, few + 1, 32, **call).kernel == "decode"
+
+
+def test_heads_share_blocks_on_hopper() -> None:
+    """A warpgroup each, of two for wide heads and of three for narrow ones."""
+    for group, queries, dim, blocks in (
+        (8, 64, 128, 4),
+        (8, 64, 64, 3),
+        (3, 17, 128, 2),
+        (2, 17, 64, 1),
+        (1, 17, 128, 1),
+        (8, 65, 128, 8),
+    ):
+        call = {"keys": 1100, "key_heads": 2}
+        found = explain_attention(60, 2 * group, queries, dim, **call)
+        assert found.hopper
+        assert found.blocks == 60 * 2 * blocks * found.splits
+        # What is of one head, and other kernels.
+        for options in ({"relative": True}, {"bias": True, "keys": 1104}, {"major": 8}):
+            alone = explain_attention(60, 2 * group, queries, dim, **(call | options))
+            assert alone.blocks == 60 * 2 * group * alone.splits
 
 
 def test_more_queries_split_long_keys() -> None:

@@ -218,8 +218,11 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
     reasons = []
     if kernel == "decode":
         reasons += [f"at most {most} queries: {call.queries}"]
-    elif kernel == "forward":
+    elif kernel == "forward" and call.queries > most:
         reasons += [f"more than {most} queries: {call.queries}"]
+    elif kernel == "forward":
+        few = limits["kMostQueriesOfSharedRows"]
+        reasons += [f"more than {few} queries of heads that share keys: {call.queries}"]
     if plan.splits > 1:
         reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]
     head_dim = max(call.head_dim, call.value_dim)

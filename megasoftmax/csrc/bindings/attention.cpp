@@ -273,7 +273,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
   const Inputs inputs(query, key, value, bias,
-                      takes_few_queries(query.size(2), dropout > 0, block));
+                      is_wide(query.size(3), value.size(3)) ||
+                          takes_few_queries(query.size(2), dropout > 0, block));
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed);
@@ -284,11 +285,11 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   params.statistics = static_cast<float*>(statistics.data_ptr());
   Tensor parts, tiles_taken;
   params.splits = attention_forward_splits(params);
-  if (params.splits > 1) {
+  if (attention_forward_takes_parts(params)) {
     parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }
-  if (!takes_few_queries(params) && (mask || first || end)) {
+  if (!takes_few_queries(params) && !is_wide(params) && (mask || first || end)) {
     const bool finds_ranges = attention_forward_finds_ranges(params);
     if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query);
     if (finds_ranges) {

@@ -25,7 +25,7 @@ int tile_with_code(int tile, const AttentionParams& params, bool (*of_half)(int,
 
 // The tile of Hopper's forward, where that runs, or -1.
 int hopper_forward(const AttentionParams& params) {
-  const int tile = !takes_few_queries(params) && may_use_hopper() ? hopper_tile(params) : -1;
+  const int tile = may_use_hopper() ? hopper_forward_tile(params) : -1;
   return tile_with_code(tile, params, attention_hopper_forward_is_there<__half>,
                         attention_hopper_forward_is_there<__nv_bfloat16>);
 }
@@ -41,6 +41,11 @@ int hopper_backward(const AttentionBackwardParams& params) {
 
 int attention_forward_splits(const AttentionParams& params) {
   return forward_splits(params, current_device(), hopper_forward(params));
+}
+
+bool attention_forward_takes_parts(const AttentionForwardParams& params) {
+  return params.splits > 1 &&
+         !adds_parts_in_clusters(params, current_device(), hopper_forward(params));
 }
 
 bool attention_forward_finds_ranges(const AttentionForwardParams& params) {
@@ -79,7 +84,7 @@ bool attention_sums_in_clusters(const AttentionBackwardParams& params) {
 
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
-  if (!is_valid(params)) return cudaErrorInvalidValue;
+  if (!is_valid(params) || is_wide(params)) return cudaErrorInvalidValue;
   const int tile = hopper_backward(params);
   return params.query.type == DType::kFloat16
              ? attention_backward_instance<__half>(params, tile, stream)

@@ -10,6 +10,7 @@
 #include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/query_gradient.cuh"
+#include "sm80/wide.cuh"
 
 namespace megasoftmax {
 
@@ -27,18 +28,20 @@ cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Launches so many blocks for each head and batch.
+// Launches so many blocks for each head and batch, or clusters of `cluster` blocks.
 template <class Params>
 cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, int64_t batches,
-                         int threads, int shared_bytes, cudaStream_t stream, Params params) {
-  const int64_t blocks = tiles * heads * batches;
+                         int threads, int shared_bytes, cudaStream_t stream, Params params,
+                         int cluster = 1) {
+  const int64_t blocks = tiles * heads * batches * cluster;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   params.order = TileOrder(tiles, batches,
                            heads_of_section(params, heads, batches, bytes_of_head(params),
                                             current_device().cache_bytes));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, Together::kNot, 1, stream, params);
+                shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
+                stream, params);
 }
 
 // Launches a thread for each of `count` items.
@@ -58,15 +61,26 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   const int index = tile_for(kAttentionForwardTiles, params);
   return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
-    const int warps = decode_warps(kDim, current_device().shared_bytes);
+    const int cluster = params.parts == nullptr ? params.splits : 1;
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
-                        params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
-                        32 * warps, DecodeLayout(kDim, warps).bytes, stream, params);
+                        params.splits / cluster * params.row_tiles.divisor, params.key_heads,
+                        params.batches, 32 * decode_warps(kDim), DecodeLayout(kDim).bytes, stream,
+                        params, cluster);
   });
 }
 
 template <class T>
+cudaError_t launch_wide(AttentionForwardParams params, cudaStream_t stream) {
+  params.row_tiles = Divider(wide_row_tiles(params));
+  return launch_tiles(params.bias.data != nullptr ? attention_wide_kernel<T, true>
+                                                  : attention_wide_kernel<T, false>,
+                      params.splits * params.row_tiles.divisor, params.key_heads, params.batches,
+                      kWideThreads, WideLayout::kBytes, stream, params);
+}
+
+template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
+  if (is_wide(params)) return launch_wide<T>(params, stream);
   if (takes_few_queries(params))
     return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
                                        : launch_decode<T, false>(params, stream);
@@ -94,7 +108,9 @@ cudaError_t attention_combine_instance(const AttentionForwardParams& params, cud
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const int shared_bytes = kWarps * params.value_dim * static_cast<int>(sizeof(float));
   return launch(attention_combine_kernel<T>, dim3(static_cast<unsigned>(blocks)),
-                dim3(kCombineThreads), shared_bytes, Together::kNot, 1, stream, params);
+                dim3(kCombineThreads), shared_bytes,
+                may_overlap(current_device()) ? Together::kOverlapping : Together::kNot, 1, stream,
+                params);
 }
 
 // A kernel of a block of keys.

@@ -18,7 +18,7 @@ struct AttentionExplanation {
   int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim, tile_value_dim;  // what those of queries and values are filled up to
   int64_t tile_queries, tile_keys;
-  int64_t splits;  // of the keys among blocks, forward; a second launch adds the parts
+  int64_t splits;  // of the keys among blocks, forward; a launch or a cluster adds the parts
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
   int64_t threads, blocks;
   int64_t shared_bytes;  // of a block; 0 for Hopper's kernels, which are not chosen by it
@@ -35,8 +35,8 @@ void explain_hopper_forward(const AttentionForwardParams& params, const Attentio
   found.tile_queries = tile.queries();
   found.tile_keys = tile.keys;
   found.threads = tile.threads();
-  found.blocks =
-      params.batches * params.heads * params.splits * divide_up(params.queries, tile.queries());
+  found.blocks = params.batches * hopper_blocks_of_heads(params, tile) * params.splits *
+                 divide_up(params.queries, tile.queries());
   if (shares_blocks(params)) found.blocks = std::min(found.blocks, multiprocessors);
 }
 
@@ -58,20 +58,18 @@ void explain_portable_forward(const AttentionForwardParams& params, const Device
   }
   found.tile_queries = kMaxDecodeQueries;
   found.tile_keys = kDecodeKeys;
-  const int warps = decode_warps(tile.head_dim, device.shared_bytes);
-  found.threads = 32 * warps;
-  found.shared_bytes = DecodeLayout(tile.head_dim, warps).bytes;
+  found.threads = 32 * decode_warps(tile.head_dim);
+  found.shared_bytes = DecodeLayout(tile.head_dim).bytes;
   found.blocks = params.batches * params.key_heads * params.splits * decode_row_tiles(params);
 }
 
 void explain_forward(AttentionForwardParams params, const Device& device,
                      AttentionExplanation& found) {
-  const int tile =
-      device.major == kHopperMajor && !takes_few_queries(params) ? hopper_tile(params) : -1;
+  const int tile = device.major == kHopperMajor ? hopper_forward_tile(params) : -1;
   params.splits = forward_splits(params, device, tile);
   found.splits = params.splits;
   found.slices = 1;
-  if (params.splits > 1)
+  if (params.splits > 1 && !adds_parts_in_clusters(params, device, tile))
     found.workspace_bytes = params.part_floats() * static_cast<int64_t>(sizeof(float));
   if (tile >= 0)
     explain_hopper_forward(params, kAttentionHopperTiles[tile], device.multiprocessors, found);
@@ -148,6 +146,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   device.shared_bytes = static_cast<int>(call->shared_bytes);
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = static_cast<int>(call->major);
+  device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
   if (call->is_backward != 0) {
     const int tile = device.major == kHopperMajor ? hopper_backward_tile(params) : -1;
     explain_backward(params, tile, device, *explanation);

@@ -74,10 +74,26 @@ struct InOrderLayout {
 struct DecodeLayout {
   int pitch, stage_bytes, bytes;
 
-  constexpr DecodeLayout(int head_dim, int warps)
+  constexpr explicit DecodeLayout(int head_dim)
       : pitch(head_dim + 4),
         stage_bytes(2 * tile_bytes(kDecodeKeys, head_dim)),
-        bytes(warps * std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
+        bytes(decode_warps(head_dim) *
+              std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
+};
+
+// Of head dimensions beyond kMaxHeadDim: queries, keys and values of two steps, weights; of each
+// row the factor of a step, and at the end the largest logit and the sum of weights; what 16 rows
+// see.
+struct WideLayout {
+  static constexpr int kKeys = tile_bytes(kWideRows, kMaxWideHeadDim);
+  static constexpr int kKeyBytes = tile_bytes(kWideKeys, kMaxWideHeadDim);
+  static constexpr int kValues = kKeys + 2 * kKeyBytes;
+  static constexpr int kValueBytes = tile_bytes(kWideKeys, kMaxWideValueDim);
+  static constexpr int kWeights = kValues + 2 * kValueBytes;
+  static constexpr int kFactors = kWeights + tile_bytes(kWideRows, kWideKeys);
+  static constexpr int kEnds = kFactors + kWideRows * 4;
+  static constexpr int kSeen = kEnds + kWideRows * 8;
+  static constexpr int kBytes = kSeen + kWideRows / 16 * 8;
 };
 
 }  // namespace megasoftmax

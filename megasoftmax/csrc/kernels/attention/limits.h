@@ -138,20 +138,42 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // clang-format on
 
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
-// at a time, of which so many steps are on their way.
-inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16;
-// Where a block has no room for so many, half as many.
-constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
-constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
-inline constexpr int kDecodeStages = 2;
+// at a time, through a ring of kDecodeStages steps. At head dimensions of 64 and more a block has
+// 96 KB of rings, which every GPU has room for.
+inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 3;
+constexpr int decode_warps(int head_dim) { return head_dim > 64 ? 512 / head_dim : 8; }
+// The compiler's register budget. While one block begins or ends, the other one reads.
+inline constexpr int kDecodeBlocksPerSm = 2;
+// No part has fewer keys than the warps of a block have on their way.
+constexpr int fewest_keys_of_decode_split(int head_dim) {
+  return decode_warps(head_dim) * kDecodeKeys * (kDecodeStages - 1);
+}
+// Each 16 rows read all keys. Of more queries than these, heads that share keys take Hopper's
+// kernels, where a block reads keys once for several heads.
+inline constexpr int kMostQueriesOfSharedRows = 8;
+
+// Head dimensions beyond kMaxHeadDim, forward: the largest of queries and keys, and of values; the
+// rows of a block, queries of heads that share keys; the keys of a step. Blocks need the shared
+// memory of GPUs of these major numbers.
+inline constexpr int kMaxWideHeadDim = 576, kMaxWideValueDim = 512;
+inline constexpr int kWideRows = 64, kWideKeys = 32, kWideThreads = 256;
+inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
 
 // Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
-// keys, of at least so many. The parts are as many as make whole waves of blocks, up to so many
-// waves; how many, the time tells, in keys that a block takes. A wave takes those of a block, its
-// start, and, of each row, kKeysOfPart for writing and reading a part, which has as many bytes as a
-// key. Blocks do not end at once: one of kImbalance of a wave is lost. Adding parts up is a launch.
+// keys, of at least kFewestKeysOfSplit, or those of few queries. The parts are as many as make
+// whole waves of blocks, up to so many waves. How many waves, the time tells, in keys that a block
+// takes. A wave takes the keys of a block, kKeysOfStart, and for each row kKeysOfPart for writing
+// and reading a part, which has as many bytes as a key. Blocks do not end at once: one of
+// kImbalance of a wave is lost. Adding parts up is a launch of kKeysOfLaunch. Where several blocks
+// run on a multiprocessor, each reads a share of the keys in the same time, and starts of waves
+// after the first are hidden.
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
+
+// Of few queries, up to so many blocks with the same queries are a cluster, which adds up parts in
+// shared memory: no second launch. The GPU must have room for clusters: at most one of their blocks
+// for each multiprocessor.
+inline constexpr int kMaxClusterOfSplits = 8;
 
 // A warp adds up at least four parts of a row where there are as many.
 inline constexpr int kCombineThreads = 256;

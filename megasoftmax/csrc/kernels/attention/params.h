@@ -88,7 +88,7 @@ struct AttentionForwardParams : AttentionParams {
   Strided output;
 
   // Keys are split among so many blocks, and `parts`, workspace of part_floats(), has what each
-  // makes of a row. Null: keys are not split.
+  // makes of a row. Null: keys are not split, or the blocks are a cluster, which adds up.
   int splits = 1;
   float* parts = nullptr;
   Divider row_tiles;  // of those that have the same keys; set by the launcher
@@ -98,6 +98,11 @@ struct AttentionForwardParams : AttentionParams {
   // Of Hopper's kernel, workspace: how many tiles of queries were taken by blocks that were done
   // with one. Null: each block knows its tiles from the start.
   uint32_t* tiles_taken = nullptr;
+
+  // Set by the launcher: of heads that share keys a block takes so many, a warpgroup each, where
+  // that has room for all queries; and how many blocks share the heads.
+  int heads_of_block = 1;
+  Divider blocks_of_heads;
 
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.

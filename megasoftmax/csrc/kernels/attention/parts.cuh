@@ -59,6 +59,20 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int64_t row = min(number, rows - 1);
   const int first_split = warp % warps;
 
+  wait_for_launch_before();
+  // Of the first chunk a warp has as many parts on their way as most warps have at all, before it
+  // knows their shares.
+  constexpr int kAhead = 4;
+  const auto part_of_chunk = [&](int split, int chunk) {
+    return *reinterpret_cast<const float4*>(params.part(split, row) + chunk * kColumns);
+  };
+  float4 ahead[kAhead] = {};
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const int split = first_split + i * warps;
+    if (split < params.splits && lane < chunks) ahead[i] = part_of_chunk(split, lane);
+  }
+
   float max = kLowest, sum = 0.f;
   for (int split = lane; split < params.splits; split += kLanes)
     max = fmaxf(max, params.part_end(split, row).max);
@@ -74,15 +88,22 @@ __global__ void __launch_bounds__(kCombineThreads)
 
   for (int chunk = lane; chunk < chunks; chunk += kLanes) {
     float4 total = {};
-#pragma unroll 4
-    for (int split = first_split; split < params.splits; split += warps) {
+    const auto add = [&](int split, const float4& part) {
       const float share = share_of(params.part_end(split, row));
-      const float4 part = *reinterpret_cast<const float4*>(params.part(split, row) + chunk * 4);
       total.x += part.x * share;
       total.y += part.y * share;
       total.z += part.z * share;
       total.w += part.w * share;
+    };
+    int split = first_split;
+    if (chunk == lane) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, split += warps) {
+        if (split < params.splits) add(split, ahead[i]);
+      }
     }
+#pragma unroll 4
+    for (; split < params.splits; split += warps) add(split, part_of_chunk(split, chunk));
     totals[warp * chunks + chunk] = total;
   }
   __syncthreads();

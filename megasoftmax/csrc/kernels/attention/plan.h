@@ -106,14 +106,7 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
              : 1;
 }
 
-// Warps of a block of few queries.
-constexpr int decode_warps(int head_dim, int shared_bytes) {
-  int warps = max_decode_warps(head_dim);
-  while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
-  return warps;
-}
-static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, kLeastBytes)).bytes <=
-              kLeastBytes);
+static_assert(DecodeLayout(kMaxHeadDim).bytes <= kLeastBytes);
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks.
@@ -125,25 +118,51 @@ inline bool takes_few_queries(const AttentionParams& params) {
   return takes_few_queries(params.queries, params.dropout.is_given(), params.mask_block);
 }
 
+// Head dimensions beyond kMaxHeadDim have a kernel of their own, which reads masks and biases entry
+// by entry, too.
+constexpr bool is_wide(int64_t head_dim, int64_t value_dim) {
+  return std::max(head_dim, value_dim) > kMaxHeadDim;
+}
+inline bool is_wide(const AttentionParams& params) {
+  return is_wide(params.head_dim, params.value_dim);
+}
+static_assert(WideLayout::kBytes <= shared_bytes_of(kFirstWideMajor) &&
+              WideLayout::kBytes <= shared_bytes_of(kLastWideMajor));
+
+// Tiles of rows of a key head.
+inline int64_t wide_row_tiles(const AttentionParams& params) {
+  return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kWideRows);
+}
+
 // Tiles of 16 rows of a key head, where queries are few.
 inline int64_t decode_row_tiles(const AttentionParams& params) {
   return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kMaxDecodeQueries);
 }
 
-// Into how many parts the keys of blocks are split, so many of which are a wave; a block has `rows`
-// of some queries.
-inline int splits_for(const AttentionParams& params, int64_t blocks, int64_t of_wave, int rows) {
+// Blocks among which keys may be split: how many there are, of how many rows of queries each; how
+// many a multiprocessor has room for; and the fewest keys of a part.
+struct BlocksOfKeys {
+  int64_t blocks;
+  int rows, per_sm, fewest_keys;
+};
+
+// Into how many parts their keys are split.
+inline int splits_for(const AttentionParams& params, const BlocksOfKeys& of_keys,
+                      int multiprocessors) {
+  const int64_t blocks = of_keys.blocks, per_sm = of_keys.per_sm;
   if (blocks == 0) return 1;
   // From what the first query sees to the last key; blocks find their parts of what they see.
   const int64_t seen =
       params.window_left < 0 ? int64_t{params.keys} : int64_t{params.window_left} + params.queries;
-  const int64_t keys = std::min<int64_t>(seen, params.keys);
-  const int64_t most = std::max<int64_t>(keys / kFewestKeysOfSplit, 1);
+  const int64_t keys = std::min<int64_t>(seen, params.keys), of_wave = per_sm * multiprocessors;
+  const int64_t most = std::max<int64_t>(keys / of_keys.fewest_keys, 1);
+  const bool hides_starts = per_sm > 1;
   const auto time_of = [&](int64_t splits) {
-    const int64_t waves = divide_up(blocks * splits, of_wave);
-    const int64_t of_block = divide_up(keys, splits) + kKeysOfStart;
-    if (splits == 1) return (kImbalance * waves + 1) * of_block;
-    return (kImbalance * waves + 1) * (of_block + kKeysOfPart * rows) + kImbalance * kKeysOfLaunch;
+    const int64_t waves = divide_up(blocks * splits, of_wave), is_split = splits > 1;
+    const int64_t of_block = divide_up(keys, splits) + is_split * kKeysOfPart * of_keys.rows +
+                             (hides_starts ? 0 : kKeysOfStart);
+    const int64_t once = is_split * kKeysOfLaunch + (hides_starts ? kKeysOfStart : 0);
+    return (kImbalance * waves + 1) * of_block + kImbalance * once / per_sm;
   };
   // For less than an eighth another launch is not worth the host's time.
   int64_t best = 1, least = time_of(1) * 7 / 8;
@@ -277,30 +296,84 @@ inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
   return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
 }
 
+// Of heads that share keys, those that a block of Hopper's forward takes side by side, a warpgroup
+// each. Bias, mask, ranges and dropout are of one head.
+inline int hopper_heads_of_block(const AttentionParams& params, const AttentionHopperTile& tile) {
+  const bool is_alone = params.bias.data != nullptr || params.mask.data != nullptr ||
+                        params.visible.are_given() || params.dropout.is_given();
+  if (is_alone || params.queries > 64) return 1;
+  return std::clamp(static_cast<int>(params.heads_per_key_head.divisor), 1, tile.warpgroups);
+}
+// How many blocks have the heads of a batch, for each tile of queries.
+inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
+                                      const AttentionHopperTile& tile) {
+  return params.key_heads *
+         divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
+}
+
+// hopper_tile, or -1 where the kernel of few queries is better.
+inline int hopper_forward_tile(const AttentionParams& params) {
+  const int tile = hopper_tile(params);
+  if (tile < 0 || !takes_few_queries(params)) return tile;
+  const bool shares = hopper_heads_of_block(params, kAttentionHopperTiles[tile]) > 1;
+  return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
+}
+
 // Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
 inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
-  if (takes_few_queries(params)) {
+  if (is_wide(params))
+    return splits_for(params,
+                      {.blocks = params.batches * params.key_heads * wide_row_tiles(params),
+                       .rows = kWideRows,
+                       .per_sm = 1,
+                       .fewest_keys = 2 * kWideKeys},
+                      device.multiprocessors);
+  if (hopper_tile < 0 && takes_few_queries(params)) {
     // They wait for memory: all that have room run at a time.
     const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
-    const int bytes = DecodeLayout(head_dim, decode_warps(head_dim, device.shared_bytes)).bytes;
-    const int per_sm = std::min(decode_blocks_per_sm(head_dim),
-                                device.shared_bytes_per_sm / (bytes + kReservedSharedBytes));
-    return splits_for(params, params.batches * params.key_heads * decode_row_tiles(params),
-                      int64_t{per_sm} * device.multiprocessors, kMaxDecodeQueries);
+    const int bytes = DecodeLayout(head_dim).bytes + kReservedSharedBytes;
+    return splits_for(params,
+                      {.blocks = params.batches * params.key_heads * decode_row_tiles(params),
+                       .rows = kMaxDecodeQueries,
+                       .per_sm = std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes),
+                       .fewest_keys = fewest_keys_of_decode_split(head_dim)},
+                      device.multiprocessors);
   }
   // They compute: several on a multiprocessor take longer.
-  const int queries =
-      hopper_tile >= 0
-          ? kAttentionHopperTiles[hopper_tile].queries()
-          : kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)].queries();
-  return splits_for(params, params.batches * params.heads * divide_up(params.queries, queries),
-                    device.multiprocessors, queries);
+  const auto splits_of = [&](const auto& tile, int64_t heads) {
+    return splits_for(params,
+                      {.blocks = params.batches * heads * divide_up(params.queries, tile.queries()),
+                       .rows = tile.queries(),
+                       .per_sm = 1,
+                       .fewest_keys = kFewestKeysOfSplit},
+                      device.multiprocessors);
+  };
+  if (hopper_tile >= 0) {
+    const AttentionHopperTile& tile = kAttentionHopperTiles[hopper_tile];
+    return splits_of(tile, hopper_blocks_of_heads(params, tile));
+  }
+  return splits_of(kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)],
+                   params.heads);
+}
+
+// Whether the blocks of a decoding launch that share queries add up their parts in a cluster.
+// `hopper_tile` as above.
+inline bool adds_parts_in_clusters(const AttentionForwardParams& params, const Device& device,
+                                   int hopper_tile) {
+  const int64_t blocks =
+      params.batches * params.key_heads * decode_row_tiles(params) * params.splits;
+  return hopper_tile < 0 && !is_wide(params) && takes_few_queries(params) && params.splits > 1 &&
+         params.splits <= kMaxClusterOfSplits && device.max_cluster >= kMaxClusterOfSplits &&
+         blocks <= device.multiprocessors;
 }
 
 inline bool is_valid(const AttentionParams& params) {
-  return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
-         params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&
-         params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
+  const bool fits = is_wide(params)
+                        ? params.head_dim <= kMaxWideHeadDim &&
+                              params.value_dim <= kMaxWideValueDim && !params.dropout.is_given()
+                        : true;
+  return params.head_dim > 0 && fits && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+         params.scale > 0 && params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
 }
 
 }  // namespace megasoftmax

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "limits.h"
+
 #define MEGASOFTMAX_RETURN_IF_ERROR(expression)                                        \
   do {                                                                                 \
     if (const cudaError_t error_ = (expression); error_ != cudaSuccess) return error_; \
@@ -52,9 +54,14 @@ inline cudaError_t attribute_of_device(cudaDeviceAttr attribute, int& value) {
 // How the blocks of a launch belong together.
 enum class Together {
   kNot,
-  kInClusters,  // of blocks that follow each other in x
-  kAll,         // they can wait for each other
+  kInClusters,   // of blocks that follow each other in x
+  kAll,          // they can wait for each other
+  kOverlapping,  // they may begin before the launch before has ended, see wait_for_launch_before
 };
+
+// Whether launches may overlap: the GPU and the code that it runs are of compute capability 9.0 or
+// later.
+inline bool may_overlap(const Device& device) { return device.max_cluster > 1; }
 
 // How many clusters of such blocks run at a time on the whole GPU; single blocks (cluster == 1) are
 // counted on `multiprocessors`. The answer to the last question is kept: it takes the driver longer
@@ -108,6 +115,9 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int sha
   } else if (together == Together::kAll) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
+  } else if (together == Together::kOverlapping) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;

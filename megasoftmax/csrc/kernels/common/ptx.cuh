@@ -147,6 +147,20 @@ __device__ inline void clear_and_negate_below(float& first, float& second, float
       : "r"(halves), "r"(least));
 }
 
+// Lets the next launch of the stream begin when all blocks have called this or ended, where it is
+// Together::kOverlapping. There, wait_for_launch_before waits until this launch has ended and what
+// it wrote is visible.
+__device__ inline void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The address of shared memory that the instructions below take.
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -347,6 +361,20 @@ __device__ inline void store_to_cluster(void* shared, int block, uint64_t value)
       "r"(block), "l"(value)
       : "memory");
 #endif
+}
+
+// From another block's shared memory, which must not end before: after the barrier that follows.
+__device__ inline float2 load_from_cluster(const float2* shared, int block) {
+  float2 value = {};
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;"
+      "ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(block)
+      : "memory");
+#endif
+  return value;
 }
 
 // What blocks of a cluster send to each other's shared memory is counted in bytes by a barrier

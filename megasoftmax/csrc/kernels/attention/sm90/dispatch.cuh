@@ -106,8 +106,11 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
               attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
         const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
         const int64_t tiles = params.splits * row_tiles;
+        const int64_t heads = hopper_blocks_of_heads(params, Memory::kTile);
         launched.row_tiles = Divider(row_tiles);
-        if (tiles * params.heads * params.batches <= most_blocks)
+        launched.heads_of_block = hopper_heads_of_block(params, Memory::kTile);
+        launched.blocks_of_heads = Divider(heads / params.key_heads);
+        if (tiles * heads * params.batches <= most_blocks)
           launched.tiles_taken = nullptr;  // each block has one
         if (launched.tiles_taken != nullptr)
           MEGASOFTMAX_RETURN_IF_ERROR(
@@ -126,7 +129,7 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
             make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
         if constexpr (kBias == HopperBias::kTile)
           MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-        return launch_with_maps(kernel, tiles, params.heads, most_blocks, 1, Memory::kThreads,
+        return launch_with_maps(kernel, tiles, heads, most_blocks, 1, Memory::kThreads,
                                 Memory::kBytes, stream, launched, maps);
       }
     });

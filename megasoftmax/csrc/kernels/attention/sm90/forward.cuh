@@ -164,6 +164,32 @@ struct HopperMemory {
   }
 };
 
+// What a block owns: the queries of a head, 64 for each warpgroup, or all queries of several heads
+// that share keys, a warpgroup each.
+template <bool kMayShare>
+struct QueriesOfBlock : TileOfQueries {
+  int heads = 0;  // 0: one, whose queries warpgroups share
+
+  __device__ QueriesOfBlock(const AttentionForwardParams& params, int queries_per_tile, int number)
+      : TileOfQueries(params, queries_per_tile, number) {
+    if (!kMayShare || params.heads_of_block == 1) return;
+    const int group = static_cast<int>(params.heads_per_key_head.divisor);
+    int key_head, before;
+    params.blocks_of_heads.split(head, key_head, before);
+    before *= params.heads_of_block;
+    head = key_head * group + before;
+    heads = min(params.heads_of_block, group - before);
+  }
+  __device__ int head_of(int warpgroup) const {
+    return kMayShare && heads > 0 ? head + warpgroup : head;
+  }
+  // The first one; it may lie beyond the tensor.
+  __device__ int query_of(const AttentionForwardParams& params, int warpgroup) const {
+    if (kMayShare && heads > 0) return warpgroup < heads ? 0 : params.queries;
+    return first_query + 64 * warpgroup;
+  }
+};
+
 // The tiles of keys that a block takes, one after the other.
 template <int kQueries, int kKeys, bool kIsPlain>
 class TilesOfBlock {
@@ -226,8 +252,9 @@ class WorkOfBlock {
  public:
   int turn = 0;
 
-  __device__ explicit WorkOfBlock(const AttentionParams& params)
-      : count_(static_cast<int>(params.order.tiles * params.heads * params.batches)) {}
+  __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
+      : count_(static_cast<int>(params.order.tiles * params.key_heads *
+                                params.blocks_of_heads.divisor * params.batches)) {}
   __device__ int number() const {
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
     return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
@@ -261,6 +288,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   constexpr int kN = kKeys / 8, kColumns = Memory::kValueDim / 8, kSteps = kKeys / 16;
   constexpr bool kHasBias = kBias != HopperBias::kNone;
   using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
+  using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
@@ -306,7 +334,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         int number;
         for (int done = 0; may_come(done, number); ++work.turn, ++done) {
           if (kIsPlain && !work.is_left()) continue;
-          const TileOfQueries block(params, kQueries, kIsPlain ? work.number() : number);
+          const Block block(params, kQueries, kIsPlain ? work.number() : number);
           const auto& assigned = Memory::assignment(shared_memory, done);
           const BiasRows<T> bias(params, block.batch, block.head);
           Tiles tiles(params, block, assigned, first_step);
@@ -354,7 +382,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           return;
         }
       }
-      const TileOfQueries block(params, kQueries, static_cast<int>(number));
+      const Block block(params, kQueries, static_cast<int>(number));
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
       memory.queries_are_used().wait((done & 1) ^ 1);
@@ -363,7 +391,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_panels<Memory::kPanels>(
               memory.queries(i), maps.query, memory.queries_are_there(), 64,
-              block.first_query + 64 * i, block.head, block.batch);
+              block.query_of(params, i), block.head_of(i), block.batch);
       }
       ++done;
       const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
@@ -425,9 +453,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   int number;
   for (int done = 0; may_come(done, number); ++work.turn) {
     if (kIsPlain && !work.is_left()) continue;
-    const TileOfQueries block(params, kQueries, kIsPlain ? work.number() : number);
+    const Block block(params, kQueries, kIsPlain ? work.number() : number);
     const auto& assigned = Memory::assignment(shared_memory, done);
-    const int group_query = block.first_query + 64 * warpgroup;
+    const int head = block.head_of(warpgroup), group_query = block.query_of(params, warpgroup);
     const int warp_query = group_query + 16 * warp_in_group;
     // By length, window and range: of these keys all queries of the warpgroup see all; and these
     // some see, none where it has no queries.
@@ -663,7 +691,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
 
-    const int64_t first_row = params.row_index(block.batch, block.head, warp_query);
+    const int64_t first_row = params.row_index(block.batch, head, warp_query);
     if (params.parts != nullptr) {
       // Found anew: it would take a register of the products.
       const int again = kIsPlain ? work.number() : number;
@@ -673,7 +701,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
       continue;
     }
-    const float sink = sink_logit(params.sink, block.head);
+    const float sink = sink_logit(params.sink, head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowEnd row_end(softmax.max[0][half], sum_of_row(softmax.sum[0][half]), sink,
@@ -687,7 +715,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     if constexpr (!Memory::kHasOwnResults) sync_warpgroup(warpgroup);
     store_rows<T, Tile<T, 64, 64 * Memory::kValuePanels>>(
         shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch, 16 * warp_in_group,
-        output[0], factors, params.output.row<T>(block.batch, block.head, group_query),
+        output[0], factors, params.output.row<T>(block.batch, head, group_query),
         params.output.query_stride, params.queries - group_query, params.value_dim);
     if constexpr (!Memory::kHasOwnResults) publish_writes();  // before queries are copied there
     __syncwarp();                                             // results may take their place again
