@@ -523,6 +523,8 @@ def test_tables_of_grouped_heads(dim: int) -> None:
         (4, (4, 4), (1, 4), (512, 512), {"window": (100, 0)}),
         (8, (3, 3), (2, 3), (257, 520), {}),
         (8, (2, 1), (1, 2), (400, 392), {"window": (100, 0)}),
+        (4, (4, 2), (1, 4), (700, 264), {"window": (64, 64)}),
+        (2, (2, 1), (1, 2), (100, 520), {"window": (50, 0)}),
         (4, (2, 2), (2, 2), (1100, 24), {"causal": True}),
         (4, (1, 1), (1, 1), (17, 1032), {"causal": True}),
         (6, (2, 2), (1, 2), (190, 136), {"causal": True}),
@@ -567,6 +569,12 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
     assert runs[0].abs().max() > 0
     for run in runs[1:]:
         assert bits_equal(run, runs[0])
+    # It is the sum of the gradients of a bias that nothing shares, which are rounded alike.
+    own = bias.detach().expand(batch, -1, -1, -1).contiguous().requires_grad_()
+    output = attention_on("cuda", q.dtype)(q, k, v, bias=own, causal=causal)
+    expected = torch.autograd.grad(output, own, gradient)[0].float().sum(0, keepdim=True)
+    tiny = 1e-6 * expected.abs().max().item()
+    torch.testing.assert_close(runs[0].float(), expected, rtol=2**-8, atol=tiny)
 
 
 @gpu

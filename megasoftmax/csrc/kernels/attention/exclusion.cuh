@@ -99,6 +99,11 @@ class QueryTiles {
     find(params, batch, first_key);
   }
   __device__ bool are_left() const { return head < last_head_; }
+  // Queries of the tiles of each head, where no note leaves some of them out.
+  __device__ int begin() const { return begin_; }
+  __device__ int end() const {
+    return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
+  }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
     query += kQueries;
     find(params, batch, first_key);

@@ -12,7 +12,8 @@
 //
 // The warps of the copying warpgroup that would be idle take part in the gradient of a bias. They
 // clear it where no tile is. Where batches share it, and a cluster of blocks has one of them each,
-// each block sums some rows of a tile: the others send it theirs. Else they add to it.
+// each block sums some rows of a tile, part by part as the others send it theirs. Else they add to
+// it.
 //
 // With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
 // the last two sum the gradients of scores along diagonals, while the next tile runs.
@@ -147,7 +148,8 @@ struct HopperBackwardMemory {
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kScorePanelBytes = kQueries * 128;
-  static constexpr int kScoreBytes = kWarpgroups * kScorePanelBytes;
+  static constexpr int kScorePanels = kWarpgroups;
+  static constexpr int kScoreBytes = kScorePanels * kScorePanelBytes;
   static constexpr int kScoreBuffers = kSlices == 1 ? 2 : 1;
   static constexpr int kSumPanels = kSlices == 1 ? 2 : 1, kSumPanelBytes = 64 * 128;
   static constexpr int kSumBytes = kSumPanels * kSumPanelBytes;
@@ -167,13 +169,16 @@ struct HopperBackwardMemory {
   static constexpr int kSentAt = kDiagonalsAt;
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
+  // Parts of what blocks send each other: 64 keys of half of the rows that a block sums. The next
+  // step's part is sent as soon as all have summed this one, while they sum the others.
+  static constexpr int kSentParts = kBias == HopperBias::kTile ? 2 * kScorePanels : 0;
   static constexpr int kBarriersAt = kBias == HopperBias::kTable
                                          ? kDiagonalSumsAt + DiagonalSums::kBytes
                                      : kBias == HopperBias::kTile ? kSentAt + kSentBytes
                                                                   : kDiagonalsAt;
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
-      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 7));
+      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
   static_assert(kBytes <= shared_bytes_of(kHopperMajor));
   // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
@@ -197,7 +202,15 @@ struct HopperBackwardMemory {
   __device__ uint32_t sums(int warpgroup) const {
     return address + kSumsAt + warpgroup * kSumBytes;
   }
-  __device__ uint32_t sent() const { return address + kSentAt; }
+  // Of a block that sums `rows` rows: a part of its own gradients of scores, and what this number
+  // of the other blocks sends of it.
+  __device__ uint32_t own_part(int buffer, int block, int rows, int part) const {
+    return scores(buffer) + part % kScorePanels * kScorePanelBytes +
+           (block * rows + part / kScorePanels * rows / 2) * 128;
+  }
+  __device__ uint32_t sent_part(int other, int others, int rows, int part) const {
+    return address + kSentAt + (part * others + other) * rows * 64;
+  }
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
@@ -210,7 +223,10 @@ struct HopperBackwardMemory {
   __device__ Barrier gradients_are_there(int buffer) const {
     return barrier(kBiasBarrier + 4 + buffer);
   }
-  __device__ Barrier sent_is_there() const { return barrier(kBiasBarrier + 6); }
+  __device__ Barrier sent_is_there(int part) const { return barrier(kBiasBarrier + 6 + part); }
+  __device__ Barrier sent_is_used(int part) const {
+    return barrier(kBiasBarrier + 6 + kSentParts + part);
+  }
 };
 
 // Writes the left or right half of 64 x 64 results of a warpgroup to a panel of 32 columns,
@@ -293,52 +309,82 @@ __device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParam
                                                     int first_key, int warp, int warps) {
   const PartOfRows<T> part;
   int row = begin + 2 * warp + part.row;
+  if (row >= end) return;
   Pack<T>* to = part.in_gradient(params, first_row + row, first_key);
   if (to == nullptr) return;
-#pragma unroll 1
+#pragma unroll 4
   for (; row < end; row += 2 * warps) {
     *to = {};
     to += int64_t{2 * warps} * (params.keys / 8);
   }
 }
 
-// Stores the sums over the blocks of a cluster of gradients of scores, `rows` rows of them from
-// `first_row` on, by two warps. This block's lie in `own`, those of the others in `sent`, one after
-// the other: their panels have `panel_rows` rows. Each sum is always made in the same order.
-template <class T, class Memory>
-__device__ __forceinline__ void store_bias_gradient(const AttentionBackwardParams& params,
-                                                    uint32_t own, uint32_t sent, int panel_rows,
-                                                    int others, int64_t first_row, int rows,
-                                                    int first_key) {
-  static_assert(Memory::kStoringWarps == 2);
-  const PartOfRows<T> part;
-  int row = static_cast<int>(thread_index_anew()) / 32 * 2 - 2 + part.row;
-  Pack<T>* to = part.in_gradient(params, first_row + row, first_key);
-  if (to == nullptr) return;
-  const uint32_t panel = part.chunk / 8;
-  uint32_t offset = row * 128 + (part.chunk % 8 ^ row) * 16;
-  own += panel * Memory::kScorePanelBytes;
-  sent += panel * panel_rows * 128;
-#pragma unroll 1
-  for (; row < rows; row += 4) {
-    float sums[8];
-    Pack<T> eight;
-    load_four(eight.words, own + offset);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] = eight[i];
-    uint32_t from = sent + offset;
-#pragma unroll 1
-    for (int i = 0; i < others; ++i) {
-      load_four(eight.words, from);
-      from += panel_rows * 256;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] += eight[j];
-    }
-    *to = Pack<T>::round(sums);
-    to += int64_t{params.keys} / 2;
-    offset = (offset + 4 * 128) ^ 64;  // 4 rows further chunks are swapped
+// Sums over the kBlocks blocks of a cluster of gradients of scores, this block's rows of a tile, by
+// two warps. A lane has 4 keys of each 64, in every fourth row.
+template <class T, int kBlocks, class Memory>
+struct SumsOverBlocks {
+  static constexpr int kRows = Memory::kQueries / kBlocks, kPartRows = kRows / 2;
+  static constexpr int kRowsAtATime = 2 * Memory::kStoringWarps;
+  static_assert(kRowsAtATime == 4 && kPartRows % kRowsAtATime == 0);
+
+  const Memory& memory;
+  int row, key;
+  uint32_t offset;
+
+  __device__ explicit SumsOverBlocks(const Memory& memory) : memory(memory) {
+    const uint32_t thread = thread_index_anew(), sixteenth = thread % 16;
+    row = static_cast<int>(thread / 16) - 2;
+    key = sixteenth * 4;
+    offset = row * 128 + (sixteenth / 2 ^ row) * 16 + sixteenth % 2 * 8;
   }
-}
+  // Stores those of a step to the gradient, of which this lane's part begins at `to`, and which has
+  // so many rows and keys from this block's first on. A part is summed as soon as the others have
+  // sent it, always in the same order.
+  __device__ __forceinline__ void store(T* to, int64_t pitch, int rows, int keys, int block,
+                                        int step) const {
+    constexpr int kAtATime = std::min(kBlocks, 4);
+#pragma unroll 1
+    for (int part = 0; part < Memory::kSentParts; ++part) {
+      const int panel_key = part % Memory::kScorePanels * 64;
+      const int begin = part / Memory::kScorePanels * kPartRows;
+      // 4 rows further chunks are swapped.
+      const uint32_t turned = offset ^ begin % 8 * 16;
+      const uint32_t own = memory.own_part(step % 2, block, kRows, part);
+      const uint32_t sent = memory.sent_part(0, kBlocks - 1, kRows, part);
+      memory.sent_is_there(part).wait(step & 1);
+#pragma unroll
+      for (int i = 0; i < kPartRows; i += kRowsAtATime) {
+        float sums[4];
+#pragma unroll
+        for (int from = 0; from < kBlocks; from += kAtATime) {
+          Pack<T, 4> fours[kAtATime];
+#pragma unroll
+          for (int j = 0; j < kAtATime; ++j)
+            load_pair(fours[j].words,
+                      (from + j == 0 ? own : sent + (from + j - 1) * kPartRows * 128) +
+                          (turned ^ i % 8 * 16) + i * 128);
+          keep_loads_together();
+#pragma unroll
+          for (int j = 0; j < kAtATime; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+              sums[k] = from + j == 0 ? fours[j][k] : sums[k] + fours[j][k];
+          }
+        }
+        const Pack<T, 4> rounded = Pack<T, 4>::round(sums);
+        if (key < keys - panel_key && row < rows - begin - i)
+          *reinterpret_cast<uint2*>(to) = make_uint2(rounded.words[0], rounded.words[1]);
+        to += pitch * kRowsAtATime;
+      }
+      to += part % Memory::kScorePanels == 0 ? 64 - pitch * kPartRows : -64;
+      __syncwarp();  // all lanes have read theirs
+      const int lane = thread_index_anew() % 32;
+      if (lane < kBlocks) memory.sent_is_used(part).arrive_in(lane);
+      if (lane < kBlocks && part == Memory::kSentParts - 1)
+        memory.scores_are_used(step % 2).arrive_in(lane);
+    }
+  }
+};
 
 template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
@@ -373,7 +419,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
                                           (is_in_cluster ? Memory::kStoringWarps * cluster : 0));
       memory.gradients_are_there(buffer).init(1);
     }
-    if constexpr (kHasTile) memory.sent_is_there().init(1);
+    for (int part = 0; part < Memory::kSentParts; ++part) {
+      memory.sent_is_there(part).init(1);
+      memory.sent_is_used(part).init(Memory::kStoringWarps * cluster);
+    }
     publish_barriers();
   }
   __syncthreads();
@@ -392,26 +441,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       const int lane = static_cast<int>(threadIdx.x) % 32;
       if constexpr (kHasTile) {
         const int warp = static_cast<int>(uniform(threadIdx.x / 32)) - 1;
-        int rest, block;  // of the cluster
-        params.batches_per_bias.split(batch, rest, block);
-        const int panel_rows = kQueries / cluster, panel_bytes = panel_rows * 128;
-        if (is_in_cluster && warp == Memory::kStoringWarps) {
-          for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-            const int buffer = step % 2;
-            memory.gradients_are_there(buffer).wait(step / 2 & 1);
-            // All have read what was sent before.
-            if (step > 0) memory.scores_are_used(1 - buffer).wait((step - 1) / 2 & 1);
-            if (lane == 0)
-              memory.sent_is_there().arrive_and_expect((cluster - 1) * 2 * panel_bytes);
-            const int to = lane / 2, panel = lane % 2;
-            if (to < cluster && to != block)
-              start_copy_to_block(
-                  memory.sent() + ((block - (block > to ? 1 : 0)) * 2 + panel) * panel_bytes,
-                  memory.scores(buffer) + panel * Memory::kScorePanelBytes + to * panel_bytes,
-                  panel_bytes, memory.sent_is_there(), to);
-            __syncwarp();
-          }
-        } else if (is_added) {
+        if (params.bias_gradient_kind == BiasGradient::kNone) return;
+        if (is_added) {
           for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
             const int buffer = step % 2;
             memory.gradients_are_there(buffer).wait(step / 2 & 1);
@@ -422,36 +453,76 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
             __syncwarp();  // all lanes have read theirs
             if (lane == 0) memory.scores_are_used(buffer).arrive();
           }
-        } else if (params.bias_gradient_kind != BiasGradient::kNone) {
-          const int heads = static_cast<int>(params.heads_per_key_head.divisor);
-          int head = key_head * heads, done = 0;  // queries before are cleared, or have tiles
-          for (int step = 0;; tiles.advance(params, batch, first_key), ++step) {
-            const bool is_left = tiles.are_left();
-            while (true) {
-              const bool is_last = head == tiles.head;
-              const int end = !is_last ? params.queries : is_left ? tiles.query : 0;
-              if (done < end)
-                clear_bias_gradient<T>(
-                    params, row_of_bias_gradient(params, batch, head), done, end, first_key,
-                    is_in_cluster ? block * Memory::kStoringWarps + warp : warp,
-                    is_in_cluster ? cluster * Memory::kStoringWarps : Memory::kSummingWarps);
-              if (is_last) break;
-              ++head;
-              done = 0;
+          return;
+        }
+        const int block = block_of_cluster();
+        int bias_batch, rest;
+        params.batches_per_bias.split(batch, bias_batch, rest);
+        if (is_in_cluster && warp == Memory::kStoringWarps) {
+          const int rows = kQueries / cluster, bytes = rows * 64;
+          int step = 0;
+          for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+            memory.gradients_are_there(step % 2).wait(step / 2 & 1);
+#pragma unroll 1
+            for (int part = 0; part < Memory::kSentParts; ++part) {
+              memory.sent_is_used(part).wait((step & 1) ^ 1);
+              const Barrier there = memory.sent_is_there(part);
+              if (lane == 0) there.arrive_and_expect((cluster - 1) * bytes);
+              // To the next one first, so that not all send to the same one at a time.
+              const int to = (block + 1 + lane) & (cluster - 1);
+              if (lane < cluster - 1)
+                start_copy_to_block(
+                    memory.sent_part(block - (block > to ? 1 : 0), cluster - 1, rows, part),
+                    memory.own_part(step % 2, to, rows, part), bytes, there, to);
+              __syncwarp();
             }
-            if (!is_left) break;
-            done = tiles.query + kQueries;
-            if (!is_in_cluster) continue;
-            const int buffer = step % 2, first = tiles.query + block * panel_rows;
-            const int64_t first_row = row_of_bias_gradient(params, batch, head) + first;
-            memory.gradients_are_there(buffer).wait(step / 2 & 1);
-            memory.sent_is_there().wait(step & 1);
-            store_bias_gradient<T, Memory>(params, memory.scores(buffer) + block * panel_bytes,
-                                           memory.sent(), panel_rows, cluster - 1, first_row,
-                                           min(panel_rows, params.queries - first), first_key);
-            __syncwarp();  // all lanes have read theirs
-            if (lane < cluster) memory.scores_are_used(buffer).arrive_in(lane);
           }
+          // A block ends when no other arrives at its barriers any more.
+          for (int part = 0; part < Memory::kSentParts; ++part)
+            memory.sent_is_used(part).wait((step & 1) ^ 1);
+        } else if (is_in_cluster) {
+          const auto store = [&]<int kBlocks>() {
+            using Sums = SumsOverBlocks<T, kBlocks, Memory>;
+            const Sums sums(memory);
+            T* const gradient =
+                static_cast<T*>(params.bias_gradient) + first_key + sums.key +
+                (bias_batch * params.heads * params.queries + sums.row) * params.keys;
+            for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+              const int first = tiles.query + block * Sums::kRows;
+              const int64_t first_row = int64_t{tiles.head} * params.queries + first;
+              memory.gradients_are_there(step % 2).wait(step / 2 & 1);
+              sums.store(gradient + first_row * params.keys, params.keys, params.queries - first,
+                         params.keys - first_key, block, step);
+            }
+          };
+          if (cluster == 2) store.template operator()<2>();
+          if (cluster == 4) store.template operator()<4>();
+          if (cluster == 8) store.template operator()<8>();
+        }
+        // What no tile writes is cleared. Heads share no gradient.
+        const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+        int head = key_head * heads;
+        const auto clear = [&](int begin, int end) {
+          clear_bias_gradient<T>(params, (bias_batch * params.heads + head) * params.queries, begin,
+                                 end, first_key, block * Memory::kSummingWarps + warp,
+                                 cluster * Memory::kSummingWarps);
+        };
+        if (is_in_cluster) {
+          for (; head < (key_head + 1) * heads; ++head) {
+            clear(0, min(tiles.begin(), params.queries));
+            clear(tiles.end(), params.queries);
+          }
+          return;
+        }
+        int done = 0;  // queries before are cleared, or have tiles
+        for (;; tiles.advance(params, batch, first_key)) {
+          for (; head != tiles.head; ++head) {
+            clear(done, params.queries);
+            done = 0;
+          }
+          if (!tiles.are_left()) break;
+          clear(done, tiles.query);
+          done = tiles.query + kQueries;
         }
       } else if constexpr (kHasTable) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -517,12 +588,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       }
       if constexpr (kHasTile) {
         const int buffer = step % 2;
+        int bias_batch, bias_head;
+        params.entry_of_bias(batch, head, bias_batch, bias_head);
         memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
         if (!is_first) continue;
         const Barrier there = memory.bias_is_there(buffer);
         there.arrive_and_expect(Memory::kScoreBytes);
-        int bias_batch, bias_head;
-        params.entry_of_bias(batch, head, bias_batch, bias_head);
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_box(memory.scores(buffer) + i * Memory::kScorePanelBytes, maps.bias, there,
                             first_key + 64 * i, query, bias_head, bias_batch);

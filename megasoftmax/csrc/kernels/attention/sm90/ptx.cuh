@@ -42,6 +42,13 @@ struct Barrier {
   }
 };
 
+// Which block of its cluster this is; 0 without one.
+__device__ inline int block_of_cluster() {
+  int block;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return block;
+}
+
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -126,13 +133,6 @@ __device__ inline void wait_for_reads_of_stores() {
 __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
-               : "r"(shared)
-               : "memory");
-}
-// Of 16.
-__device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared)
                : "memory");
 }
