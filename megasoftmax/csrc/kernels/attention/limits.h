@@ -104,6 +104,15 @@ struct AttentionHopperBackwardTile {
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups / slices; }
+  // With a bias. Warps that sum its gradient take the registers that products leave.
+  constexpr AttentionHopperBackwardTile with_bias() const {
+    AttentionHopperBackwardTile tile = *this;
+    if (head_dim < 128) {
+      tile.copier_registers = 40;
+      tile.registers = 232;
+    }
+    return tile;
+  }
 };
 // So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
 // them is a power of 2, for equal parts of a tile.

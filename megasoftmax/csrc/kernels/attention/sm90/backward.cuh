@@ -122,7 +122,9 @@ struct SumsOfDiagonals {
 
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
-  static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
+  static constexpr AttentionHopperBackwardTile kTile =
+      kBias == HopperBias::kNone ? kAttentionHopperBackwardTiles[kIndex]
+                                 : kAttentionHopperBackwardTiles[kIndex].with_bias();
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kSlices = kTile.slices, kSlicePanels = divide_up(kDim, 64 * kSlices);
