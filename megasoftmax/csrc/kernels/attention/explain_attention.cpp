@@ -14,8 +14,8 @@ struct AttentionCall {
 };
 
 struct AttentionExplanation {
-  int64_t is_decode;      // the kernel of few queries runs
-  int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
+  int64_t is_decode;                      // the kernel of few queries runs
+  int64_t is_hopper;                      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim, tile_value_dim;  // what those of queries and values are filled up to
   int64_t tile_queries, tile_keys;
   int64_t splits;  // of the keys among blocks, forward; a launch or a cluster adds the parts

@@ -558,7 +558,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // What a tile excludes, if it does, found while products run.
+    // What a tile excludes, if it does: found while products run, but where a bias needs the
+    // registers and only length and window exclude.
+    constexpr bool kFindsAhead = !kIsPlain || !kHasBias;
     Excluded<1, kN> excluded;
     bool excludes;
     const auto find_excluded = [&](const Tiles& tiles) {
@@ -585,6 +587,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto weigh = [&](const Tiles& tiles) {
       release(memory.keys_are_used(tiles.step % kStages));
       if constexpr (kHasBias) add_bias_of(tiles);
+      if constexpr (!kFindsAhead) find_excluded(tiles);
       if (excludes) excluded.apply(scores, -INFINITY);
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
@@ -643,7 +646,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
-      find_excluded(tiles);
+      if constexpr (kFindsAhead) find_excluded(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
@@ -657,7 +660,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
-        find_excluded(tiles);
+        if constexpr (kFindsAhead) find_excluded(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         weigh(tiles);
