@@ -9,8 +9,8 @@ namespace megasoftmax {
 
 using Library = torch::stable::detail::StableLibrary;
 
-// Implements an op, and the one of the same arguments that has no autograd (define_differentiable of
-// megasoftmax/ops/registration.py).
+// Implements an op, and the one of the same arguments without rules of autograd
+// (define_differentiable of megasoftmax/ops/registration.py).
 template <class Function>
 void implement(Library& library, const char* name, Function* function) {
   library.impl(name, function);
