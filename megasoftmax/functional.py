@@ -1282,16 +1282,32 @@ _OPTIONS = {
 
 
 def served_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
 ) -> Tensor | None:
     """`attention` where the C++ part has this call, so that it runs fused; else None.
 
-    For adapters, which would ask and call. `options` has no `return_lse`.
+    For adapters, which would ask and call. `options` has bias, mask, scale, causal, window, visible
+    and sink: merging it with defaults would take longer than to name them.
     """
     if torch.compiler.is_compiling() or host.calls is None:
         return None
-    values = (_OPTIONS | options).values()
-    return cast("Tensor | None", host.calls.attention(query, key, value, *values))
+    served: Tensor | None = host.calls.attention(
+        query,
+        key,
+        value,
+        options["bias"],
+        options["mask"],
+        options["scale"],
+        options["causal"],
+        options["window"],
+        options["visible"],
+        options["sink"],
+        dropout,
+        None,
+        False,
+        None,
+    )
+    return served
 
 
 def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:

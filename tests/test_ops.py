@@ -1,16 +1,21 @@
 """Autograd, torch.compile, export, vmap, checkpoints, autocast, streams and CUDA graphs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import op_checks
+import processes
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import megasoftmax
 from megasoftmax import autograd, dispatch, ops
 from megasoftmax.build import library
+from megasoftmax.ops import registration
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
 SHAPE = (BATCH, HEADS, QUERIES, KEYS)
@@ -356,7 +361,68 @@ def test_export_contains_the_op(monkeypatch):
     assert softmax_forward in [node.target for node in program.graph.nodes]
 
 
+COMPILED = {
+    "softmax": (megasoftmax.softmax, 1),
+    "columns": (partial(megasoftmax.softmax, dim=-2), 1),
+    "dropout": (partial(megasoftmax.softmax, dropout=0.25), 1),
+    "topk": (lambda logits: megasoftmax.softmax_topk(logits, 2, fused=True)[0], 1),
+    "attention": (megasoftmax.attention, 3),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
+    """Else each call would go through Python twice more."""
+    processes.let_ops_serve_cpus(monkeypatch.setattr)
+    function, count = COMPILED[case]
+    found = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    call = function if case == "topk" else partial(function, fused=True)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    inputs = [torch.randn(SHAPE, requires_grad=True) for _ in range(count)]
+    weights = torch.randn(compiled(*inputs).shape)
+
+    def gradients(way: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return torch.autograd.grad(way(*inputs), inputs, weights)
+
+    op_checks.assert_all_equal(gradients(compiled), gradients(call))
+    names = [each.name() for each in found if getattr(each, "namespace", "") == "megasoftmax"]
+    assert len(set(names)) == 2, names  # forward and backward
+    assert all(name.endswith("_below_autograd") for name in names), names
+
+
+@pytest.mark.gpu
+def test_kernels_compute_ops_without_rules_of_autograd():
+    assert library.load().available
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for op, other in registration._below_autograd.items():
+        assert has_kernel(op.name(), "CUDA") == has_kernel(other.name(), "CUDA"), op.name()
+        assert has_kernel(op.name(), "CUDA") != ("in_blocks" in op.name())
+
+
 # Transforms
+
+
+def test_compiled_transforms_call_ops_with_rules(monkeypatch):
+    processes.let_ops_serve_cpus(monkeypatch.setattr)
+    found = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(
+        torch.vmap(partial(megasoftmax.softmax, fused=True)), fullgraph=True, backend=keep
+    )
+    scores = torch.randn(SHAPE)
+    torch.testing.assert_close(compiled(scores), scores.softmax(-1))
+    assert softmax_forward in found
 
 
 @pytest.mark.parametrize("batched", ["scores", "mask", "bias", "sink", "all"])

@@ -289,10 +289,11 @@ def attention_forward(
     dropout = dropout if module.training else 0.0
     if not _against_attention(module, softcap, kwargs):
         tensors = as_autocast(query, key, value)
-        dropping = options | {"dropout": dropout}
-        output = served_attention(*tensors, dropping) if fused is None else None
-        if output is None and (fused is False or takes_attention(*tensors, dropping)):
-            output = megasoftmax.attention(*tensors, **dropping, fused=fused)
+        output = served_attention(*tensors, options, dropout) if fused is None else None
+        if output is None:
+            dropping = options | {"dropout": dropout}
+            if fused is False or takes_attention(*tensors, dropping):
+                output = megasoftmax.attention(*tensors, **dropping, fused=fused)
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
@@ -397,11 +398,12 @@ def _read(
             scores. Gets a gradient.
         s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
     """
-    _refuse(module, _UNSUPPORTED, kwargs)
+    if kwargs:
+        _refuse(module, _UNSUPPORTED, kwargs)
     queries = query.shape[2]
     causal, window, visible = False, None, None
     excluded: Any = None
-    bias = _with_dense_rows(position_bias)
+    bias = None if position_bias is None else _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and 1 < queries < key.shape[2]:  # filling a static cache: its end is unused
@@ -456,7 +458,7 @@ def _with_dense_rows(bias: Any) -> Any:
 
     T5's has its heads there; without this each layer would copy it, forward and backward.
     """
-    if bias is None or torch.compiler.is_compiling() or bias.is_inference():
+    if torch.compiler.is_compiling() or bias.is_inference():
         return bias
     if bias.stride(-1) == 1 or 0 in bias.stride():
         return bias

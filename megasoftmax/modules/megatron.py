@@ -25,7 +25,7 @@ class AttnMaskType(enum.Enum):
 
 
 _MASK_TYPES = tuple(mask_type.name for mask_type in AttnMaskType)
-_CAUSAL_MASK_TYPES = tuple(name for name in _MASK_TYPES if "causal" in name)
+_CAUSAL_MASK_TYPES = frozenset(name for name in _MASK_TYPES if "causal" in name)
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):
@@ -114,7 +114,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
-        arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
+        if not isinstance(input, Tensor) or input.dim() != 4:
+            arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
         if self.scaled_masked_softmax_fusion and (mask is None or mask.dtype == torch.bool):
             return self.forward_fused_softmax(input, mask, softmax_offset)
         return self.forward_torch_softmax(input, mask, softmax_offset)
@@ -271,7 +272,7 @@ class ScaledSoftmax:
 
 
 def _name(mask_type: enum.Enum | str) -> str:
-    return mask_type if isinstance(mask_type, str) else mask_type.name
+    return mask_type if isinstance(mask_type, str) else mask_type._name_  # .name takes longer
 
 
 def _checked_mask_type(mask_type: enum.Enum | str) -> enum.Enum | str:

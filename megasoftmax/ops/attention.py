@@ -21,6 +21,7 @@ from megasoftmax.limits import kernel_limits
 from megasoftmax.ops.registration import (
     below_autograd,
     define,
+    define_differentiable,
     fake,
     implement,
     implement_everywhere,
@@ -35,11 +36,11 @@ from megasoftmax.reference.attention import (
 from megasoftmax.reference.softmax import accumulation_dtype
 
 
-def _call_backward(op: Callable[..., Any], *args: Any) -> Any:
-    """The op; where it is to be differentiated, one that refuses."""
+def _call_backward(call: Callable[..., Any], *args: Any) -> Any:
+    """What `below_autograd` returns; where it is to be differentiated, one that refuses."""
     if is_differentiated() and not torch.compiler.is_compiling():
-        return _BackwardFunction.apply(op, *args)
-    return below_autograd(op, *args)
+        return _BackwardFunction.apply(call, *args)
+    return call(*args)
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
@@ -63,8 +64,8 @@ class _BackwardFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(op: Callable[..., Any], *args: Any) -> Any:
-        return below_autograd(op, *args)
+    def forward(call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
 
     setup_context = staticmethod(_save_nothing)
     backward = staticmethod(_refuse)
@@ -113,13 +114,13 @@ _BACKWARD = Rules(BackwardArguments._fields, _save_nothing, _refuse, attention.b
 
 def _defined(name: str, *, has_kernels: bool) -> Implementation:
     """Defines a pair of ops, which the reference computes where there are no kernels."""
-    forward = define(
+    forward = define_differentiable(
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
         "float? sink_value, bool relative, Tensor? first, Tensor? end, Tensor? note, int block, "
         "float dropout, Tensor? seed) -> (Tensor output, Tensor statistics)"
     )
-    backward = define(
+    backward = define_differentiable(
         f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
         "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
         "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
@@ -133,7 +134,9 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
     trace(forward, _fake_forward, attention.FORWARD, traced)
     compute(backward, _backward_in_its_layout)
     trace(backward, _fake_backward, _BACKWARD, traced)
-    return Implementation(partial(below_autograd, forward), partial(_call_backward, backward))
+    return Implementation(
+        below_autograd(forward), partial(_call_backward, below_autograd(backward))
+    )
 
 
 IMPLEMENTATION = _defined("attention", has_kernels=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasoftmax.autograd import softmax
 from megasoftmax.autograd.function import Implementation, Rules
-from megasoftmax.ops.registration import below_autograd, define, implement, trace
+from megasoftmax.ops.registration import below_autograd, define_differentiable, implement, trace
 from megasoftmax.reference.softmax import (
     BackwardArguments,
     ForwardArguments,
@@ -22,11 +22,11 @@ from megasoftmax.reference.softmax import (
     softmax_columns_forward,
 )
 
-_forward = define(
+_forward = define_differentiable(
     "softmax_columns_forward(Tensor scores, float scale, ScalarType dtype, bool return_lse) "
     "-> (Tensor, Tensor)",
 )
-_backward = define(
+_backward = define_differentiable(
     "softmax_columns_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, "
     "float scale, ScalarType dtype) -> Tensor",
 )
@@ -81,8 +81,8 @@ def _fake_backward(*args: Any) -> Tensor:
 
 # Below autograd, for scores [..., outer, length, inner] of any strides.
 IMPLEMENTATION = Implementation(
-    partial(below_autograd, _forward_by, _forward),
-    partial(below_autograd, _backward_by, _backward),
+    partial(_forward_by, below_autograd(_forward)),
+    partial(_backward_by, below_autograd(_backward)),
     dim=-2,
 )
 

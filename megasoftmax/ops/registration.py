@@ -11,7 +11,10 @@ from megasoftmax.build import library
 
 # The name of the package: a copy that is imported under another name has ops of its own.
 NAMESPACE = __package__.rpartition(".")[0]
+BELOW_AUTOGRAD = "_below_autograd"
 _library = torch.library.Library(NAMESPACE, "DEF")
+_below_autograd: dict[Any, Any] = {}
+_EVERYWHERE = "CompositeExplicitAutograd"
 
 
 def define(schema: str) -> Any:
@@ -21,6 +24,23 @@ def define(schema: str) -> Any:
     return getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload or "default")
 
 
+def define_differentiable(schema: str) -> Any:
+    """The op of a schema for `trace`, whose rules of autograd are Python and cost a detour.
+
+    Defines another op, without them, for `below_autograd`. It is no overload: torch takes overloads
+    of the same arguments for one when it forgets them, and ends the process.
+    """
+    op = define(schema)
+    name, _, rest = schema.partition("(")
+    _below_autograd[op] = define(f"{name}{BELOW_AUTOGRAD}({rest}")
+    return op
+
+
+def with_other(op: Any) -> tuple[Any, ...]:
+    """An op, and the one without autograd, if there is one."""
+    return (op, _below_autograd[op]) if op in _below_autograd else (op,)
+
+
 def implement(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function compute an op on CPUs, and on GPUs where no kernels can be loaded.
 
@@ -28,22 +48,26 @@ def implement(op: Any, function: Callable[..., Any]) -> None:
     loaded the kernels: then this does. Once loaded, they come before this.
     """
 
-    def without_kernels(*args: Any) -> Any:
-        if args[0].is_cuda and library.load().available:
-            return op(*args)
-        return function(*args)
-
-    implement_everywhere(op, without_kernels)
+    for each in with_other(op):
+        _library.impl(each, partial(_without_kernels, each, function), _EVERYWHERE)
 
 
 def implement_everywhere(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function compute an op without kernels on every device."""
-    _library.impl(op, function, "CompositeExplicitAutograd")
+    for each in with_other(op):
+        _library.impl(each, function, _EVERYWHERE)
+
+
+def _without_kernels(op: Any, function: Callable[..., Any], *args: Any) -> Any:
+    if args[0].is_cuda and library.load().available:
+        return op(*args)
+    return function(*args)
 
 
 def fake(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function tell what an op returns, without values."""
-    torch.library.register_fake(op, function, lib=_library)
+    for each in with_other(op):
+        torch.library.register_fake(each, function, lib=_library)
 
 
 def trace(
@@ -64,9 +88,27 @@ def trace(
     )
 
 
-def below_autograd(op: Callable[..., Any], *args: Any) -> Any:
-    """The op without its autograd, which would cost a detour through Python."""
-    if torch.compiler.is_compiling():
-        return op(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+def below_autograd(op: Any) -> Callable[..., Any]:
+    """The op without its autograd.
+
+    In compiled code this is the other op, because there a call of the op itself would go through
+    its rules. A program that is exported has the op, so that it can be trained; and code under
+    torch.func has it, whose levels may differentiate a backward pass.
+    """
+    other = _below_autograd[op]
+
+    def call(*args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args)
+        keeps_rules = torch.compiler.is_exporting() or _is_transformed()
+        return (op if keeps_rules else other)(*args)
+
+    return call
+
+
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load

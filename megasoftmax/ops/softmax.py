@@ -9,7 +9,14 @@ from torch import Tensor
 
 from megasoftmax.autograd import dropout, softmax
 from megasoftmax.autograd.function import Implementation, Rules
-from megasoftmax.ops.registration import below_autograd, define, fake, implement, trace
+from megasoftmax.ops.registration import (
+    below_autograd,
+    define,
+    define_differentiable,
+    fake,
+    implement,
+    trace,
+)
 from megasoftmax.reference.softmax import (
     BackwardArguments,
     DropoutBackwardArguments,
@@ -20,7 +27,7 @@ from megasoftmax.reference.softmax import (
     softmax_forward,
 )
 
-_forward = define(
+_forward = define_differentiable(
     "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
     "int window_left, int window_right, Tensor? first, Tensor? end, Tensor? sink, "
     "float? sink_value, ScalarType dtype, bool return_lse, float dropout, Tensor? seed) "
@@ -32,14 +39,14 @@ _forward_alone = define(
     "softmax_forward.alone(Tensor scores, float scale, Tensor? mask, bool causal, "
     "ScalarType dtype) -> Tensor",
 )
-_backward = define(
+_backward = define_differentiable(
     "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
     "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? first, "
     "Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, bool bias_gradient, "
     "bool sink_gradient) -> (Tensor, Tensor, Tensor)",
 )
 
-_dropout_backward = define(
+_dropout_backward = define_differentiable(
     "softmax_dropout_backward(Tensor gradient, Tensor scores, Tensor? lse_gradient, Tensor lse, "
     "float scale, Tensor? mask, Tensor? bias, bool causal, int window_left, int window_right, "
     "Tensor? first, Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, "
@@ -48,12 +55,8 @@ _dropout_backward = define(
 )
 
 # Below autograd.
-IMPLEMENTATION = Implementation(
-    partial(below_autograd, _forward), partial(below_autograd, _backward)
-)
-WITH_DROPOUT = Implementation(
-    partial(below_autograd, _forward), partial(below_autograd, _dropout_backward)
-)
+IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))
+WITH_DROPOUT = Implementation(below_autograd(_forward), below_autograd(_dropout_backward))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:

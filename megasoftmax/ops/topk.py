@@ -1,6 +1,5 @@
 """The ops of softmax + top-k, torch.ops.megasoftmax.softmax_topk_*."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.autograd.topk import BACKWARD, FORWARD
-from megasoftmax.ops.registration import below_autograd, define, implement, trace
+from megasoftmax.ops.registration import below_autograd, define_differentiable, implement, trace
 from megasoftmax.reference.softmax import accumulation_dtype
 from megasoftmax.reference.topk import (
     BackwardArguments,
@@ -17,20 +16,18 @@ from megasoftmax.reference.topk import (
     softmax_topk_forward,
 )
 
-_forward = define(
+_forward = define_differentiable(
     "softmax_topk_forward(Tensor logits, int k, float scale, Tensor? mask, Tensor? bias, "
     "bool renormalize, ScalarType dtype, bool candidates) -> (Tensor, Tensor, Tensor)",
 )
-_backward = define(
+_backward = define_differentiable(
     "softmax_topk_backward(Tensor gradient, Tensor probabilities, Tensor indices, "
     "Tensor? lse_gradient, Tensor logits, Tensor statistics, float scale, Tensor? mask, "
     "Tensor? bias, bool renormalize, float factor, ScalarType dtype) -> Tensor",
 )
 
 # Below autograd.
-IMPLEMENTATION = Implementation(
-    partial(below_autograd, _forward), partial(below_autograd, _backward)
-)
+IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -465,8 +465,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }  // namespace
 
 void register_attention(Library& library) {
-  library.impl("attention_forward", TORCH_BOX(&forward));
-  library.impl("attention_backward", TORCH_BOX(&backward));
+  implement(library, "attention_forward", TORCH_BOX(&forward));
+  implement(library, "attention_backward", TORCH_BOX(&backward));
   library.impl("tile_note", TORCH_BOX(&tile_note));
 }
 

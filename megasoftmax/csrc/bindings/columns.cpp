@@ -75,8 +75,8 @@ Tensor columns_backward(Tensor gradient, Tensor probabilities, std::optional<Ten
 }  // namespace
 
 void register_columns(Library& library) {
-  library.impl("softmax_columns_forward", TORCH_BOX(&columns_forward));
-  library.impl("softmax_columns_backward", TORCH_BOX(&columns_backward));
+  implement(library, "softmax_columns_forward", TORCH_BOX(&columns_forward));
+  implement(library, "softmax_columns_backward", TORCH_BOX(&columns_backward));
 }
 
 }  // namespace megasoftmax

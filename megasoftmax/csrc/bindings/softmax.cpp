@@ -213,10 +213,10 @@ std::tuple<Tensor, Tensor, Tensor> dropout_backward(
 }  // namespace
 
 void register_softmax(Library& library) {
-  library.impl("softmax_forward", TORCH_BOX(&forward));
+  implement(library, "softmax_forward", TORCH_BOX(&forward));
   library.impl("softmax_forward.alone", TORCH_BOX(&forward_alone));
-  library.impl("softmax_backward", TORCH_BOX(&backward));
-  library.impl("softmax_dropout_backward", TORCH_BOX(&dropout_backward));
+  implement(library, "softmax_backward", TORCH_BOX(&backward));
+  implement(library, "softmax_dropout_backward", TORCH_BOX(&dropout_backward));
 }
 
 }  // namespace megasoftmax

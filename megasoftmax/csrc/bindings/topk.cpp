@@ -112,8 +112,8 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
 }  // namespace
 
 void register_topk(Library& library) {
-  library.impl("softmax_topk_forward", TORCH_BOX(&forward));
-  library.impl("softmax_topk_backward", TORCH_BOX(&backward));
+  implement(library, "softmax_topk_forward", TORCH_BOX(&forward));
+  implement(library, "softmax_topk_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace megasoftmax
