@@ -93,8 +93,9 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
 // clang-format on
 
 // A block of keys against one tile of queries after the other, backward, where the forward is
-// Hopper's too. Two warpgroups have 64 keys each; or they have the same 64 keys, and half of the
-// columns of gradients each.
+// Hopper's too. Two warpgroups have 64 keys each. Or a block has 64 keys, and each of three
+// warpgroups makes other products of them; the third, of gradients of queries, has the registers
+// that the others leave.
 struct AttentionHopperBackwardTile {
   int head_dim;
   int queries;
@@ -102,6 +103,7 @@ struct AttentionHopperBackwardTile {
   int slices;  // of the columns: 1, or one for each warpgroup
   static constexpr int warpgroups = 2;
 
+  constexpr bool is_wide() const { return slices > 1; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups / slices; }
 };
@@ -116,8 +118,8 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     {        80,      64,  24, 240,      1},
     {        96,      64,  24, 240,      1},
     {       128,      64,  24, 240,      1},  // 556
-    {       192,      64,  24, 240,      2},
-    {       256,      64,  24, 240,      2},
+    {       192,      64,  72, 216,      2},
+    {       256,      64,  72, 216,      2},
 };
 // clang-format on
 
