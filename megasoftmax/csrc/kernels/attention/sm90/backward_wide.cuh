@@ -154,18 +154,14 @@ __device__ __forceinline__ void start_wide_scores(float (&scores)[8][4], uint32_
 }
 
 // Starts to add weights, or gradients of scores, times the rows of a tile.
-template <class T, int kParts, int kColumns>
-__device__ __forceinline__ void start_wide_sum(float (&sum)[kParts][kColumns][4],
+template <class T, int kColumns>
+__device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
                                                const uint32_t (&rounded)[4][4], uint32_t rows) {
   const uint64_t b = matrix_at(rows, 64 * 128);
   begin_products();
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      start_product<T>(sum[part], rounded[step],
-                       moved(b, part * kColumns * 8 * 128 + step * 16 * 128));
-  }
+  for (int step = 0; step < 4; ++step)
+    start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
   end_products();
 }
 
@@ -176,9 +172,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Memory = HopperWideBackwardMemory<kIndex>;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
-  constexpr int kPanels = Memory::kPanels, kStages = Memory::kStages;
-  // One instruction takes no more accumulators than a thread had registers at the start.
-  constexpr int kParts = kDim > 192 ? 2 : 1, kColumns = kDim / 8 / kParts;
+  constexpr int kPanels = Memory::kPanels, kStages = Memory::kStages, kColumns = kDim / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128));
@@ -301,27 +295,20 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
                                                   stage * Memory::kRowBytes) +
            FirstElement().column;
   };
-  const auto touch_all = [&](float (&sum)[kParts][kColumns][4]) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) touch(sum[part]);
-  };
-  const auto store = [&](const float (&results)[kParts][kColumns][4], float factor,
-                         const Strided& tensor, int width) {
+  const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
+                         int width) {
     sync_warps<1, 8>();  // both warpgroups have read the stages
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      store_rows<T, Tile<T, 64, kDim>>(
-          shared_memory + Memory::kResultsAt + (warpgroup - 1) * Memory::kTensorBytes,
-          16 * warp_in_group, results[part], {factor, factor},
-          tensor.row<T>(batch, key_head, first_key), tensor.query_stride, params.keys - first_key,
-          width, part * kColumns);
+    store_rows<T, Tile<T, 64, kDim>>(
+        shared_memory + Memory::kResultsAt + (warpgroup - 1) * Memory::kTensorBytes,
+        16 * warp_in_group, results, {factor, factor}, tensor.row<T>(batch, key_head, first_key),
+        tensor.query_stride, params.keys - first_key, width);
   };
   int step = 0;
   memory.keys_are_there().wait(0);
   if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
 
   if (warpgroup == 1) {
-    float value_gradient[kParts][kColumns][4] = {}, weights[8][4];
+    float value_gradient[kColumns][4] = {}, weights[8][4];
     uint32_t rounded[4][4];
     // Scores of the step that follows. After the last one they are of anything, and not used.
     const auto start_scores = [&](int step) {
@@ -375,7 +362,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       if (lane == 0) memory.weights_are_there().arrive();
       start_scores(step + 1);
       wait_for_products<1>();
-      touch_all(value_gradient);
+      touch(value_gradient);
       __syncwarp();
       if (lane == 0) memory.stage_is_used(stage).arrive();
     }
@@ -384,7 +371,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
           params.value_dim);
   } else {
-    float key_gradient[kParts][kColumns][4] = {}, gradients[8][4];
+    float key_gradient[kColumns][4] = {}, gradients[8][4];
     uint32_t rounded[4][4];
     using Scores = Tile<T, kQueries, kKeys>;
     const uint32_t first_score =
@@ -455,7 +442,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       start_wide_sum<T>(key_gradient, rounded, memory.queries(stage));
       start_gradients(step + 1);
       wait_for_products<1>();
-      touch_all(key_gradient);
+      touch(key_gradient);
       __syncwarp();
       if (lane == 0) memory.stage_is_used(stage).arrive();
     }
