@@ -540,6 +540,15 @@ ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
     tuple(int(row[0]) for row in table_of("attention/limits.h", name))
     for name in ("kAttentionForwardTiles", "kAttentionBackwardTiles", "kAttentionHopperTiles")
 )
+# Of values, of tiles for a head dimension.
+VALUE_DIMS = {
+    dim: [
+        int(row[1])
+        for row in table_of("attention/limits.h", "kAttentionHopperTiles")
+        if int(row[0]) == dim
+    ]
+    for dim in HOPPER_DIMS
+}
 HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
 # Those of which GPUs with small blocks have tiles of their own.
 SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
@@ -605,9 +614,10 @@ def call_attention(
     element = HALVES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
+    most_of_values = itertools.cycle(VALUE_DIMS.get(dim, (dim,)))
     for queries, keys in sizes:
         masking, of_keys, head_dim = next(maskings), next(key_heads), next(dims)
-        value_dim = next(dims)
+        value_dim = min(next(dims), next(most_of_values))
         query, key, value, output_gradient = (
             given.floats(BATCHES, *shape, dtype=element)
             for shape in (

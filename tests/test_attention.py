@@ -326,12 +326,16 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "dims", [*((d, d) for d in (40, 64, 80, 96, 128, 192, 256)), (192, 128), (136, 72)]
+)
 @pytest.mark.parametrize("lengths", [(192, 192), (300, 170), (64, 448), (448, 64), (130, 900)])
-def test_masks_over_any_number_of_tiles(lengths: tuple[int, int], dim: int, causal: bool) -> None:
+def test_masks_over_any_number_of_tiles(
+    lengths: tuple[int, int], dims: tuple[int, int], causal: bool
+) -> None:
     """Kernels take half of a tile of 64 by 64 at a time, or up to two, and skip unseen ones."""
     queries, keys = lengths
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(dim, dim))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=dims)
     mask = coin(2, 1, queries, keys, device="cuda")
     check(q, k, v, mask=mask, causal=causal, what="coins")
     rows, columns = torch.arange(queries, device="cuda"), torch.arange(keys, device="cuda")
@@ -515,15 +519,15 @@ def _table(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [40, 64, 72, 96, 128, 160, 256])
+@pytest.mark.parametrize("dims", [*((d, d) for d in (40, 64, 72, 96, 128, 160, 256)), (192, 128)])
 @pytest.mark.parametrize(
     "lengths", [(17, 1), (63, 65), (129, 127), (192, 128), (193, 391), (448, 64), (130, 900)]
 )
 def test_tables_over_any_number_of_tiles(
-    lengths: tuple[int, int], dim: int, dtype: torch.dtype
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """At the ends of tiles of 64, 128 and 192 queries and of 64 and 128 keys."""
-    q, k, v = tensors("cuda", dtype, lengths=lengths, dims=(dim, dim))
+    q, k, v = tensors("cuda", dtype, lengths=lengths, dims=dims)
     limits: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (70, 3)})
     for kind in ("16 bits", "float32", "one", "per batch", "every third entry", "heads last"):
         bias = RelativeBias(_table(kind, *lengths, dtype).requires_grad_())
@@ -532,6 +536,23 @@ def test_tables_over_any_number_of_tiles(
         if kind == "16 bits":
             mask = coin(2, 1, *lengths, device="cuda")
             check(q, k, v, bias=bias, mask=mask, sink=0.5, what=f"{kind}, mask")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dims", [(192, 128), (192, 64), (160, 128), (136, 96)])
+@pytest.mark.parametrize("lengths", [(64, 64), (520, 520), (300, 777), (777, 300)])
+def test_values_of_fewer_columns(
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Tiles of which have room for more keys. Of dQ the last columns are made in turn."""
+    for heads in ((4, 4), (6, 2)):
+        q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=dims)
+        for limits in ({}, {"causal": True}, {"window": (70, 3)}):
+            check(q, k, v, **limits, what=f"{heads}, {limits}")
+        mask = coin(2, 1, *lengths, device="cuda")
+        check(q, k, v, causal=True, mask=mask, sink=0.5, what=f"{heads}, mask")
 
 
 @gpu
@@ -550,7 +571,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("batch", "heads", "bias", "lengths", "options"),
     [

@@ -91,19 +91,48 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
-        map(int, row[:3]) for row in forward_table if int(row[0]) >= padded
+        (int(row[0]), int(row[2]), int(row[3])) for row in forward_table if int(row[1]) >= padded
     )
-    assert (found.tile_head_dim, found.threads) == (tile, 128 * (warpgroups + 1))
+    assert (found.tile_head_dim, found.tile_value_dim) == (tile, tile)
+    assert found.threads == 128 * (warpgroups + 1)
     assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
     assert found.blocks == 2 * 6 * -(-3000 // (64 * warpgroups))
     assert found.workspace_bytes == 0
     backward_table = table_of("attention", "kAttentionHopperBackwardTiles")
-    row = next(row for row in backward_table if int(row[0]) >= padded)
-    tile, queries, slices = int(row[0]), int(row[1]), int(row[-1])
-    assert (back.tile_head_dim, back.threads) == (tile, 128 * 3)
+    row = next(row for row in backward_table if int(row[1]) >= padded)
+    tile, queries, slices = int(row[0]), int(row[2]), int(row[-1])
+    assert (back.tile_head_dim, back.tile_value_dim, back.threads) == (tile, tile, 128 * 3)
     assert (back.tile_queries, back.tile_keys, back.slices) == (queries, 128 // slices, 1)
     assert back.blocks == 2 * 3 * -(-3000 // back.tile_keys)
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
+
+
+@pytest.mark.parametrize(
+    ("dims", "tile", "with_bias"),
+    [
+        ((192, 128), (192, 128), (192, 192)),
+        ((136, 64), (192, 128), (192, 192)),
+        ((129, 129), (192, 192), (192, 192)),
+        ((128, 192), (192, 192), (192, 192)),
+        ((193, 128), (256, 256), (256, 256)),
+        ((128, 40), (128, 128), (128, 128)),
+    ],
+)
+def test_tiles_with_fewer_columns_of_values(
+    dims: tuple[int, int], tile: tuple[int, int], with_bias: tuple[int, int]
+) -> None:
+    """A dense bias has no room beside 128 keys of such a tile, which a table has."""
+    dim, value_dim = dims
+    for options, expected in (({}, tile), ({"relative": True}, tile), ({"bias": True}, with_bias)):
+        found = explain_attention(2, 6, 3000, dim, value_dim=value_dim, **options)
+        assert found.hopper
+        assert (found.tile_head_dim, found.tile_value_dim) == expected
+        back = explain_attention(2, 6, 3000, dim, value_dim=value_dim, backward=True, **options)
+        assert back.hopper == (not options or dim <= 128 >= value_dim)
+        if back.hopper:
+            assert (back.tile_head_dim, back.tile_value_dim) == tile
+    found = explain_attention(2, 6, 3000, 192, value_dim=128)
+    assert "up to 192 and 128 of values hold 192 and 128" in found.why
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 129, 256])

@@ -30,7 +30,8 @@ class AttentionExplanation:
     why: str
     tile_queries: int  # of a block; of "decode", rows of all heads that share keys
     tile_keys: int  # that a block takes at a time; of "decode", a warp
-    tile_head_dim: int  # what head dimensions are filled up to
+    tile_head_dim: int  # what the head dimension of queries and keys is filled up to
+    tile_value_dim: int  # the same of values
     splits: int  # of the keys among blocks, forward; parts wait in the workspace
     slices: int  # blocks with the same keys, each for some columns of the gradients
     threads: int  # of a block
@@ -167,6 +168,7 @@ def explain_attention(
         tile_queries=plan.tile_queries,
         tile_keys=plan.tile_keys,
         tile_head_dim=plan.tile_head_dim,
+        tile_value_dim=plan.tile_value_dim,
         splits=plan.splits,
         slices=plan.slices,
         threads=plan.threads,
@@ -197,6 +199,7 @@ class _Plan(ctypes.Structure):
             "is_decode",
             "is_hopper",
             "tile_head_dim",
+            "tile_value_dim",
             "tile_queries",
             "tile_keys",
             "splits",
@@ -229,7 +232,12 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
             refused = f"a head dimension of {head_dim}"
             refused += " with a bias" if call.has_bias and call.is_backward else ""
         reasons += [f"portable kernels, since Hopper's own do not take {refused}"]
-    reasons += [f"tiles for head dimensions up to {plan.tile_head_dim} hold {head_dim}"]
+    if plan.tile_value_dim == plan.tile_head_dim:
+        held = f"{plan.tile_head_dim} hold {head_dim}"
+    else:
+        held = f"{plan.tile_head_dim} and {plan.tile_value_dim} of values"
+        held += f" hold {call.head_dim} and {call.value_dim}"
+    reasons += [f"tiles for head dimensions up to {held}"]
     return "; ".join(reasons)
 
 

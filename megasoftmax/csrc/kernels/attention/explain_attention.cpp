@@ -16,7 +16,7 @@ struct AttentionCall {
 struct AttentionExplanation {
   int64_t is_decode;      // the kernel of few queries runs
   int64_t is_hopper;      // kernels of sm90/ run, not the portable ones
-  int64_t tile_head_dim;  // what head dimensions are filled up to
+  int64_t tile_head_dim, tile_value_dim;  // what those of queries and values are filled up to
   int64_t tile_queries, tile_keys;
   int64_t splits;  // of the keys among blocks, forward; a second launch adds the parts
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
@@ -31,6 +31,7 @@ void explain_hopper_forward(const AttentionForwardParams& params, const Attentio
                             int64_t multiprocessors, AttentionExplanation& found) {
   found.is_hopper = 1;
   found.tile_head_dim = tile.head_dim;
+  found.tile_value_dim = tile.value_dim;
   found.tile_queries = tile.queries();
   found.tile_keys = tile.keys;
   found.threads = tile.threads();
@@ -43,7 +44,7 @@ void explain_portable_forward(const AttentionForwardParams& params, const Device
                               AttentionExplanation& found) {
   const AttentionTile& tile =
       kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)];
-  found.tile_head_dim = tile.head_dim;
+  found.tile_head_dim = found.tile_value_dim = tile.head_dim;
   found.is_decode = takes_few_queries(params);
   if (!found.is_decode) {
     found.tile_queries = tile.queries();
@@ -80,8 +81,9 @@ void explain_forward(AttentionForwardParams params, const Device& device,
 
 void explain_backward(const AttentionBackwardParams& params, int hopper_tile, const Device& device,
                       AttentionExplanation& found) {
-  const auto explain_tile = [&](const auto& tile, int slices) {
+  const auto explain_tile = [&](const auto& tile, int value_dim, int slices) {
     found.tile_head_dim = tile.head_dim;
+    found.tile_value_dim = value_dim;
     found.tile_queries = tile.queries;
     found.tile_keys = tile.keys();
     found.slices = slices;
@@ -89,11 +91,12 @@ void explain_backward(const AttentionBackwardParams& params, int hopper_tile, co
   };
   if (hopper_tile >= 0) {
     found.is_hopper = 1;
-    explain_tile(kAttentionHopperBackwardTiles[hopper_tile], 1);
+    const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[hopper_tile];
+    explain_tile(tile, tile.value_dim, 1);
   } else {
     const AttentionBackwardTile& tile =
         kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, device)];
-    explain_tile(tile, tile.head_dim / tile.slice);
+    explain_tile(tile, tile.head_dim, tile.head_dim / tile.slice);
     const BiasKind kind = bias_kind(params);
     found.shared_bytes = BackwardLayout(tile, kind).bytes(query_stages(tile, kind, device));
   }

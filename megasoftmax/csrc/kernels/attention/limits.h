@@ -53,11 +53,11 @@ inline constexpr int kHopperMajor = 9;
 // The same on Hopper: warpgroups of 64 queries each, and one more that only copies. Both have their
 // number of registers a thread.
 struct AttentionHopperTile {
-  int head_dim;
+  int head_dim, value_dim;  // of queries and keys, and of values
   int warpgroups;
   int keys;
   int copier_registers, registers;
-  int bias_stages;       // tiles of the bias in shared memory at a time
+  int bias_stages;       // tiles of the bias in shared memory at a time; 0: no room for one
   bool has_own_results;  // in shared memory, or in the place of queries
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -82,28 +82,30 @@ inline constexpr int64_t kMaxHeadsOfSection = 128;
 // 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
-    // head dim, warpgroups, keys, registers (that copies, others), bias stages, own results
-    {        64,          3,  128,  32, 160,            2,         true},  // 430
-    {        80,          2,  128,  40, 232,            1,         true},
-    {        96,          2,  128,  40, 232,            1,         true},
-    {       128,          2,  128,  40, 232,            1,         true},  // 593
-    {       192,          2,   64,  40, 232,            1,         true},
-    {       256,          2,   64,  40, 232,            1,        false},
+    // dims (head, value), warpgroups, keys, registers (that copies, others), bias stages, own results
+    {           48,    48,          3,  128,  32, 160,            2,         true},
+    {           64,    64,          3,  128,  32, 160,            2,         true},  // 430
+    {           80,    80,          2,  128,  40, 232,            1,         true},
+    {           96,    96,          2,  128,  40, 232,            1,         true},
+    {          128,   128,          2,  128,  40, 232,            1,         true},  // 593
+    {          192,   128,          2,  128,  40, 232,            0,        false},
+    {          192,   192,          2,   64,  40, 232,            1,         true},
+    {          256,   256,          2,   64,  40, 232,            1,        false},
 };
 // clang-format on
 
 // A block of keys against one tile of queries after the other, backward, where the forward is
-// Hopper's too. Two warpgroups have 64 keys each. Or a block has 64 keys, and each of three
-// warpgroups makes other products of them; the third, of gradients of queries, has the registers
-// that the others leave.
+// Hopper's too. Two warpgroups have 64 keys each; or they have the same 64 keys, and half of the
+// columns of gradients each. Or, where it is wide, each of three warpgroups makes other products of
+// 64 keys, of which the third, for gradients of queries, copies too.
 struct AttentionHopperBackwardTile {
-  int head_dim;
+  int head_dim, value_dim;
   int queries;
   int copier_registers, registers;
   int slices;  // of the columns: 1, or one for each warpgroup
   static constexpr int warpgroups = 2;
 
-  constexpr bool is_wide() const { return slices > 1; }
+  constexpr bool is_wide() const { return slices > 1 && head_dim == value_dim; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups / slices; }
 };
@@ -113,13 +115,15 @@ inline constexpr int kMaxBiasCluster = 8;
 // The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
-    // head dim, queries, registers (that copies, others), slices
-    {        64,     128,  24, 240,      1},  // 420
-    {        80,      64,  24, 240,      1},
-    {        96,      64,  24, 240,      1},
-    {       128,      64,  24, 240,      1},  // 556
-    {       192,      64,  72, 216,      2},
-    {       256,      64,  72, 216,      2},
+    // dims (head, value), queries, registers (that copies, others), slices
+    {           48,    48,     128,  24, 240,      1},
+    {           64,    64,     128,  24, 240,      1},  // 420
+    {           80,    80,      64,  24, 240,      1},
+    {           96,    96,      64,  24, 240,      1},
+    {          128,   128,      64,  24, 240,      1},  // 556
+    {          192,   128,      64,  24, 240,      2},
+    {          192,   192,      64,  72, 216,      2},
+    {          256,   256,      64,  72, 216,      2},
 };
 // clang-format on
 

@@ -29,7 +29,8 @@ inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bi
   return is_deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
 }
 
-// The first of a table whose tiles hold the head dimensions, on a GPU that has room for all.
+// The first of a table of the portable kernels whose tiles hold the head dimensions, on a GPU that
+// has room for all.
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   int index = 0;
@@ -189,10 +190,24 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
                              params.queries);
 }
 
-// The largest head dimension of a table.
+// Whether shared memory has room for it.
+constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
+  return bias != HopperBias::kTile || tile.bias_stages > 0;
+}
+constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
+  return bias == HopperBias::kNone || tile.slices == 1;
+}
+
+// The first of a table of Hopper's whose tiles hold the head dimensions and take the bias, or -1.
 template <class TileShape, int kCount>
-constexpr int largest_head_dim(const TileShape (&tiles)[kCount]) {
-  return tiles[kCount - 1].head_dim;
+int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
+  for (int index = 0; index < kCount; ++index) {
+    const TileShape& tile = tiles[index];
+    if (tile.head_dim >= params.head_dim && tile.value_dim >= params.value_dim &&
+        takes_bias(tile, hopper_bias(params)))
+      return index;
+  }
+  return -1;
 }
 
 // Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
@@ -200,29 +215,20 @@ inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
-  const int dim = std::max(params.head_dim, params.value_dim);
-  if (!takes_hopper_bias(params) || dim <= 32 || dim > largest_head_dim(kAttentionHopperTiles) ||
+  if (!takes_hopper_bias(params) || std::max(params.head_dim, params.value_dim) <= 32 ||
       params.keys == 0 || !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))
     return -1;
-  return tile_for(kAttentionHopperTiles, params);
-}
-
-// Where columns are sliced, shared memory has no room for a bias.
-constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
-  return tile.slices == 1 || bias == HopperBias::kNone;
+  return hopper_tile_for(kAttentionHopperTiles, params);
 }
 
 // The same backward, of kAttentionHopperBackwardTiles.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
-  const int dim = std::max(params.head_dim, params.value_dim);
-  if (hopper_tile(params) < 0 || dim > largest_head_dim(kAttentionHopperBackwardTiles) ||
-      params.query_gradient_sum == nullptr || params.queries == 0 ||
+  if (hopper_tile(params) < 0 || params.query_gradient_sum == nullptr || params.queries == 0 ||
       !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
     return -1;
-  const int index = tile_for(kAttentionHopperBackwardTiles, params);
-  return takes_bias(kAttentionHopperBackwardTiles[index], hopper_bias(params)) ? index : -1;
+  return hopper_tile_for(kAttentionHopperBackwardTiles, params);
 }
 
 // Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
@@ -237,7 +243,8 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
 // Do blocks of Hopper's forward take several tiles of queries? By length and window. With a mask or
 // ranges they do in any case: see AttentionForwardParams::tiles_taken.
 inline bool shares_blocks(const AttentionParams& params) {
-  const AttentionHopperTile& tile = kAttentionHopperTiles[tile_for(kAttentionHopperTiles, params)];
+  const AttentionHopperTile& tile =
+      kAttentionHopperTiles[hopper_tile_for(kAttentionHopperTiles, params)];
   const bool is_window = params.window_left >= 0 && params.window_right >= 0;
   const int64_t seen = is_window
                            ? int64_t{params.window_left} + params.window_right + tile.queries()

@@ -122,21 +122,29 @@ struct SumsOfDiagonals {
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
-  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
+  static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
+  static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
   static constexpr int kSlices = kTile.slices, kSlicePanels = divide_up(kDim, 64 * kSlices);
+  static constexpr int kValueSlicePanels = divide_up(kValueDim, 64 * kSlices);
   static constexpr int kPanels = kSlices * kSlicePanels, kQueryPanels = kQueries / 64, kStages = 2;
-  static constexpr int kColumns = kSlices == 1 ? kDim : 64 * kSlicePanels;  // of a warpgroup
-  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
+  static constexpr int kValuePanels = kSlices * kValueSlicePanels;
+  // Of a warpgroup.
+  static constexpr int kColumns = kSlices == 1 ? kDim : 64 * kSlicePanels;
+  static constexpr int kValueColumns = kSlices == 1 ? kValueDim : 64 * kValueSlicePanels;
+  static_assert(kDim % 16 == 0 && kValueDim % 16 == 0);
+  static_assert(kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
   static_assert(kSlices == 1 || kSlices == kWarpgroups);
   static_assert(takes_bias(kTile, kBias));
   // What follows the kernel finds one length of diagonals.
   static_assert(kBias != HopperBias::kTable || kKeys == kAttentionHopperBackwardTiles[0].keys());
   static_assert(shares_registers(kTile));
-  // Of dQ each warpgroup makes so many times 64 x 64 elements.
-  static constexpr int kSquares = kPanels * kQueryPanels / kWarpgroups;
-  static_assert(kSquares * kWarpgroups == kPanels * kQueryPanels);
-  static_assert(kSquares == kSlices && (kSlices == 1 || kQueryPanels == 1));
+  // Of dQ each warpgroup makes so many times 64 x 64 elements. Where that leaves one, warpgroups
+  // make it in turn.
+  static constexpr int kAllSquares = divide_up(kDim, 64) * kQueryPanels;
+  static constexpr int kSquares = kAllSquares / kWarpgroups;
+  static constexpr bool kHasOddSquare = kAllSquares % kWarpgroups != 0;
+  static_assert(kSlices == 1 ? kAllSquares == kWarpgroups : kQueryPanels == 1);
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
   // scores, of two steps, in panels of 64 keys, or those of one step, which each warpgroup has for
@@ -145,20 +153,25 @@ struct HopperBackwardMemory {
   // end results of each warpgroup lie where sums did, or keys.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
+  static constexpr int kGradientBytes = kValuePanels * kQueryPanelBytes;
+  static constexpr int kStageBytes = kQueryBytes + kGradientBytes;
   static constexpr int kScorePanelBytes = kQueries * 128;
   static constexpr int kScoreBytes = kWarpgroups * kScorePanelBytes;
   static constexpr int kScoreBuffers = kSlices == 1 ? 2 : 1;
-  static constexpr int kSumPanels = kSlices == 1 ? 2 : 1, kSumPanelBytes = 64 * 128;
+  static constexpr int kSumPanels = kSlices == 1 || kValuePanels < kPanels ? 2 : 1;
+  static constexpr int kSumPanelBytes = 64 * 128;
   static constexpr int kSumBytes = kSumPanels * kSumPanelBytes;
   static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
-  static constexpr int kValuesAt = kKeyBytes, kStagesAt = 2 * kKeyBytes;
-  static constexpr int kScoresAt = kStagesAt + kStages * 2 * kQueryBytes;
+  static constexpr int kValuesAt = kKeyBytes, kStagesAt = kKeyBytes + kValueBytes;
+  static constexpr int kScoresAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kSumsAt = kScoresAt + kScoreBuffers * kScoreBytes;
-  static constexpr int kResultsAt = kSlices == 1 ? kSumsAt : 0;
   static constexpr int kResultBytes = kSlicePanels * 64 * 128;
-  static constexpr int kResultPitch = kSlices == 1 ? kSumBytes : kResultBytes;
-  static_assert(kResultBytes <= kResultPitch && kWarpgroups * kResultBytes <= kKeyBytes);
+  static constexpr bool kReplacesKeys = kResultBytes > kSumBytes;
+  static constexpr int kResultsAt = kReplacesKeys ? 0 : kSumsAt;
+  static constexpr int kResultPitch = kReplacesKeys ? kResultBytes : kSumBytes;
+  static_assert(kValueSlicePanels <= kSlicePanels && kWarpgroups * kResultBytes <= kKeyBytes);
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
@@ -187,9 +200,7 @@ struct HopperBackwardMemory {
   }
   __device__ uint32_t keys() const { return address; }
   __device__ uint32_t values() const { return address + kValuesAt; }
-  __device__ uint32_t queries(int stage) const {
-    return address + kStagesAt + stage * 2 * kQueryBytes;
-  }
+  __device__ uint32_t queries(int stage) const { return address + kStagesAt + stage * kStageBytes; }
   __device__ uint32_t gradients(int stage) const { return queries(stage) + kQueryBytes; }
   __device__ uint32_t scores(int buffer) const {
     return address + kScoresAt + buffer % kScoreBuffers * kScoreBytes;
@@ -349,7 +360,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   constexpr bool kHasTile = kBias == HopperBias::kTile, kHasTable = kBias == HopperBias::kTable;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  constexpr int kN = kQueries / 8, kSteps = kQueries / 16, kColumns = Memory::kColumns / 8;
+  constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
+  constexpr int kColumns = Memory::kColumns / 8, kValueColumns = Memory::kValueColumns / 8;
   constexpr bool kSlicesColumns = Memory::kSlices > 1;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
@@ -490,14 +502,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       return;
     }
     const bool is_first = threadIdx.x == 0;
-    const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
-                          int head, int row) {
-      start_copy_of_panels<Memory::kPanels>(shared, map, barrier, rows, row, head, batch);
-    };
+    constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
     if (is_first) {
-      memory.keys_are_there().arrive_and_expect(2 * Memory::kKeyBytes);
-      copy(memory.keys(), maps.key, memory.keys_are_there(), kKeys, key_head, first_key);
-      copy(memory.values(), maps.value, memory.keys_are_there(), kKeys, key_head, first_key);
+      const Barrier there = memory.keys_are_there();
+      there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
+      start_copy_of_panels<kPanels>(memory.keys(), maps.key, there, kKeys, first_key, key_head,
+                                    batch);
+      start_copy_of_panels<kValuePanels>(memory.values(), maps.value, there, kKeys, first_key,
+                                         key_head, batch);
     }
     int step = 0;
     for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
@@ -508,9 +520,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         const Barrier there = memory.stage_is_there(stage);
         const int rows = min(kQueries, params.queries - query);
         const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
-        there.arrive_and_expect(2 * Memory::kQueryBytes + row_bytes);
-        copy(memory.queries(stage), maps.query, there, kQueries, head, query);
-        copy(memory.gradients(stage), maps.output_gradient, there, kQueries, head, query);
+        there.arrive_and_expect(Memory::kStageBytes + row_bytes);
+        start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries, query,
+                                      head, batch);
+        start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient, there,
+                                           kQueries, query, head, batch);
         start_copy_of_bytes(memory.rows(stage),
                             params.rows_of_backward + params.row_index(batch, head, query),
                             row_bytes, there);
@@ -549,39 +563,47 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const int column_panel = warpgroup / Memory::kQueryPanels * Memory::kSquares;
   char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
 
-  float key_gradient[kColumns][4] = {}, value_gradient[kColumns][4] = {};
+  float key_gradient[kColumns][4] = {}, value_gradient[kValueColumns][4] = {};
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied as soon as they are there, where registers allow it.
   constexpr bool kIsEarly = kQueries <= 64;
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
-  // Products of this warpgroup's keys, or values, with queries, or gradients of outputs.
-  const auto start_scores = [&](float (&scores)[kN][4], uint32_t keys, uint32_t queries) {
-    const uint64_t a = matrix_at(keys + key_panel * 64 * 128, 16), b = matrix_at(queries, 16);
+  // Products of this warpgroup's keys with queries, and of its values with gradients of outputs.
+  const auto start_scores = [&](uint32_t queries) {
+    const uint32_t keys = memory.keys() + key_panel * 64 * 128;
     begin_products();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      const int panel = step / 4, offset = step % 4 * 32;
-      start_product<T>(scores, moved(a, panel * Memory::kKeyPanelBytes + offset),
-                       moved(b, panel * Memory::kQueryPanelBytes + offset), step > 0);
-    }
+    start_product_of_rows<T, kDim>(weights, matrix_at(keys, 16), Memory::kKeyPanelBytes,
+                                   matrix_at(queries, 16), Memory::kQueryPanelBytes);
     end_products();
   };
-  const auto start_sum = [&](float (&sum)[kColumns][4], const uint32_t (&rounded)[kSteps][4],
-                             uint32_t queries) {
-    const uint64_t b = matrix_at(queries + slice * Memory::kSlicePanels * Memory::kQueryPanelBytes,
-                                 Memory::kQueryPanelBytes);
+  const auto start_weight_gradients = [&](uint32_t output_gradients) {
+    const uint32_t values = memory.values() + key_panel * 64 * 128;
     begin_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
+    start_product_of_rows<T, Memory::kValueDim>(
+        gradients, matrix_at(values, 16), Memory::kKeyPanelBytes, matrix_at(output_gradients, 16),
+        Memory::kQueryPanelBytes);
     end_products();
   };
-  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores, int square) {
+  const auto start_value_gradient = [&](uint32_t output_gradients) {
+    constexpr int kFirst = Memory::kValueSlicePanels * Memory::kQueryPanelBytes;
+    begin_products();
+    start_sum_of_products<T>(
+        value_gradient, rounded_weights,
+        matrix_at(output_gradients + slice * kFirst, Memory::kQueryPanelBytes));
+    end_products();
+  };
+  const auto start_key_gradient = [&](uint32_t queries) {
+    constexpr int kFirst = Memory::kSlicePanels * Memory::kQueryPanelBytes;
+    begin_products();
+    start_sum_of_products<T>(key_gradient, rounded_gradients,
+                             matrix_at(queries + slice * kFirst, Memory::kQueryPanelBytes));
+    end_products();
+  };
+  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores, int panel) {
     const uint64_t a = matrix_at(scores + slice * Memory::kScorePanelBytes + query_panel * 64 * 128,
                                  16),
-                   b = matrix_at(memory.keys() + (column_panel + square) * Memory::kKeyPanelBytes,
-                                 16);
+                   b = matrix_at(memory.keys() + panel * Memory::kKeyPanelBytes, 16);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step)
@@ -662,7 +684,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       as_matrix_a<T, !kIsPlain>(rounded_weights[step], weights, step);
-    start_sum(value_gradient, rounded_weights, memory.gradients(stage));
+    start_value_gradient(memory.gradients(stage));
   };
   // Gradients of weights become those of scores.
   const auto find_score_gradients_of = [&](int stage) {
@@ -711,8 +733,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (has_ranges) find_ranges(head, query);
     if (has_bits) find_masked(head, query);
     memory.stage_is_there(stage).wait(step / kStages & 1);
-    start_scores(weights, memory.keys(), memory.queries(stage));
-    start_scores(gradients, memory.values(), memory.gradients(stage));
+    start_scores(memory.queries(stage));
+    start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
     Excluded<1, 8> excluded[Memory::kQueryPanels];
     const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
@@ -769,11 +791,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if ((is_added || is_in_cluster || has_diagonals) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
 #pragma unroll
-    for (int square = 0; square < Memory::kSquares; ++square) {
+    for (int square = 0; square < Memory::kSquares + Memory::kHasOddSquare; ++square) {
+      if (square == Memory::kSquares && (step + warpgroup) % 2 != 0) continue;
+      const int panel = square < Memory::kSquares ? column_panel + square : Memory::kAllSquares - 1;
       float query_gradient[8][4];
-      start_query_gradient(query_gradient, memory.scores(step % 2), square);
+      start_query_gradient(query_gradient, memory.scores(step % 2), panel);
       if (square == 0) {
-        start_sum(key_gradient, rounded_gradients, memory.queries(stage));
+        start_key_gradient(memory.queries(stage));
         wait_for_products<1>();
         touch(value_gradient);
       } else {
@@ -795,7 +819,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         if (!is_first_of_group) continue;
 #pragma unroll
         for (int i = 0; i < Memory::kSumPanels; ++i) {
-          const int column = 64 * (column_panel + square) + 32 * (side + i);
+          const int column = 64 * panel + 32 * (side + i);
           if (column < kDim)
             start_sum_of_box(maps.query_gradient_sum,
                              memory.sums(warpgroup) + i * Memory::kSumPanelBytes, column,
@@ -816,16 +840,17 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   }
 
   if (is_first_of_group) wait_for_reads_of_stores();
-  if constexpr (kSlicesColumns) {
+  if constexpr (Memory::kReplacesKeys) {
     sync_warpgroups<kWarpgroups>();  // both have read the keys
   } else {
     sync_warpgroup(warpgroup);
   }
+  // Both in the same rows of a tile, so that a warp writes where it alone has written.
   using Rows = Tile<T, 64, 64 * Memory::kSlicePanels>;
   static_assert(Rows::kBytes == Memory::kResultBytes);
-  const int first_column = slice * Memory::kColumns;
-  const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
-                         int width) {
+  const auto store = [&]<int kStored>(const float (&results)[kStored][4], float factor,
+                                      const Strided& tensor, int width) {
+    const int first_column = slice * 8 * kStored;
     store_rows<T, Rows>(shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch,
                         16 * warp_in_group, results, {factor, factor},
                         tensor.row<T>(batch, key_head, group_key) + first_column,

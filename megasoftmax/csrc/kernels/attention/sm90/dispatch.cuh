@@ -78,10 +78,12 @@ bool attention_hopper_forward_is_there(int index, HopperBias bias) {
   bool is_there = false;
   with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      static const bool has_kernels =
-          has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
-          has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
-      is_there = has_kernels;
+      if constexpr (takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
+        static const bool has_kernels =
+            has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
+            has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
+        is_there = has_kernels;
+      }
       return cudaSuccess;
     });
   });
@@ -93,36 +95,40 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
                                               cudaStream_t stream) {
   return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
-      using Memory = HopperMemory<kBias, kIndex>;
-      AttentionForwardParams launched = params;
-      int most_blocks = INT32_MAX;
-      if (shares_blocks(params) || params.tiles_taken != nullptr)
+      if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
+        return cudaErrorInvalidValue;
+      } else {
+        using Memory = HopperMemory<kBias, kIndex>;
+        AttentionForwardParams launched = params;
+        int most_blocks = INT32_MAX;
+        if (shares_blocks(params) || params.tiles_taken != nullptr)
+          MEGASOFTMAX_RETURN_IF_ERROR(
+              attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
+        const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
+        const int64_t tiles = params.splits * row_tiles;
+        launched.row_tiles = Divider(row_tiles);
+        if (tiles * params.heads * params.batches <= most_blocks)
+          launched.tiles_taken = nullptr;  // each block has one
+        if (launched.tiles_taken != nullptr)
+          MEGASOFTMAX_RETURN_IF_ERROR(
+              cudaMemsetAsync(launched.tiles_taken, 0, sizeof(*launched.tiles_taken), stream));
+        const auto kernel = is_plain(params)
+                                ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
+                                : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
+        // Before the maps: it gives a new thread its context.
+        MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+        TensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
-            attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
-      const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
-      const int64_t tiles = params.splits * row_tiles;
-      launched.row_tiles = Divider(row_tiles);
-      if (tiles * params.heads * params.batches <= most_blocks)
-        launched.tiles_taken = nullptr;  // each block has one
-      if (launched.tiles_taken != nullptr)
+            make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
         MEGASOFTMAX_RETURN_IF_ERROR(
-            cudaMemsetAsync(launched.tiles_taken, 0, sizeof(*launched.tiles_taken), stream));
-      const auto kernel = is_plain(params)
-                              ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
-                              : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
-      // Before the maps: it gives a new thread its context.
-      MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-      TensorMaps maps;
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-      MEGASOFTMAX_RETURN_IF_ERROR(
-          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-      if constexpr (kBias == HopperBias::kTile)
-        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-      return launch_with_maps(kernel, tiles, params.heads, most_blocks, 1, Memory::kThreads,
-                              Memory::kBytes, stream, launched, maps);
+            make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+        if constexpr (kBias == HopperBias::kTile)
+          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
+        return launch_with_maps(kernel, tiles, params.heads, most_blocks, 1, Memory::kThreads,
+                                Memory::kBytes, stream, launched, maps);
+      }
     });
   });
 }

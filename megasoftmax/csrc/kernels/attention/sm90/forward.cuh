@@ -91,11 +91,13 @@ struct AssignedTile {
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
   static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
-  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kPanels = divide_up(kDim, 64);
+  static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim, kKeys = kTile.keys;
+  static constexpr int kPanels = divide_up(kDim, 64), kValuePanels = divide_up(kValueDim, 64);
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
   static constexpr int kThreads = kTile.threads(), kStages = 2;
   static_assert(shares_registers(kTile));
-  static_assert(kDim % 16 == 0 && kQueries % kNoteTile == 0);
+  static_assert(takes_bias(kTile, kBias));
+  static_assert(kDim % 16 == 0 && kValueDim % 16 == 0 && kQueries % kNoteTile == 0);
   static_assert(kKeys == kNoteTile || kKeys == 2 * kNoteTile);
 
   // Queries of each warpgroup; keys, values of each stage; results of each warpgroup, unless they
@@ -104,15 +106,19 @@ struct HopperMemory {
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
+  static constexpr int kValueBytes = kValuePanels * kPanelBytes;
   static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr bool kHasOwnResults = kTile.has_own_results;
-  static constexpr int kResultsAt = kHasOwnResults ? kValuesAt + kStages * kKeyBytes : 0;
-  static constexpr int kBiasAt =
-      kValuesAt + kStages * kKeyBytes + (kHasOwnResults ? kWarpgroups * kQueryBytes : 0);
+  static constexpr int kResultBytes = kValuePanels * kQueryPanelBytes;
+  static constexpr int kEndOfValues = kValuesAt + kStages * kValueBytes;
+  static constexpr int kResultsAt = kHasOwnResults ? kEndOfValues : 0;
+  static constexpr int kResultPitch = kHasOwnResults ? kResultBytes : kQueryBytes;
+  static_assert(kResultBytes <= kResultPitch);
+  static constexpr int kBiasAt = kEndOfValues + (kHasOwnResults ? kWarpgroups * kResultBytes : 0);
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
-  static constexpr int kBiasStages = kIsTable ? kStages : kTile.bias_stages;
+  static constexpr int kBiasStages = kBias == HopperBias::kTile ? kTile.bias_stages : kStages;
   static constexpr int kBiasSharers = kIsTable ? kWarpgroups : 1;  // warpgroups with one tile of it
   static constexpr int kBiasPanelBytes = 64 * 128;
   static constexpr int kBiasBytes = kIsTable ? Diagonals::kBytes : kKeys / 64 * kBiasPanelBytes;
@@ -139,7 +145,7 @@ struct HopperMemory {
   }
   __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
-  __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kKeyBytes; }
+  __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kValueBytes; }
   __device__ uint32_t bias(int stage, int warpgroup) const {
     return address + kBiasAt + bias_tile(stage, warpgroup) * kBiasBytes;
   }
@@ -252,7 +258,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   constexpr int kFillers = 3;  // the warps that fill in entries of a table
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  constexpr int kN = kKeys / 8, kColumns = kDim / 8, kSteps = kKeys / 16;
+  constexpr int kN = kKeys / 8, kColumns = Memory::kValueDim / 8, kSteps = kKeys / 16;
   constexpr bool kHasBias = kBias != HopperBias::kNone;
   using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   extern __shared__ __align__(1024) char shared_memory[];
@@ -351,24 +357,21 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const TileOfQueries block(params, kQueries, static_cast<int>(number));
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
-      const auto copy = [&](uint32_t shared, const CUtensorMap& map, Barrier barrier, int rows,
-                            int head, int row) {
-        start_copy_of_panels<Memory::kPanels>(shared, map, barrier, rows, row, head, block.batch);
-      };
       memory.queries_are_used().wait((done & 1) ^ 1);
       if (is_first) {
         memory.queries_are_there().arrive_and_expect(kWarpgroups * Memory::kQueryBytes);
         for (int i = 0; i < kWarpgroups; ++i)
-          copy(memory.queries(i), maps.query, memory.queries_are_there(), 64, block.head,
-               block.first_query + 64 * i);
+          start_copy_of_panels<Memory::kPanels>(
+              memory.queries(i), maps.query, memory.queries_are_there(), 64,
+              block.first_query + 64 * i, block.head, block.batch);
       }
       ++done;
-      const auto fill = [&](uint32_t shared, const CUtensorMap& map, Barrier there, Barrier used,
-                            uint32_t step, int key) {
+      const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
+                                         Barrier used, uint32_t step, int key) {
         used.wait((step / kStages & 1) ^ 1);
         if (!is_first) return;
-        there.arrive_and_expect(Memory::kKeyBytes);
-        copy(shared, map, there, kKeys, key_head, key);
+        there.arrive_and_expect(kPanels * Memory::kPanelBytes);
+        start_copy_of_panels<kPanels>(shared, map, there, kKeys, key, key_head, block.batch);
       };
       [[maybe_unused]] int bias_head, bias_batch;
       if constexpr (kBias == HopperBias::kTile)
@@ -389,11 +392,13 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       Tiles tiles(params, block, assigned, first_step);
       for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
         const int stage = tiles.step % kStages;
-        fill(memory.keys(stage), maps.key, memory.keys_are_there(stage),
-             memory.keys_are_used(stage), tiles.step, tiles.key);
+        fill.template operator()<Memory::kPanels>(
+            memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
+            tiles.step, tiles.key);
         if constexpr (kBias == HopperBias::kTile) fill_bias(tiles.step, tiles.key);
-        fill(memory.values(stage), maps.value, memory.values_are_there(stage),
-             memory.values_are_used(stage), tiles.step, tiles.key);
+        fill.template operator()<Memory::kValuePanels>(
+            memory.values(stage), maps.value, memory.values_are_there(stage),
+            memory.values_are_used(stage), tiles.step, tiles.key);
       }
       first_step = uniform(tiles.step);
       if constexpr (!kIsPlain) number = __shfl_sync(~0u, following, 0);
@@ -413,6 +418,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   };
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
+
+  // Once: each tile would wait for it.
+  const uint64_t seed = kIsPlain ? 0 : seed_of(params.dropout);
 
   int number;
   for (int done = 0; may_come(done, number); ++work.turn) {
@@ -453,20 +461,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const uint64_t a = matrix_at(memory.queries(warpgroup), 16),
                      b = matrix_at(memory.keys(stage), 16);
       begin_products();
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        const int panel = step / 4, offset = step % 4 * 32;
-        start_product<T>(scores[0], moved(a, panel * Memory::kQueryPanelBytes + offset),
-                         moved(b, panel * Memory::kPanelBytes + offset), step > 0);
-      }
+      start_product_of_rows<T, kDim>(scores[0], a, Memory::kQueryPanelBytes, b,
+                                     Memory::kPanelBytes);
       end_products();
     };
     const auto start_output = [&](int stage) {
       const uint64_t b = matrix_at(memory.values(stage), Memory::kPanelBytes);
       begin_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        start_product<T>(output[0], weights[step], moved(b, step * 16 * 128));
+      start_sum_of_products<T>(output[0], weights, b);
       end_products();
     };
     // Makes logits of products.
@@ -528,34 +530,43 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
+    // What a tile excludes, if it does, found while products run.
+    Excluded<1, kN> excluded;
+    bool excludes;
+    const auto find_excluded = [&](const Tiles& tiles) {
+      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
+      excluded = {};
+      excludes = is_cut || tiles.may_exclude();
+      if (!excludes) return;
+      if constexpr (kIsPlain) {
+        excluded.template find<false, true>(params, block.batch, block.head, warp_query, tiles.key,
+                                            is_cut);
+      } else {
+        if (is_cut) {
+          const KeyRange* const rows =
+              assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
+          const KeyRange ranges[2] = {rows[0], rows[8]};
+          excluded.add_words([&](int half, int word) {
+            return bits_outside(ranges[half], tiles.key + 32 * word);
+          });
+        }
+        excluded.add_words([&](int half, int word) { return masked[half][word]; });
+      }
+    };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
       release(memory.keys_are_used(tiles.step % kStages));
       if constexpr (kHasBias) add_bias_of(tiles);
-      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
-      if (is_cut || tiles.may_exclude()) {
-        Excluded<1, kN> excluded;
-        if constexpr (kIsPlain) {
-          excluded.template find<false, true>(params, block.batch, block.head, warp_query,
-                                              tiles.key, is_cut);
-        } else {
-          if (is_cut) {
-            const KeyRange* const rows =
-                assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
-            const KeyRange ranges[2] = {rows[0], rows[8]};
-            excluded.add_words([&](int half, int word) {
-              return bits_outside(ranges[half], tiles.key + 32 * word);
-            });
-          }
-          excluded.add_words([&](int half, int word) { return masked[half][word]; });
-        }
-        excluded.apply(scores, -INFINITY);
-      }
+      if (excludes) excluded.apply(scores, -INFINITY);
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
+    };
+    // Of weights, where there is room for their bits: no weights of the step before are multiplied
+    // any more.
+    const auto drop = [&](const Tiles& tiles) {
       if (!kIsPlain && params.dropout.seed != nullptr) {
-        const Dropping<false> dropping(params, block.batch, block.head);
+        const Dropping<false> dropping(params, block.batch, block.head, seed);
         dropping.template for_each_word<1, kN>(
             warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
               clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
@@ -604,9 +615,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
+      find_excluded(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
+      drop(tiles);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
            tiles.advance(params, block, assigned)) {
@@ -616,6 +629,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
+        find_excluded(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         weigh(tiles);
@@ -627,6 +641,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
         }
+        drop(tiles);
         round_weights();
       }
       release_queries();
@@ -670,8 +685,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     }
     // Results of a warp take the place of queries of all warps.
     if constexpr (!Memory::kHasOwnResults) sync_warpgroup(warpgroup);
-    store_rows<T, Tile<T, 64, 64 * Memory::kPanels>>(
-        shared_memory + Memory::kResultsAt + warpgroup * Memory::kQueryBytes, 16 * warp_in_group,
+    store_rows<T, Tile<T, 64, 64 * Memory::kValuePanels>>(
+        shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch, 16 * warp_in_group,
         output[0], factors, params.output.row<T>(block.batch, block.head, group_query),
         params.output.query_stride, params.queries - group_query, params.value_dim);
     if constexpr (!Memory::kHasOwnResults) publish_writes();  // before queries are copied there

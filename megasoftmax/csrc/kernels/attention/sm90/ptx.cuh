@@ -226,9 +226,10 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
 #define MEGASOFTMAX_8(d, n) MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1)
 #define MEGASOFTMAX_32(d, n) \
   MEGASOFTMAX_8(d, n), MEGASOFTMAX_8(d, n + 2), MEGASOFTMAX_8(d, n + 4), MEGASOFTMAX_8(d, n + 6)
-#define MEGASOFTMAX_TO_31                                                                      \
+#define MEGASOFTMAX_TO_23                                                                      \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  "%20, %21, %22, %23"
+#define MEGASOFTMAX_TO_31 MEGASOFTMAX_TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define MEGASOFTMAX_TO_39 MEGASOFTMAX_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MEGASOFTMAX_TO_47 MEGASOFTMAX_TO_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define MEGASOFTMAX_TO_63                                               \
@@ -273,12 +274,26 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
 #undef MEGASOFTMAX_PRODUCT
 }
 
+// Starts results = a b^T, a of 64 rows and b of kN * 8, both of kColumns columns in panels of so
+// many bytes.
+template <class T, int kColumns, int kN>
+__device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], uint64_t a,
+                                                      int panel_bytes_of_a, uint64_t b,
+                                                      int panel_bytes_of_b) {
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    const int panel = step / 4, offset = step % 4 * 32;
+    start_product<T>(results, moved(a, panel * panel_bytes_of_a + offset),
+                     moved(b, panel * panel_bytes_of_b + offset), step > 0);
+  }
+}
+
 // Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns. The last of the
 // panels of b may be used in part.
 template <class T, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
                                               uint64_t b) {
-  static_assert(kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 || kN == 32);
+  static_assert(kN == 6 || kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 || kN == 32);
 #define MEGASOFTMAX_PRODUCT(type, columns, registers, a0, a1, a2, a3, second, ...)     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type   \
                " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #second \
@@ -286,6 +301,10 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
                : __VA_ARGS__                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define MEGASOFTMAX_PRODUCTS(type)                                               \
+  if constexpr (kN == 6)                                                         \
+    MEGASOFTMAX_PRODUCT(type, 48, MEGASOFTMAX_TO_23, 24, 25, 26, 27, 28,         \
+                        MEGASOFTMAX_8(results, 0), MEGASOFTMAX_8(results, 2),    \
+                        MEGASOFTMAX_8(results, 4));                              \
   if constexpr (kN == 8)                                                         \
     MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, 36,         \
                         MEGASOFTMAX_32(results, 0));                             \
@@ -316,9 +335,19 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
 #undef MEGASOFTMAX_PRODUCT
 }
 
+// The same of a 64 x 16 * kSteps.
+template <class T, int kN, int kSteps>
+__device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
+                                                      const uint32_t (&a)[kSteps][4], uint64_t b) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    start_product<T>(results, a[step], moved(b, step * 16 * 128));
+}
+
 #undef MEGASOFTMAX_4
 #undef MEGASOFTMAX_8
 #undef MEGASOFTMAX_32
+#undef MEGASOFTMAX_TO_23
 #undef MEGASOFTMAX_TO_31
 #undef MEGASOFTMAX_TO_39
 #undef MEGASOFTMAX_TO_47
