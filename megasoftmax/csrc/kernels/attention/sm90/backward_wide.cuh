@@ -18,20 +18,24 @@ namespace megasoftmax {
 template <int kIndex>
 struct HopperWideBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
-  static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
-  static constexpr int kThreads = kTile.threads(), kPanels = divide_up(kDim, 64), kStages = 2;
-  static_assert(kTile.is_wide() && kDim % 64 == 0 && kKeys == 64 && kQueries == 64);
+  static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
+  static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries, kStages = 2;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kPanels = kDim / 64, kValuePanels = kValueDim / 64;
+  static_assert(kTile.is_wide() && kDim % 64 == 0 && kValueDim % 64 == 0);
+  static_assert(kKeys == 64 && kQueries == 64);
   static_assert(kKeys % kNoteTile == 0 && kQueries % kNoteTile == 0);
 
   // Keys; values; queries and gradients of outputs of each stage; weights; gradients of scores;
   // panels of dQ, of 32 columns; rows of each stage; barriers. At the end the gradients of values
   // and keys take the place of the first stage.
-  static constexpr int kTensorBytes = kPanels * 64 * 128;
-  static constexpr int kValuesAt = kTensorBytes, kStagesAt = 2 * kTensorBytes;
-  static constexpr int kResultsAt = kStagesAt;
+  static constexpr int kKeyBytes = kPanels * 64 * 128, kValueBytes = kValuePanels * 64 * 128;
+  static constexpr int kStageBytes = kKeyBytes + kValueBytes;
+  static constexpr int kValuesAt = kKeyBytes, kStagesAt = kStageBytes;
+  static constexpr int kValueResultsAt = kStagesAt, kKeyResultsAt = kStagesAt + kValueBytes;
   // Of each thread 32 weights of 16 bits, eight at a time: those of all threads side by side.
   static constexpr int kEightBytes = 128 * 16, kWeightBytes = 4 * kEightBytes;
-  static constexpr int kWeightsAt = kStagesAt + kStages * 2 * kTensorBytes;
+  static constexpr int kWeightsAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kScoresAt = kWeightsAt + kWeightBytes, kScoreBytes = kQueries * 128;
   // They take turns, from the first one for each tile.
   static constexpr int kSumPanels = kDim <= 192 ? 2 * kPanels : 2, kSumPanelBytes = 64 * 128;
@@ -48,10 +52,8 @@ struct HopperWideBackwardMemory {
 
   __device__ uint32_t keys() const { return address; }
   __device__ uint32_t values() const { return address + kValuesAt; }
-  __device__ uint32_t queries(int stage) const {
-    return address + kStagesAt + stage * 2 * kTensorBytes;
-  }
-  __device__ uint32_t gradients(int stage) const { return queries(stage) + kTensorBytes; }
+  __device__ uint32_t queries(int stage) const { return address + kStagesAt + stage * kStageBytes; }
+  __device__ uint32_t gradients(int stage) const { return queries(stage) + kKeyBytes; }
   __device__ uint32_t weights() const { return address + kWeightsAt; }
   __device__ uint32_t scores() const { return address + kScoresAt; }
   __device__ uint32_t sums(int panel) const { return address + kSumsAt + panel * kSumPanelBytes; }
@@ -172,7 +174,8 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Memory = HopperWideBackwardMemory<kIndex>;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
-  constexpr int kPanels = Memory::kPanels, kStages = Memory::kStages, kColumns = kDim / 8;
+  constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
+  constexpr int kStages = Memory::kStages;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128));
@@ -205,11 +208,11 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     const bool is_first = threadIdx.x == 0;
     if (is_first) {
       const Barrier there = memory.keys_are_there();
-      there.arrive_and_expect(2 * Memory::kTensorBytes);
+      there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
       start_copy_of_panels<kPanels>(memory.keys(), maps.key, there, kKeys, first_key, key_head,
                                     batch);
-      start_copy_of_panels<kPanels>(memory.values(), maps.value, there, kKeys, first_key, key_head,
-                                    batch);
+      start_copy_of_panels<kValuePanels>(memory.values(), maps.value, there, kKeys, first_key,
+                                         key_head, batch);
     }
     // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
     QueryTiles<kKeys, kQueries, kIsPlain> copied = tiles;
@@ -218,7 +221,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         const Barrier there = memory.queries_are_there(stage);
         const int rows = min(kQueries, params.queries - copied.query);
         const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
-        there.arrive_and_expect(Memory::kTensorBytes + row_bytes);
+        there.arrive_and_expect(Memory::kKeyBytes + row_bytes);
         start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries,
                                       copied.query, copied.head, batch);
         start_copy_of_bytes(
@@ -226,9 +229,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
             params.rows_of_backward + params.row_index(batch, copied.head, copied.query), row_bytes,
             there);
         const Barrier gradients_there = memory.gradients_are_there(stage);
-        gradients_there.arrive_and_expect(Memory::kTensorBytes);
-        start_copy_of_panels<kPanels>(memory.gradients(stage), maps.output_gradient,
-                                      gradients_there, kQueries, copied.query, copied.head, batch);
+        gradients_there.arrive_and_expect(Memory::kValueBytes);
+        start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient,
+                                           gradients_there, kQueries, copied.query, copied.head,
+                                           batch);
       }
       copied.advance(params, batch, first_key);
     };
@@ -295,20 +299,20 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
                                                   stage * Memory::kRowBytes) +
            FirstElement().column;
   };
-  const auto store = [&](const float (&results)[kColumns][4], float factor, const Strided& tensor,
-                         int width) {
+  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], int results_at,
+                                       float factor, const Strided& tensor, int width) {
     sync_warps<1, 8>();  // both warpgroups have read the stages
-    store_rows<T, Tile<T, 64, kDim>>(
-        shared_memory + Memory::kResultsAt + (warpgroup - 1) * Memory::kTensorBytes,
-        16 * warp_in_group, results, {factor, factor}, tensor.row<T>(batch, key_head, first_key),
-        tensor.query_stride, params.keys - first_key, width);
+    store_rows<T, Tile<T, 64, 8 * kColumns>>(shared_memory + results_at, 16 * warp_in_group,
+                                             results, {factor, factor},
+                                             tensor.row<T>(batch, key_head, first_key),
+                                             tensor.query_stride, params.keys - first_key, width);
   };
   int step = 0;
   memory.keys_are_there().wait(0);
   if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
 
   if (warpgroup == 1) {
-    float value_gradient[kColumns][4] = {}, weights[8][4];
+    float value_gradient[Memory::kValueDim / 8][4] = {}, weights[8][4];
     uint32_t rounded[4][4];
     // Scores of the step that follows. After the last one they are of anything, and not used.
     const auto start_scores = [&](int step) {
@@ -368,10 +372,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     }
     wait_for_products<0>();
     touch(weights);
-    store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
-          params.value_dim);
+    store(value_gradient, Memory::kValueResultsAt, kIsPlain ? 1.f : params.dropout.factor,
+          params.value_gradient, params.value_dim);
   } else {
-    float key_gradient[kColumns][4] = {}, gradients[8][4];
+    float key_gradient[kDim / 8][4] = {}, gradients[8][4];
     uint32_t rounded[4][4];
     using Scores = Tile<T, kQueries, kKeys>;
     const uint32_t first_score =
@@ -380,7 +384,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     const auto start_gradients = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.gradients_are_there(stage).wait(parity_of(step));
-      start_wide_scores<T, kDim>(gradients, memory.values(), memory.gradients(stage));
+      start_wide_scores<T, Memory::kValueDim>(gradients, memory.values(), memory.gradients(stage));
     };
     start_gradients(0);
 #pragma unroll 1
@@ -448,7 +452,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     }
     wait_for_products<0>();
     touch(gradients);
-    store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+    store(key_gradient, Memory::kKeyResultsAt, params.scale, params.key_gradient, params.head_dim);
   }
 #endif
 }
