@@ -347,6 +347,46 @@ def test_masks_over_any_number_of_tiles(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dims", [(136, 136), (192, 192), (200, 256), (256, 256)])
+@pytest.mark.parametrize("lengths", [(17, 1), (65, 63), (64, 128), (300, 170), (1000, 130)])
+def test_wide_heads(lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Warpgroups of the backward pass take different steps at a time, one up to 16 steps here."""
+    queries, keys = lengths
+    q, k, v = tensors("cuda", dtype, heads=(6, 2), lengths=lengths, dims=dims)
+    first = torch.arange(queries, device="cuda", dtype=torch.int32).reshape(1, 1, -1) // 3
+    mask = coin(2, 1, queries, keys, device="cuda")
+    cases: dict[str, dict[str, Any]] = {
+        "all": {},
+        "window": {"window": (70, 3)},
+        "ranges": {"visible": (first, first + 40), "sink": 0.5},
+        "half a range": {"visible": (first, None), "causal": True},
+        "mask and range": {"visible": (None, first + 90), "mask": mask},
+    }
+    for what, options in cases.items():
+        check(q, k, v, **options, what=what)
+
+
+@gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [192, 256])
+def test_gradients_of_wide_keys_and_values_have_the_same_bits_each_time(
+    dim: int, causal: bool
+) -> None:
+    """Each block sums its own in order: other bits would come from a race."""
+    lengths = (1500, 900)
+    inputs = tensors("cuda", torch.bfloat16, heads=(8, 4), lengths=lengths, dims=(dim, dim))
+    leaves = [each.requires_grad_() for each in inputs]
+    output = attention_on("cuda", torch.bfloat16)(*leaves, causal=causal)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(10)]
+    for _, of_key, of_value in runs[1:]:
+        assert bits_equal(of_key, runs[0][1])
+        assert bits_equal(of_value, runs[0][2])
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["16 bits", "float32", "of keys", "of queries", "shared", "table"])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dim", [100, 256])
@@ -729,7 +769,8 @@ def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernel
     }
     for direction, of_dim in rows.items():
         is_hopper = major == 9 and kernels == "own" and 32 < dim <= widest[direction]
-        assert (f"attention_hopper_{direction}_kernel" in names) == is_hopper
+        kind = "wide_backward" if direction == "backward" and dim > 128 else direction
+        assert (f"attention_hopper_{kind}_kernel" in names) == is_hopper
         found = re.findall(rf"attention_{direction}_kernel<[^>]*, (\d+)>", names)
         assert [int(row) for row in found] == ([] if is_hopper else [of_dim[dim][has_small_blocks]])
 

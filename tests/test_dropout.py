@@ -375,7 +375,7 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("bias", ["none", "dense", "table"])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
 def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
     def results(fused: bool, dropout: float) -> tuple[Tensor, ...]:
         biases = {"none": None, "dense": entries, "table": RelativeBias(table)}

@@ -98,8 +98,8 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
 // clang-format on
 
 // A block of keys against one tile of queries after the other, backward, where the forward is
-// Hopper's too. Two warpgroups have 64 keys each; or they have the same 64 keys, and half of the
-// columns of gradients each.
+// Hopper's too. Two warpgroups have 64 keys each. Or, where it is wide, each of three warpgroups
+// makes other products of 64 keys, of which the third, for gradients of queries, copies too.
 struct AttentionHopperBackwardTile {
   int head_dim, value_dim;
   int queries;
@@ -107,6 +107,7 @@ struct AttentionHopperBackwardTile {
   int slices;  // of the columns: 1, or one for each warpgroup
   static constexpr int warpgroups = 2;
 
+  constexpr bool is_wide() const { return slices > 1; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 64 * warpgroups / slices; }
   // With a bias. Warps that sum its gradient take the registers that products leave.
@@ -131,9 +132,9 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     {           80,    80,      64,  24, 240,      1},
     {           96,    96,      64,  24, 240,      1},
     {          128,   128,      64,  24, 240,      1},  // 556
-    {          192,   128,      64,  24, 240,      2},
-    {          192,   192,      64,  24, 240,      2},
-    {          256,   256,      64,  24, 240,      2},
+    {          192,   128,      64,  72, 216,      2},
+    {          192,   192,      64,  72, 216,      2},
+    {          256,   256,      64,  72, 216,      2},
 };
 // clang-format on
 

@@ -186,10 +186,12 @@ __device__ inline void end_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Until the stores that this thread started have read shared memory.
+// Until the stores and sums that this thread started, but for the last kPending groups of them,
+// have read shared memory.
+template <int kPending = 0>
 __device__ inline void wait_for_reads_of_stores() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 #endif
 }
 

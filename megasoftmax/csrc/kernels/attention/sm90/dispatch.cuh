@@ -4,7 +4,7 @@
 #include "../../common/device.h"
 #include "../../common/launch.cuh"
 #include "../plan.h"
-#include "backward.cuh"
+#include "backward_wide.cuh"
 #include "forward.cuh"
 #include "tensor_map.h"
 
@@ -136,6 +136,15 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
   });
 }
 
+template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+constexpr auto hopper_backward_kernel() {
+  if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
+    return attention_hopper_wide_backward_kernel<T, kIsPlain, kIndex>;
+  } else {
+    return attention_hopper_backward_kernel<T, kBias, kIsPlain, kIndex>;
+  }
+}
+
 template <class T>
 bool attention_hopper_backward_is_there(int index, HopperBias bias) {
   bool is_there = false;
@@ -143,8 +152,8 @@ bool attention_hopper_backward_is_there(int index, HopperBias bias) {
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         static const bool has_kernels =
-            has_code(attention_hopper_backward_kernel<T, kBias, false, kIndex>) &&
-            has_code(attention_hopper_backward_kernel<T, kBias, true, kIndex>);
+            has_code(hopper_backward_kernel<T, kBias, false, kIndex>()) &&
+            has_code(hopper_backward_kernel<T, kBias, true, kIndex>());
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -161,7 +170,11 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
       if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
       } else {
-        using Memory = HopperBackwardMemory<kBias, kIndex>;
+        constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
+        using Memory = std::conditional_t<kIsWide, HopperWideBackwardMemory<kIndex>,
+                                          HopperBackwardMemory<kBias, kIndex>>;
+        // A warpgroup adds its rows of dQ together, or each warp its own.
+        constexpr int kSumRows = kIsWide ? 16 : 64;
         const int cluster = params.bias_gradient_kind == BiasGradient::kInClusters
                                 ? static_cast<int>(params.batches_per_bias.divisor)
                                 : 1;
@@ -174,7 +187,7 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
                                                         params.output_gradient, params.value_dim,
                                                         Memory::kQueries));
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, 64));
+            make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, kSumRows));
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -191,8 +204,8 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
           }
         }
         return launch_with_maps(is_plain(params)
-                                    ? attention_hopper_backward_kernel<T, kBias, true, kIndex>
-                                    : attention_hopper_backward_kernel<T, kBias, false, kIndex>,
+                                    ? hopper_backward_kernel<T, kBias, true, kIndex>()
+                                    : hopper_backward_kernel<T, kBias, false, kIndex>(),
                                 divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
                                 cluster, Memory::kThreads, Memory::kBytes, stream, params, maps);
       }

@@ -1,0 +1,460 @@
+#pragma once
+// Hopper's backward for head dimensions above 128, without a bias.
+//
+// A block owns 64 keys. Their gradients of keys and values fill the registers of two warpgroups, so
+// a warpgroup has one of the two, and each product is made once:
+//   * a warpgroup computes the scores S and the weights P, and sums dV;
+//   * another computes the gradients of weights dP and those of scores dS, and sums dK. It reads P
+//     from shared memory, where the first one leaves it: a thread has the same elements of both;
+//   * the third computes dQ from dS, 64 columns at a time, which tensor copies add to the sums in
+//     global memory. One of its threads copies what the others need, two tiles ahead.
+// They work on different steps at the same time. Barriers in shared memory tell one when the other
+// is done. S, P, dP and dS are transposed, so that P and dS are multiplied from registers.
+
+#include "backward.cuh"
+
+namespace megasoftmax {
+
+template <int kIndex>
+struct HopperWideBackwardMemory {
+  static constexpr AttentionHopperBackwardTile kTile = kAttentionHopperBackwardTiles[kIndex];
+  static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
+  static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries, kStages = 2;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kPanels = kDim / 64, kValuePanels = kValueDim / 64;
+  static_assert(kTile.is_wide() && kDim % 64 == 0 && kValueDim % 64 == 0);
+  static_assert(kKeys == 64 && kQueries == 64);
+  static_assert(kKeys % kNoteTile == 0 && kQueries % kNoteTile == 0);
+
+  // Keys; values; queries and gradients of outputs of each stage; weights; gradients of scores;
+  // panels of dQ, of 32 columns; rows of each stage; barriers. At the end the gradients of values
+  // and keys take the place of the first stage.
+  static constexpr int kKeyBytes = kPanels * 64 * 128, kValueBytes = kValuePanels * 64 * 128;
+  static constexpr int kStageBytes = kKeyBytes + kValueBytes;
+  static constexpr int kValuesAt = kKeyBytes, kStagesAt = kStageBytes;
+  static constexpr int kValueResultsAt = kStagesAt, kKeyResultsAt = kStagesAt + kValueBytes;
+  // Of each thread 32 weights of 16 bits, eight at a time: those of all threads side by side.
+  static constexpr int kEightBytes = 128 * 16, kWeightBytes = 4 * kEightBytes;
+  static constexpr int kWeightsAt = kStagesAt + kStages * kStageBytes;
+  static constexpr int kScoresAt = kWeightsAt + kWeightBytes, kScoreBytes = kQueries * 128;
+  // They take turns, from the first one for each tile.
+  static constexpr int kSumPanels = kDim <= 192 ? 2 * kPanels : 2, kSumPanelBytes = 64 * 128;
+  static_assert(2 * kPanels % kSumPanels == 0);
+  static constexpr int kSumsAt = kScoresAt + kScoreBytes;
+  static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
+  static constexpr int kRowsAt = kSumsAt + kSumPanels * kSumPanelBytes;
+  static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kBytes = kBarriersAt + 8 * (1 + 3 * kStages + 4);
+  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
+  static_assert(shares_registers(kTile));
+
+  uint32_t address;
+
+  __device__ uint32_t keys() const { return address; }
+  __device__ uint32_t values() const { return address + kValuesAt; }
+  __device__ uint32_t queries(int stage) const { return address + kStagesAt + stage * kStageBytes; }
+  __device__ uint32_t gradients(int stage) const { return queries(stage) + kKeyBytes; }
+  __device__ uint32_t weights() const { return address + kWeightsAt; }
+  __device__ uint32_t scores() const { return address + kScoresAt; }
+  __device__ uint32_t sums(int panel) const { return address + kSumsAt + panel * kSumPanelBytes; }
+  __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
+  __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
+  __device__ Barrier keys_are_there() const { return barrier(0); }
+  // With their rows.
+  __device__ Barrier queries_are_there(int stage) const { return barrier(1 + stage); }
+  __device__ Barrier gradients_are_there(int stage) const { return barrier(1 + kStages + stage); }
+  __device__ Barrier stage_is_used(int stage) const { return barrier(1 + 2 * kStages + stage); }
+  __device__ Barrier weights_are_there() const { return barrier(1 + 3 * kStages); }
+  __device__ Barrier weights_are_used() const { return barrier(1 + 3 * kStages + 1); }
+  __device__ Barrier scores_are_there() const { return barrier(1 + 3 * kStages + 2); }
+  __device__ Barrier scores_are_used() const { return barrier(1 + 3 * kStages + 3); }
+};
+
+// Weights pass from one warpgroup to the other as float16, whose rounding error is an eighth of
+// bfloat16's, times this: so that small ones keep their digits, and 16 is not too large yet.
+inline constexpr float kPassedWeight = 4096;
+
+// Which of a warp's 16 keys and 64 queries of a tile are excluded.
+template <bool kIsPlain>
+class ExcludedOfTile {
+ public:
+  __device__ ExcludedOfTile(const AttentionBackwardParams& params, int batch, int first_key,
+                            int warp_key)
+      : params_(params),
+        batch_(batch),
+        warp_key_(warp_key),
+        all_visible_(visible_from_all<64>(params, first_key)),
+        has_ranges_(!kIsPlain && params.visible.are_given()),
+        has_bits_(!kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0) {}
+
+  // What memory has of a tile, loaded before it is needed: a lane has every 32nd query, and lanes
+  // ask each other.
+  __device__ __forceinline__ void load(int head, int query) {
+    const int lane = thread_index_anew() % 32;
+    if (has_ranges_) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = query + 32 * i + lane;
+        ranges_[i] =
+            row < params_.queries ? visible_keys(params_, batch_, head, row) : KeyRange{0, 0};
+      }
+    }
+    if (has_bits_) {
+      const NoteLayout& layout = params_.note.layout;
+      const uint32_t* const words = params_.note.of(batch_, head) + layout.bits() + warp_key_ / 32;
+      const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        masked_[i] =
+            __ldg(words + int64_t{min(query + 32 * i + lane, params_.queries - 1)} * pitch);
+    }
+  }
+
+  // Of the tile that was loaded.
+  __device__ __forceinline__ Excluded<1, 8> find(int head, int query) const {
+    Excluded<1, 8> excluded;
+    const bool is_cut = query < all_visible_.begin || query + 64 > all_visible_.end;
+    if (!is_cut && (kIsPlain || params_.note.words == nullptr)) return excluded;
+    // What the mask leaves of ranges is in the note alone.
+    const bool is_known = has_bits_ && !has_ranges_;
+    if (is_known) excluded.add_bits_of_lanes(masked_, warp_key_ % 32);
+    excluded.template find<true, kIsPlain>(
+        params_, batch_, head, query, warp_key_, is_cut,
+        [&](int seeing, int offset, bool) {
+          if (!has_ranges_)
+            return seeing < params_.queries ? visible_keys(params_, seeing) : KeyRange{0, 0};
+          const KeyRange& of_lane = ranges_[offset / 32];
+          const int source = FirstElement().column + offset % 32;
+          return KeyRange{__shfl_sync(~0u, of_lane.begin, source),
+                          __shfl_sync(~0u, of_lane.end, source)};
+        },
+        is_known);
+    return excluded;
+  }
+
+ private:
+  const AttentionBackwardParams& params_;
+  int batch_, warp_key_;
+  KeyRange all_visible_;  // queries that see all keys of the block
+  bool has_ranges_, has_bits_;
+  KeyRange ranges_[2];
+  uint32_t masked_[2];
+};
+
+// Starts the product of 64 keys, or values, with 64 queries, or gradients of outputs.
+template <class T, int kDim>
+__device__ __forceinline__ void start_wide_scores(float (&scores)[8][4], uint32_t keys,
+                                                  uint32_t queries) {
+  const uint64_t a = matrix_at(unknown(keys), 16), b = matrix_at(queries, 16);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const int offset = step / 4 * 64 * 128 + step % 4 * 32;
+    start_product<T>(scores, moved(a, offset), moved(b, offset), step > 0);
+  }
+  end_products();
+}
+
+// Starts to add weights, or gradients of scores, times the rows of a tile.
+template <class T, int kColumns>
+__device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
+                                               const uint32_t (&rounded)[4][4], uint32_t rows) {
+  const uint64_t b = matrix_at(rows, 64 * 128);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
+  end_products();
+}
+
+template <class T, bool kIsPlain, int kIndex>
+__global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
+    attention_hopper_wide_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
+                                          const __grid_constant__ BackwardTensorMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Memory = HopperWideBackwardMemory<kIndex>;
+  constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
+  constexpr int kStages = Memory::kStages;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const Memory memory{shared_address(shared_memory)};
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128));
+
+  if (threadIdx.x == 0) {
+    memory.keys_are_there().init(1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      memory.queries_are_there(stage).init(1);
+      memory.gradients_are_there(stage).init(1);
+      memory.stage_is_used(stage).init(8);
+    }
+    memory.weights_are_there().init(4);
+    memory.weights_are_used().init(4);
+    memory.scores_are_there().init(4);
+    memory.scores_are_used().init(4);
+    publish_barriers();
+  }
+  __syncthreads();
+  int first_key, key_head, batch;
+  params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
+  first_key *= kKeys;
+  QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
+  const auto parity_of = [](int step) { return step / kStages & 1; };
+
+  if (warpgroup == 0) {
+    give_registers<Memory::kTile.copier_registers>();
+    const bool is_first = threadIdx.x == 0;
+    if (is_first) {
+      const Barrier there = memory.keys_are_there();
+      there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
+      start_copy_of_panels<kPanels>(memory.keys(), maps.key, there, kKeys, first_key, key_head,
+                                    batch);
+      start_copy_of_panels<kValuePanels>(memory.values(), maps.value, there, kKeys, first_key,
+                                         key_head, batch);
+    }
+    // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
+    QueryTiles<kKeys, kQueries, kIsPlain> copied = tiles;
+    const auto copy_next = [&](int stage) {
+      if (is_first) {
+        const Barrier there = memory.queries_are_there(stage);
+        const int rows = min(kQueries, params.queries - copied.query);
+        const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
+        there.arrive_and_expect(Memory::kKeyBytes + row_bytes);
+        start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries,
+                                      copied.query, copied.head, batch);
+        start_copy_of_bytes(
+            memory.rows(stage),
+            params.rows_of_backward + params.row_index(batch, copied.head, copied.query), row_bytes,
+            there);
+        const Barrier gradients_there = memory.gradients_are_there(stage);
+        gradients_there.arrive_and_expect(Memory::kValueBytes);
+        start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient,
+                                           gradients_there, kQueries, copied.query, copied.head,
+                                           batch);
+      }
+      copied.advance(params, batch, first_key);
+    };
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (copied.are_left()) copy_next(stage);
+    }
+
+    float results[8][4];  // of 64 queries and 64 columns
+    const uint64_t a = matrix_at(memory.scores(), 16);
+    const auto start_square = [&](int square) {
+      const uint64_t b = matrix_at(memory.keys() + square * 64 * 128, 16);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kKeys / 16; ++step)
+        start_product<T, true>(results, moved(a, step * 32), moved(b, step * 16 * 128), step > 0);
+      end_products();
+    };
+    memory.keys_are_there().wait(0);
+#pragma unroll 1
+    for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
+      const int stage = step % kStages;
+      memory.scores_are_there().wait(step & 1);
+      start_square(0);
+#pragma unroll
+      for (int square = 0; square < kPanels; ++square) {
+        // About now the others are done with the stage.
+        if (square == 2 && warp_in_group == 0 && copied.are_left()) {
+          memory.stage_is_used(stage).wait(parity_of(step));
+          copy_next(stage);
+        }
+        wait_for_products<0>();
+        touch(results);
+        if (square + 1 == kPanels && lane == 0) memory.scores_are_used().arrive();
+        // A warp has 16 rows of each panel for itself.
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const int panel = (2 * square + side) % Memory::kSumPanels;
+          if (lane == 0) wait_for_reads_of_stores<Memory::kSumPanels - 1>();
+          __syncwarp();
+          store_sums(shared_memory + Memory::kSumsAt + panel * Memory::kSumPanelBytes, results,
+                     side);
+          publish_writes();
+          __syncwarp();
+          if (lane == 0) {
+            start_sum_of_box(maps.query_gradient_sum, memory.sums(panel) + warp_in_group * 16 * 128,
+                             64 * square + 32 * side, tiles.query + 16 * warp_in_group, tiles.head,
+                             batch);
+            end_stores();
+          }
+        }
+        __syncwarp();  // products are for all lanes at once
+        if (square + 1 < kPanels) start_square(square + 1);
+      }
+    }
+    if (lane == 0) wait_for_reads_of_stores();
+    return;
+  }
+
+  take_registers<Memory::kTile.registers>();
+  const int warp_key = first_key + 16 * warp_in_group;
+  ExcludedOfTile<kIsPlain> excluded_of(params, batch, first_key, warp_key);
+  const auto rows_of = [&](int stage) {  // from this lane's first column on
+    return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
+                                                  stage * Memory::kRowBytes) +
+           FirstElement().column;
+  };
+  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], int results_at,
+                                       float factor, const Strided& tensor, int width) {
+    sync_warps<1, 8>();  // both warpgroups have read the stages
+    store_rows<T, Tile<T, 64, 8 * kColumns>>(shared_memory + results_at, 16 * warp_in_group,
+                                             results, {factor, factor},
+                                             tensor.row<T>(batch, key_head, first_key),
+                                             tensor.query_stride, params.keys - first_key, width);
+  };
+  int step = 0;
+  memory.keys_are_there().wait(0);
+  if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+
+  if (warpgroup == 1) {
+    float value_gradient[Memory::kValueDim / 8][4] = {}, weights[8][4];
+    uint32_t rounded[4][4];
+    // Scores of the step that follows. After the last one they are of anything, and not used.
+    const auto start_scores = [&](int step) {
+      const int stage = step % kStages;
+      if (tiles.are_left()) memory.queries_are_there(stage).wait(parity_of(step));
+      start_wide_scores<T, kDim>(weights, memory.keys(), memory.queries(stage));
+    };
+    start_scores(0);
+#pragma unroll 1
+    for (; tiles.are_left(); ++step) {
+      const int stage = step % kStages, head = tiles.head, query = tiles.query;
+      const Excluded<1, 8> excluded = excluded_of.find(head, query);
+      tiles.advance(params, batch, first_key);
+      if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+      wait_for_products<0>();
+      touch(weights);
+      const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const RowOfBackward& row = rows[column_offset(i / 4, i)];
+        float& weight = weights[i / 4][i % 4];
+        weight =
+            exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
+      }
+      // Negative where dropout drops them.
+      if (!kIsPlain && params.dropout.seed != nullptr) {
+        const Dropping<true> dropping(params, batch, head);
+        dropping.template for_each_pair<1, 8>(
+            query, warp_key, [&](int, int n, int half, uint32_t halves) {
+              float* const pair = weights[n] + 2 * half;
+              negate_below(pair[0], pair[1], halves, dropping.least);
+            });
+      }
+      excluded.apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsPlain>(rounded[i], weights, i);
+      memory.gradients_are_there(stage).wait(parity_of(step));
+      start_wide_sum<T>(value_gradient, rounded, memory.gradients(stage));
+      memory.weights_are_used().wait((step & 1) ^ 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t eight[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const pair = weights[2 * i + j / 2] + j % 2 * 2;
+          eight[j] = round_pair<__half>(pair[0] * kPassedWeight, pair[1] * kPassedWeight);
+        }
+        store_four(memory.weights() + i * Memory::kEightBytes + threadIdx.x % 128 * 16, eight);
+      }
+      __syncwarp();  // all lanes have written theirs
+      if (lane == 0) memory.weights_are_there().arrive();
+      start_scores(step + 1);
+      wait_for_products<1>();
+      touch(value_gradient);
+      __syncwarp();
+      if (lane == 0) memory.stage_is_used(stage).arrive();
+    }
+    wait_for_products<0>();
+    touch(weights);
+    store(value_gradient, Memory::kValueResultsAt, kIsPlain ? 1.f : params.dropout.factor,
+          params.value_gradient, params.value_dim);
+  } else {
+    float key_gradient[kDim / 8][4] = {}, gradients[8][4];
+    uint32_t rounded[4][4];
+    using Scores = Tile<T, kQueries, kKeys>;
+    const uint32_t first_score =
+        FragmentsAcross<Scores>(Scores{memory.scores()}, 0).address ^ warp_in_group * 32;
+    // As start_scores.
+    const auto start_gradients = [&](int step) {
+      const int stage = step % kStages;
+      if (tiles.are_left()) memory.gradients_are_there(stage).wait(parity_of(step));
+      start_wide_scores<T, Memory::kValueDim>(gradients, memory.values(), memory.gradients(stage));
+    };
+    start_gradients(0);
+#pragma unroll 1
+    for (; tiles.are_left(); ++step) {
+      const int stage = step % kStages;
+      const Excluded<1, 8> excluded = excluded_of.find(tiles.head, tiles.query);
+      tiles.advance(params, batch, first_key);
+      if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+      memory.queries_are_there(stage).wait(parity_of(step));
+      memory.weights_are_there().wait(step & 1);
+      Pack<__half, 8> eights[4];
+      uint32_t any = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        load_four(eights[i].words,
+                  memory.weights() + i * Memory::kEightBytes + threadIdx.x % 128 * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) any ^= eights[i].words[j];
+      }
+      wait_for_loads(any);
+      if (lane == 0) memory.weights_are_used().arrive();
+      wait_for_products<0>();
+      touch(gradients);
+      const RowOfBackward* const rows = rows_of(stage);
+      bool is_finite = true;
+#pragma unroll
+      for (int column = 0; column < 16; ++column) {
+        const float delta = rows[column_offset(column / 2, column)].delta;
+        is_finite = is_finite && fabsf(delta) < INFINITY;
+#pragma unroll
+        for (int i = column % 2; i < 4; i += 2) {
+          const float weight = eights[column / 4][column / 2 % 2 * 4 + i] * (1 / kPassedWeight);
+          float& gradient = gradients[column / 2][i];
+          if constexpr (kIsPlain) {
+            gradient = (gradient - delta) * weight;
+          } else {
+            gradient =
+                fmaf(weight < 0.f ? 0.f : gradient, params.dropout.factor, -delta) * fabsf(weight);
+          }
+        }
+      }
+      // As in sm80/backward_tile.cuh.
+      if (!is_finite) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          if (eights[i / 8][i % 8] == 0.f) gradients[i / 4][i % 4] = 0.f;
+        }
+      }
+      excluded.apply(reinterpret_cast<Accumulators<1, 8>&>(gradients), 0.f);
+      memory.scores_are_used().wait((step & 1) ^ 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        as_matrix_a<T>(rounded[i], gradients, i);
+        store_matrices_transposed(first_score + i * 16 * 128, rounded[i]);
+      }
+      publish_writes();
+      __syncwarp();  // all lanes have written theirs
+      if (lane == 0) memory.scores_are_there().arrive();
+      start_wide_sum<T>(key_gradient, rounded, memory.queries(stage));
+      start_gradients(step + 1);
+      wait_for_products<1>();
+      touch(key_gradient);
+      __syncwarp();
+      if (lane == 0) memory.stage_is_used(stage).arrive();
+    }
+    wait_for_products<0>();
+    touch(gradients);
+    store(key_gradient, Memory::kKeyResultsAt, params.scale, params.key_gradient, params.head_dim);
+  }
+#endif
+}
+
+}  // namespace megasoftmax
