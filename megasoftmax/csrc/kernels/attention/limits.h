@@ -4,6 +4,7 @@
 namespace megasoftmax {
 
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxFloatHeadDim = 128;  // of float32
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
@@ -29,6 +30,7 @@ struct AttentionTile {
   int queries_per_warp;  // a multiple of 16
   int keys;              // of a tile
   int blocks_per_sm;     // the compiler's register budget: 65536 / (threads * blocks)
+  int element_bytes = 2;
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps * queries_per_warp; }
@@ -44,6 +46,11 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
     {       128,     4,           32,   64,         2},  // 318
     {       256,     8,           16,   64,         1},  // 255
     {       256,     4,           16,   32,         1},
+    // of float32
+    {        32,     4,           32,   64,         3, 4},
+    {        64,     4,           32,   64,         2, 4},
+    {       128,     4,           32,   32,         2, 4},
+    {       128,     4,           16,   32,         2, 4},
 };
 // clang-format on
 
@@ -153,6 +160,7 @@ struct AttentionBackwardTile {
   int queries;  // 64 or 32
   int slice;    // the columns of gradients that a block makes
   int blocks_per_sm;
+  int element_bytes = 2;
 
   constexpr int threads() const { return 32 * warps; }
   // Of a warp: so many queries, and as many keys. Two warps have the same keys.
@@ -172,6 +180,12 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {       128,     4,      64,   128,         1},
     {       256,     4,      64,   128,         1},  // 168
     {       256,     4,      32,   256,         1},
+    // of float32
+    {        32,     4,      64,    32,         3, 4},
+    {        64,     8,      64,    64,         1, 4},
+    {        64,     4,      32,    64,         3, 4},
+    {       128,     8,      32,   128,         2, 4},
+    {       128,     4,      32,   128,         2, 4},
 };
 // clang-format on
 

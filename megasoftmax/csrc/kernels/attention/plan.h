@@ -14,8 +14,10 @@ inline BiasKind bias_kind(const AttentionParams& params) {
   if (bias.data == nullptr) return BiasKind::kNone;
   const bool is_aligned = reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
                           (bias.batch_stride | bias.head_stride | bias.query_stride) % 8 == 0;
-  return bias.type == params.query.type && bias.column_stride == 1 && is_aligned ? BiasKind::kTile
-                                                                                 : BiasKind::kAny;
+  return bias.type == params.query.type && bias.type != DType::kFloat32 &&
+                 bias.column_stride == 1 && is_aligned
+             ? BiasKind::kTile
+             : BiasKind::kAny;
 }
 
 // A bias of size 1 over queries or keys is broadcast over them.
@@ -43,24 +45,27 @@ constexpr int bytes_of(const AttentionTile& tile, BiasKind kind) {
 }
 constexpr int bytes_of(const AttentionBackwardTile& tile, BiasKind kind) {
   return std::max(BackwardLayout(tile, kind).bytes(1),
-                  InOrderLayout(tile.head_dim, tile.in_order_keys(), kind).bytes);
+                  InOrderLayout(tile.head_dim, tile.in_order_keys(), kind, tile.element_bytes).bytes);
 }
 
-// The first tile of a table that holds such a head dimension, and that a block has room for.
+// The first tile of a table that is for such elements, holds such a head dimension, and that a
+// block has room for; the last one for such elements where there is none.
 template <class TileShape, int kCount>
 constexpr int tile_for(const TileShape (&tiles)[kCount], int head_dim, BiasKind kind,
-                       int shared_bytes) {
-  int index = 0;
-  while (index < kCount - 1 &&
-         (tiles[index].head_dim < head_dim || bytes_of(tiles[index], kind) > shared_bytes))
-    ++index;
-  return index;
+                       int element_bytes, int shared_bytes) {
+  int found = 0;
+  for (int index = 0; index < kCount; ++index) {
+    if (tiles[index].element_bytes != element_bytes) continue;
+    found = index;
+    if (tiles[index].head_dim >= head_dim && bytes_of(tiles[index], kind) <= shared_bytes) break;
+  }
+  return found;
 }
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
              const Device& device) {
   return tile_for(tiles, std::max(params.head_dim, params.value_dim), bias_kind(params),
-                  device.shared_bytes);
+                  size_of(params.query.type), device.shared_bytes);
 }
 
 // So that one of them serves, whatever the GPU, and is for no larger head dimension than needed.
@@ -68,7 +73,8 @@ template <class TileShape, int kCount>
 constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
   for (const TileShape& tile : tiles) {
     for (const BiasKind kind : {BiasKind::kNone, BiasKind::kTile, BiasKind::kAny}) {
-      const int found = tile_for(tiles, tile.head_dim, kind, least_shared_bytes());
+      const int found =
+          tile_for(tiles, tile.head_dim, kind, tile.element_bytes, least_shared_bytes());
       if (tiles[found].head_dim != tile.head_dim ||
           bytes_of(tiles[found], kind) > least_shared_bytes())
         return false;
@@ -114,13 +120,14 @@ static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, least_shared_b
               least_shared_bytes());
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
-// or a mask of blocks.
-inline bool takes_few_queries(int64_t queries, bool has_dropout, int64_t mask_block) {
-  return queries <= kMaxDecodeQueries && !has_dropout && mask_block == 1;
+// or a mask of blocks, and not in float32: the forward splits the keys of those, too.
+inline bool takes_few_queries(int64_t queries, DType type, bool has_dropout, int64_t mask_block) {
+  return queries <= kMaxDecodeQueries && type != DType::kFloat32 && !has_dropout && mask_block == 1;
 }
 
 inline bool takes_few_queries(const AttentionParams& params) {
-  return takes_few_queries(params.queries, params.dropout.is_given(), params.mask_block);
+  return takes_few_queries(params.queries, params.query.type, params.dropout.is_given(),
+                           params.mask_block);
 }
 
 // Tiles of 16 rows of a key head, where queries are few.
@@ -201,7 +208,7 @@ inline int hopper_tile(const AttentionParams& params) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
   const int dim = std::max(params.head_dim, params.value_dim);
-  if (!takes_hopper_bias(params) || dim <= 32 || dim > largest_head_dim(kAttentionHopperTiles) ||
+  if (params.query.type == DType::kFloat32 || !takes_hopper_bias(params) || dim <= 32 || dim > largest_head_dim(kAttentionHopperTiles) ||
       params.keys == 0 || !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))
@@ -263,10 +270,11 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   return most * together;
 }
 inline int64_t bytes_of_head(const AttentionForwardParams& params) {
-  return 2 * int64_t{params.keys} * (params.head_dim + params.value_dim);
+  return size_of(params.query.type) * int64_t{params.keys} * (params.head_dim + params.value_dim);
 }
 inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
-  return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
+  return int64_t{params.queries} *
+         (size_of(params.query.type) * (params.head_dim + params.value_dim) + 4 * params.head_dim);
 }
 
 // Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
@@ -289,8 +297,13 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
                     device.multiprocessors, queries);
 }
 
+constexpr int max_head_dim(DType type) {
+  return type == DType::kFloat32 ? kMaxFloatHeadDim : kMaxHeadDim;
+}
+
 inline bool is_valid(const AttentionParams& params) {
-  return params.head_dim > 0 && std::max(params.head_dim, params.value_dim) <= kMaxHeadDim &&
+  return params.head_dim > 0 &&
+         std::max(params.head_dim, params.value_dim) <= max_head_dim(params.query.type) &&
          params.head_dim % 8 == 0 && params.value_dim % 8 == 0 && params.scale > 0 &&
          params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
 }
