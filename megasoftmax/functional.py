@@ -646,6 +646,7 @@ def attention(
         block,
         dropout,
         _seed(dropout, seed, query),
+        dispatch.takes_tf32(query.dtype),
     )
     return (output, statistics[2]) if return_lse else output
 
@@ -979,7 +980,8 @@ def ring_attention(
         sink_tensor,
         _seed(dropout, seed, query),
         context_parallel.Options(
-            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias), dropout
+            *(scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)),
+            *(dropout, dispatch.takes_tf32(query.dtype)),
         ),
     )
 

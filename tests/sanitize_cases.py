@@ -643,7 +643,7 @@ def call_attention(
             mask, block = None, 1
         options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
         dropout, seed = given.dropout()
-        options = (*options, *visible, note, block, dropout, seed)
+        options = (*options, *visible, note, block, dropout, seed, next(given.flags))
         output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
         OPS.attention_backward(

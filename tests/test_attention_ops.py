@@ -145,6 +145,7 @@ def forward_arguments(device, dtype=None, **case):
         case.get("block", 1),
         case.get("dropout", 0.0),
         torch.tensor([5], device=device) if "dropout" in case else None,
+        False,
     )
 
 

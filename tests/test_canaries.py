@@ -260,7 +260,7 @@ def test_attention(
                 if number % 4 in (1, 2)
                 else (0.0, None)
             )
-            options = (*options, *visible, None, 1, *drop)
+            options = (*options, *visible, None, 1, *drop, number % 2 == 0)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
 

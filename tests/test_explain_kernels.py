@@ -263,7 +263,8 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"head_dim": 257}, "head_dim: expected at most 256, got 257"),
         ({"value_dim": 264}, "value_dim: expected at most 256, got 264"),
         ({"keys": 2**31}, "queries and keys: expected at most"),
-        ({"dtype": FLOAT}, "dtype: expected float16 or bfloat16"),
+        ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
+        ({"dtype": FLOAT, "head_dim": 136}, "head_dim: expected at most 128, got 136"),
         (
             {"bias": True, "bias_dtype": HALF},
             "bias_dtype: expected torch.bfloat16 or torch.float32",
@@ -480,7 +481,7 @@ def test_command_of_topk(run: Any) -> None:
     ("arguments", "message"),
     [
         (["8x64", "--function=attention"], "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM"),
-        (["2x4x8x64", "--function=attention", "--dtype=fp32"], "dtype: expected float16 or"),
+        (["2x4x8x136", "--function=attention", "--dtype=fp32"], "head_dim: expected at most 128"),
         (["8x64", "--function=softmax_topk", "--k=65"], "k: expected at most 64, got 65"),
     ],
 )

@@ -220,10 +220,10 @@ __device__ inline void store_rows(char* tile, int warp_row, const float (&result
 // Columns 16 * n and on of results += a b, in one step of what is summed over.
 //
 // Of TF32 the products of rounded elements are made. float32's precision takes three products: an
-// element is its TF32 part and that of the rest, and the product of both rests is too small to
-// count. They are added up by themselves before they join the results, because a matrix instruction
-// does not round sums to the nearest, and sums are long.
-template <class T, int kM, int kN>
+// element is its TF32 part and a rest, and the product of both rests is too small to count. Where
+// sums are long, the three join the results by an addition, which rounds to the nearest: sums of
+// matrix instructions are cut off.
+template <class T, bool kAreLong, int kM, int kN>
 __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int n,
                                               const uint32_t (&a)[kM][4],
                                               const uint32_t (&pair)[4]) {
@@ -234,10 +234,17 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
       multiply_add<T>(results[m][2 * n + 1], a[m], pair[2], pair[3]);
     }
   } else {
-    float a_part[kM][4], a_rest[kM][4], b_part[4], b_rest[4];
+    constexpr bool kAddsOnce = kAreLong && std::is_same_v<T, float>;
+    float a_part[kM][4], a_rest[kM][4], b_part[4], b_rest[4], sums[kM][2][4] = {};
     const auto split = [](uint32_t word, float& part, float& rest) {
       part = to_tf32(__uint_as_float(word));
-      if constexpr (std::is_same_v<T, float>) rest = to_tf32(__uint_as_float(word) - part);
+      rest = __uint_as_float(word) - part;
+    };
+    const auto add = [&](const float (&of_a)[kM][4], const float (&of_b)[4]) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        multiply_add_tf32(kAddsOnce ? sums[i / 2][i % 2] : results[i / 2][2 * n + i % 2],
+                          of_a[i / 2], of_b[i % 2 * 2], of_b[i % 2 * 2 + 1]);
     };
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -245,21 +252,12 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
 #pragma unroll
       for (int m = 0; m < kM; ++m) split(a[m][i], a_part[m][i], a_rest[m][i]);
     }
-    if constexpr (std::is_same_v<T, Tf32>) {
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i)
-        multiply_add_tf32(results[i / 2][2 * n + i % 2], a_part[i / 2], b_part[i % 2 * 2],
-                          b_part[i % 2 * 2 + 1]);
-    } else {
-      float sums[kM][2][4] = {};
-      const auto add = [&](const float (&of_a)[kM][4], const float (&of_b)[4]) {
-#pragma unroll
-        for (int i = 0; i < 2 * kM; ++i)
-          multiply_add_tf32(sums[i / 2][i % 2], of_a[i / 2], of_b[i % 2 * 2], of_b[i % 2 * 2 + 1]);
-      };
+    if constexpr (std::is_same_v<T, float>) {
       add(a_rest, b_part);
       add(a_part, b_rest);
-      add(a_part, b_part);
+    }
+    add(a_part, b_part);
+    if constexpr (kAddsOnce) {
 #pragma unroll
       for (int i = 0; i < 8 * kM; ++i)
         results[i / 8][2 * n + i / 4 % 2][i % 4] += sums[i / 8][i / 4 % 2][i % 4];
@@ -269,7 +267,7 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
 
 // results += a b, in steps of kStep<T> of what is summed over; `load_b(pair, n, step)` gives columns
 // 16 * n and on of b. What the next instructions need is loaded before those that go before.
-template <class T, int kSteps, int kM, int kN, class A, class LoadB>
+template <class T, bool kAreLong, int kSteps, int kM, int kN, class A, class LoadB>
 __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
                                                LoadB&& load_b) {
   constexpr int kPairs = kN / 2;
@@ -291,7 +289,7 @@ __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, co
         load_rows(step + 1);
         load_b(pairs[1 - now], 0, step + 1);
       }
-      multiply_pair<T>(results, n, rows[step % 2], pairs[now]);
+      multiply_pair<T, kAreLong>(results, n, rows[step % 2], pairs[now]);
     }
   }
 }
@@ -302,7 +300,7 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
                                               const B& rows_of_b) {
   const auto a = rows_of_a.anew();
   const auto b = rows_of_b.anew();
-  multiply_ahead<T, kColumns / kStep<T>>(
+  multiply_ahead<T, false, kColumns / kStep<T>>(
       results, a,
       [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * kStep<T>); });
 }
@@ -313,7 +311,7 @@ __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, co
                                                const B& rows_of_b, int first_column) {
   const auto a = rows_of_a.anew();
   const auto b = rows_of_b.template transposed_anew<false>();
-  multiply_ahead<T, kInner / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
+  multiply_ahead<T, true, kInner / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
     b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
   });
 }
@@ -343,7 +341,7 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
       } else if (step + 1 < kSteps) {
         rows.load_transposed(pairs[1 - now], (step + 1) * kStep<T>, 0);
       }
-      multiply_pair<T>(results, n, a, pairs[now]);
+      multiply_pair<T, true>(results, n, a, pairs[now]);
     }
   }
 }
@@ -373,7 +371,7 @@ __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& result
     for (int n = 0; n < kN / 2; ++n) {
       uint32_t pair[4];
       b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
-      multiply_pair<T>(results, n, columns, pair);
+      multiply_pair<T, true>(results, n, columns, pair);
     }
   }
 }
