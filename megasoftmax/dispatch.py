@@ -186,7 +186,9 @@ def takes_tf32(dtype: torch.dtype) -> bool:
 
 
 def _matmul_takes_tf32() -> bool:
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"  # allow_tf32 raises where this is set
+    return (
+        torch.backends.cuda.matmul.fp32_precision == "tf32"
+    )  # allow_tf32 raises where this is set
 
 
 # torch.compile compiles again where the setting has changed.

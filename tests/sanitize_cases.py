@@ -22,8 +22,7 @@ from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
 from megasoftmax.limits import RowRegime, kernel_limits
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DTYPES = {**HALVES, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
 LENGTHS = (0, 1, 7, 8, 9, 33, 257)
 BATCHES, HEADS, QUERIES = 2, 2, 3
@@ -88,8 +87,8 @@ def cases() -> list[Case]:
         *product(
             "attention",
             is_attention,
-            dtype=HALVES,
-            dim=tuple(sorted({*HEAD_DIMS, *HOPPER_DIMS})),
+            dtype=DTYPES,
+            dim=tuple(sorted({*HEAD_DIMS[False], *HOPPER_DIMS})),
             bias=ATTENTION_BIASES,
             bias_dtype=BIAS_DTYPES,
             deterministic=(False, True),
@@ -536,13 +535,26 @@ def call_topk(
 
 # Attention
 
-ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
-    tuple(int(row[0]) for row in table_of("attention/limits.h", name))
-    for name in ("kAttentionForwardTiles", "kAttentionBackwardTiles", "kAttentionHopperTiles")
-)
-HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
-# Those of which GPUs with small blocks have tiles of their own.
-SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
+
+def dims_of(table: str, *, is_float: bool = False) -> tuple[int, ...]:
+    """Of the rows for 16 bits, or for float32, which tell the bytes of an element."""
+    columns = 6 if is_float else 5
+    rows = table_of("attention/limits.h", table)
+    return tuple(int(row[0]) for row in rows if len(row) == columns or "Hopper" in table)
+
+
+HOPPER_DIMS = dims_of("kAttentionHopperTiles")
+# Of each width of elements: head dimensions of tiles, and those for which GPUs with small blocks
+# have tiles of their own.
+HEAD_DIMS, SMALL_DIMS = {}, {}
+for is_wide in (False, True):
+    of_both = [
+        dims_of(f"kAttention{each}Tiles", is_float=is_wide) for each in ("Forward", "Backward")
+    ]
+    HEAD_DIMS[is_wide] = tuple(dict.fromkeys(of_both[0]))
+    SMALL_DIMS[is_wide] = tuple(
+        dim for dim in HEAD_DIMS[is_wide] if sum(of_both, ()).count(dim) > 2
+    )
 # Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split into 4 parts.
 ATTENTION_SIZES = (
     *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257)),
@@ -570,15 +582,19 @@ TILE_BIASES = ("dense", "shared")  # those that tensor copies take
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
-def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
+def is_attention(
+    dtype: str, dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any
+) -> bool:
     """Hopper's own kernels take few head dimensions and kinds of bias; the others run there too."""
+    is_wide = dtype == "fp32"
     is_tile = bias in TILE_BIASES and bias_dtype != "fp32"
     are_there = {
-        "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS,
-        "portable": dim in HEAD_DIMS,
-        "small": dim in SMALL_DIMS,
+        "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS and not is_wide,
+        "portable": dim in HEAD_DIMS[is_wide],
+        "small": dim in SMALL_DIMS[is_wide],
     }
-    return (bias == "none") == (bias_dtype is None) and are_there[kernels]
+    has_one_dtype = not is_wide or bias_dtype in (None, "fp32")
+    return (bias == "none") == (bias_dtype is None) and has_one_dtype and are_there[kernels]
 
 
 def attention(given: Inputs, kernels: str, **options: Any) -> None:
@@ -602,7 +618,7 @@ def call_attention(
     bias_dtype: str | None,
     deterministic: bool,
 ) -> None:
-    element = HALVES[dtype]
+    element = DTYPES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
     for queries, keys in sizes:

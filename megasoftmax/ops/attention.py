@@ -124,8 +124,8 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
         "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
         "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
         "Tensor? first, Tensor? end, Tensor? note, int block, float dropout, Tensor? seed, "
-        "bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
-        "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
+        "bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) -> "
+        "(Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
     )
     traced = Implementation(forward, backward)
     compute = implement if has_kernels else implement_everywhere

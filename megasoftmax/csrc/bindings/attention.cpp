@@ -261,9 +261,9 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> note, int64_t block, double dropout,
                                    std::optional<Tensor> seed, bool tf32) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const Inputs inputs(query, key, value, bias,
-                      takes_few_queries(query.size(2), dtype_of(query.scalar_type(), "query"),
-                                        dropout > 0, block));
+  const Inputs inputs(
+      query, key, value, bias,
+      takes_few_queries(query.size(2), dtype_of(query.scalar_type(), "query"), dropout > 0, block));
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed, tf32);
@@ -344,8 +344,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> mask, double scale, bool causal, int64_t window_left,
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
     bool relative, std::optional<Tensor> first, std::optional<Tensor> end,
-    std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed, bool tf32,
-    bool bias_gradient, bool sink_gradient, bool deterministic) {
+    std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
+    bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Inputs inputs(query, key, value, bias, false);
   AttentionBackwardParams params;

@@ -19,6 +19,9 @@ inline constexpr int kMaxSpilledBytes = 200;
 // have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
 // for a head dimension of 64 with a bias beside a mask, ranges or dropout.
 inline constexpr int kHopperMaxSpilledBytes = 600;
+// The same of float32, of which the backward pass keeps a part of its sums there while it makes
+// scores, at a head dimension of 64.
+inline constexpr int kFloatMaxSpilledBytes = 400;
 // Shared memory that kernels of notes declare themselves. They have no other, and no others declare
 // any.
 inline constexpr int kAttentionMaxDeclaredBytes = 512;
@@ -181,10 +184,9 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {       256,     4,      64,   128,         1},  // 168
     {       256,     4,      32,   256,         1},
     // of float32
-    {        32,     4,      64,    32,         3, 4},
+    {        32,     4,      64,    32,         2, 4},
     {        64,     8,      64,    64,         1, 4},
     {        64,     4,      32,    64,         3, 4},
-    {       128,     8,      32,   128,         2, 4},
     {       128,     4,      32,   128,         2, 4},
 };
 // clang-format on

@@ -44,8 +44,9 @@ constexpr int bytes_of(const AttentionTile& tile, BiasKind kind) {
   return ForwardLayout(tile, kind).bytes(1);
 }
 constexpr int bytes_of(const AttentionBackwardTile& tile, BiasKind kind) {
-  return std::max(BackwardLayout(tile, kind).bytes(1),
-                  InOrderLayout(tile.head_dim, tile.in_order_keys(), kind, tile.element_bytes).bytes);
+  return std::max(
+      BackwardLayout(tile, kind).bytes(1),
+      InOrderLayout(tile.head_dim, tile.in_order_keys(), kind, tile.element_bytes).bytes);
 }
 
 // The first tile of a table that is for such elements, holds such a head dimension, and that a
@@ -208,8 +209,9 @@ inline int hopper_tile(const AttentionParams& params) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
   const int dim = std::max(params.head_dim, params.value_dim);
-  if (params.query.type == DType::kFloat32 || !takes_hopper_bias(params) || dim <= 32 || dim > largest_head_dim(kAttentionHopperTiles) ||
-      params.keys == 0 || !is_dense(params.query, params.heads, params.queries) ||
+  if (params.query.type == DType::kFloat32 || !takes_hopper_bias(params) || dim <= 32 ||
+      dim > largest_head_dim(kAttentionHopperTiles) || params.keys == 0 ||
+      !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))
     return -1;

@@ -2,5 +2,5 @@
 
 namespace megasoftmax {
 template cudaError_t attention_backward_instance<Tf32>(const AttentionBackwardParams&, int,
-                                                      cudaStream_t);
+                                                       cudaStream_t);
 }  // namespace megasoftmax

@@ -127,7 +127,7 @@ struct FragmentsAcross : Fragments<Tile> {
 // and the next, in the order of as_matrix_a.
 template <class Tile, bool kIsDown, bool kArePairs>
 struct TransposedWords {
-  static constexpr int kSecond = kArePairs ? 1 : 4;        // rows further
+  static constexpr int kSecond = kArePairs ? 1 : 4;       // rows further
   static constexpr uint32_t kTurn = kArePairs ? 32 : 48;  // its chunk lies elsewhere in its row
 
   uint32_t address;
@@ -265,8 +265,9 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
   }
 }
 
-// results += a b, in steps of kStep<T> of what is summed over; `load_b(pair, n, step)` gives columns
-// 16 * n and on of b. What the next instructions need is loaded before those that go before.
+// results += a b, in steps of kStep<T> of what is summed over; `load_b(pair, n, step)` gives
+// columns 16 * n and on of b. What the next instructions need is loaded before those that go
+// before.
 template <class T, bool kAreLong, int kSteps, int kM, int kN, class A, class LoadB>
 __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
                                                LoadB&& load_b) {
