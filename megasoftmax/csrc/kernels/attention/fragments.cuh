@@ -58,7 +58,7 @@ __device__ inline Pair<T> round_positive_pair(float first, float second) {
 
 // What a matrix instruction sums over: 32 bytes of a row.
 template <class T>
-inline constexpr int kStep = 32 / sizeof(T);
+inline constexpr int kStep = 32 / static_cast<int>(sizeof(T));
 
 // A result's columns kStep<T> * step and on as a matrix `a`. Negative ones become 0 where
 // kArePositive. Of 32-bit elements columns 2 * i and the next take the places of columns i and

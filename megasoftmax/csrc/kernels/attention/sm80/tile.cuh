@@ -14,8 +14,9 @@ namespace megasoftmax {
 template <class T, int kRows_, int kColumns_>
 struct Tile {
   using Element = T;
-  static constexpr int kRows = kRows_, kColumns = kColumns_, kInChunk = kPackElements<T>;
-  static constexpr int kChunks = kColumns / kInChunk, kRowBytes = kColumns * sizeof(T);
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kElementBytes = sizeof(T), kInChunk = kPackElements<T>;
+  static constexpr int kChunks = kColumns / kInChunk, kRowBytes = kColumns * kElementBytes;
   static_assert(sizeof(T) == 2 || kChunks >= 8);
   static constexpr int kBytes = kRows * kRowBytes;
 
@@ -34,7 +35,7 @@ struct Tile {
   }
   // Of an element.
   __device__ static uint32_t place(int row, int column) {
-    return offset(row, column / kInChunk) + column % kInChunk * sizeof(T);
+    return offset(row, column / kInChunk) + column % kInChunk * kElementBytes;
   }
 
   // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes
@@ -70,7 +71,7 @@ struct Tile {
       }
       return;
     }
-    const int bytes = min(max(columns - chunk * kInChunk, 0), kInChunk) * sizeof(T);
+    const int bytes = min(max(columns - chunk * kInChunk, 0), kInChunk) * kElementBytes;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtATime; ++i) {
       const bool is_inside = first + i * kRowsAtATime < rows && bytes > 0;
@@ -93,11 +94,11 @@ struct Fragments {
     return anew();
   }
   __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices(fragments,
-                  (address ^ column * sizeof(typename Tile::Element)) + row * Tile::kRowBytes);
+    load_matrices(fragments, (address ^ column * Tile::kElementBytes) + row * Tile::kRowBytes);
   }
   __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices_transposed(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+    load_matrices_transposed(fragments,
+                             (address ^ column * Tile::kElementBytes) + row * Tile::kRowBytes);
   }
 };
 
@@ -188,8 +189,9 @@ __device__ inline void store_to_tile(char* tile, int first_row, const float (&re
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + mine.row + row_offset(0, 2 * half);
       const int first_chunk = (first_column + n * 8) / Tile::kInChunk;
-      char* const chunk = tile + Tile::offset(row, first_chunk + mine.column / Tile::kInChunk);
-      reinterpret_cast<Pair<typename Tile::Element>*>(chunk)[mine.column % Tile::kInChunk / 2] =
+      const int in_chunk = mine.column % Tile::kInChunk * Tile::kElementBytes;
+      *reinterpret_cast<Pair<typename Tile::Element>*>(
+          tile + Tile::offset(row, first_chunk + mine.column / Tile::kInChunk) + in_chunk) =
           round(results[n][2 * half], results[n][2 * half + 1], half);
     }
   }
