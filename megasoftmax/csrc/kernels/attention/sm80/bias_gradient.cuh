@@ -3,7 +3,7 @@
 //
 // Each kind of gradient is a policy. A step of the backward offers it the gradients of a tile of
 // scores twice: `take` has what this warp holds in registers, in float32; `take_shared` has the
-// block's tile in 16 bits, as products read it. A bias in 16 bits gets the latter.
+// block's tile in the type of the queries, as products read it. A bias in 16 bits gets the latter.
 
 #include "backward_tile.cuh"
 
