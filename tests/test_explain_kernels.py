@@ -106,6 +106,29 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 32, 33, 64, 65, 128])
+def test_float32_has_tiles_of_its_own(head_dim: int, backward: bool) -> None:
+    name = "kAttentionBackwardTiles" if backward else "kAttentionForwardTiles"
+    rows = [row for row in table_of("attention", name) if len(row) == 6]
+    assert {row[-1] for row in rows} == {"4"}
+    row = next(row for row in rows if int(row[0]) >= head_dim)
+    found = explain_attention(2, 6, 1000, head_dim, dtype=FLOAT, backward=backward)
+    assert (found.tile_head_dim, found.threads) == (int(row[0]), 32 * int(row[1]))
+    assert not found.hopper
+    assert "Hopper's own do not take float32" in found.why
+    assert found.shared_bytes is not None
+    assert 2 * found.tile_keys * found.tile_head_dim * 4 < found.shared_bytes <= H200.shared_bytes
+    halves = explain_attention(2, 6, 1000, head_dim, backward=backward, major=8)
+    assert found.share == pytest.approx(halves.share / 6)
+
+
+def test_few_queries_of_float32_split_the_keys_too() -> None:
+    found = explain_attention(1, 4, 1, 64, keys=8192, dtype=FLOAT)
+    assert (found.kernel, found.splits > 1) == ("forward", True)
+    assert "float32" in found.why
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 129, 256])
 def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     """With as many keys as tensor copies of a dense bias do not take."""

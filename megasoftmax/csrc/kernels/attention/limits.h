@@ -30,10 +30,10 @@ inline constexpr int kAttentionMaxDeclaredBytes = 512;
 struct AttentionTile {
   int head_dim;  // of queries, keys and values; shorter ones are filled up with 0
   int warps;
-  int queries_per_warp;  // a multiple of 16
-  int keys;              // of a tile
-  int blocks_per_sm;     // the compiler's register budget: 65536 / (threads * blocks)
-  int element_bytes = 2;
+  int queries_per_warp;   // a multiple of 16
+  int keys;               // of a tile
+  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
+  int element_bytes = 2;  // of queries, keys and values
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps * queries_per_warp; }
@@ -49,7 +49,7 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
     {       128,     4,           32,   64,         2},  // 318
     {       256,     8,           16,   64,         1},  // 255
     {       256,     4,           16,   32,         1},
-    // of float32
+    // of float32, with the bytes of an element
     {        32,     4,           32,   64,         3, 4},
     {        64,     4,           32,   64,         2, 4},
     {       128,     4,           32,   32,         2, 4},
@@ -183,7 +183,7 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {       128,     4,      64,   128,         1},
     {       256,     4,      64,   128,         1},  // 168
     {       256,     4,      32,   256,         1},
-    // of float32
+    // of float32, with the bytes of an element
     {        32,     4,      64,    32,         2, 4},
     {        64,     8,      64,    64,         1, 4},
     {        64,     4,      32,    64,         3, 4},
