@@ -109,6 +109,12 @@ def cases() -> list[Case]:
         found.append(square(*shape, bias=bias, gradient=True, **options))
     # What float16 adds to the errors.
     found.append(square(4, 16, 4096, 128, flex=False, dtype=torch.float16))
+    # Three products of TF32 for each, as SDPA's mem-efficient kernels make them.
+    for head_dim in (64, 128):
+        options = {"flex": False, "dtype": torch.float32}
+        found.append(square(4, 16, 4096, head_dim, **options))
+        found.append(square(4, 16, 4096, head_dim, causal=True, **options))
+        found.append(square(4, 16, 4096, head_dim, bias="1,h", gradient=True, **options))
     found.append(square(1, 16, 8192, 128, causal=True, window=1023, quick=True))
     found.append(square(4, 16, 4096, 128, causal=True, sink=True))
     for gradient in (False, True):

@@ -19,7 +19,6 @@ _FLOATING = (*DTYPES, torch.float64)
 # Kernels multiply it by log2(e).
 SCALES = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
-ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
 MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
 
@@ -165,7 +164,7 @@ def reasons_against_fused_attention(
     """The same for attention."""
     found = (
         *_of_any_tensor(query, _first_with_attention()),
-        _attention_dtype(query.dtype),
+        _dtype("dtype", query.dtype),
         *_head_dims(query, value, dropout),
         _attention_scale(scale),
         _attention_dropout(dropout),
@@ -174,6 +173,25 @@ def reasons_against_fused_attention(
         _forward_mode(),
     )
     return _given(found)
+
+
+def takes_tf32(dtype: torch.dtype) -> bool:
+    """Whether attention rounds the factors of its products to TF32, by torch's setting of matmul.
+
+    Only float32 does, where `torch.backends.cuda.matmul` allows it. The backward pass takes what
+    the forward pass took.
+    """
+    return dtype == torch.float32 and _matmul_takes_tf32()
+
+
+def _matmul_takes_tf32() -> bool:
+    return (
+        torch.backends.cuda.matmul.fp32_precision == "tf32"
+    )  # allow_tf32 raises where this is set
+
+
+# torch.compile compiles again where the setting has changed.
+_matmul_takes_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reasons_against_sdpa(
@@ -293,12 +311,6 @@ def _scale(scale: float) -> Reason | None:
     return Reason("scale", str(scale), "a normal float32, not 0, below 2.3e38")
 
 
-def _attention_dtype(dtype: torch.dtype) -> Reason | None:
-    if dtype in ATTENTION_DTYPES:
-        return None
-    return Reason("dtype", str(dtype), "float16 or bfloat16")
-
-
 def _attention_scale(scale: float) -> Reason | None:
     most = _attention_limit("kMaxScale")
     if SCALES[0] <= scale <= most:
@@ -316,11 +328,18 @@ def _attention_limit(name: str) -> int:
 
 
 def _head_dims(query: Tensor, value: Tensor, dropout: float) -> tuple[Reason | None, ...]:
+    """Tiles of float32 take twice the shared memory."""
     sizes = query.shape[-1], value.shape[-1]
+    names = "head dimension of query and key", "head dimension of value"
+    if query.dtype == torch.float32:
+        most = _attention_limit("kMaxFloatHeadDim")
+        return tuple(
+            _count(f"{name} in float32", size, most)
+            for name, size in zip(names, sizes, strict=True)
+        )
     most = _attention_limit("kMaxHeadDim")
     if sizes[0] <= most and sizes[1] <= most:
         return ()
-    names = "head dimension of query and key", "head dimension of value"
     without = _no_wide_heads(query, dropout)
     if without is None:
         wide = _attention_limit("kMaxWideHeadDim"), _attention_limit("kMaxWideValueDim")

@@ -490,6 +490,9 @@ def attention(
     * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
     * Products with P and with gradients of z are plain matrix products: NaN or inf in a value can
       reach the output of queries that do not see it, as 0 * NaN.
+    * Kernels round what they multiply in float32 to TF32 where torch.backends.cuda.matmul allows
+      it. Else products are as precise as float32, made of three, and an infinite query, key, value
+      or incoming gradient may make NaN. The backward pass takes what the forward pass took.
 
     Differentiable with respect to query, key, value, bias and a sink that is a tensor. Incoming
     gradients are not modified. A second derivative takes `fused=False`, and is refused otherwise.
@@ -506,8 +509,9 @@ def attention(
 
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
-            strides. Kernels take the 16-bit types and head dimensions up to 256, or for inference
-            on compute capability 9.0 and 10.x up to 576, and 512 of values (see `why_not_fused`).
+            strides. Kernels take all but float64, and head dimensions up to 256, of float32 up to
+            128, or of 16-bit types for inference on compute capability 9.0 and 10.x up to 576, and
+            512 of values (see `why_not_fused`).
             Of query, key and value they copy what does not consist of dense rows that begin at
             multiples of 16 bytes.
         key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
@@ -648,6 +652,7 @@ def attention(
         block,
         dropout,
         _seed(dropout, seed, query),
+        dispatch.takes_tf32(query.dtype),
     )
     return (output, statistics[2]) if return_lse else output
 
@@ -981,7 +986,8 @@ def ring_attention(
         sink_tensor,
         _seed(dropout, seed, query),
         context_parallel.Options(
-            scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias), dropout
+            *(scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)),
+            *(dropout, dispatch.takes_tf32(query.dtype)),
         ),
     )
 

@@ -123,7 +123,7 @@ def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def dtypes_on(device: str) -> list[torch.dtype]:
-    return HALVES if device == "cuda" else [torch.float32, torch.bfloat16]
+    return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 
 
 def tensors(

@@ -101,7 +101,8 @@ def attention(
     p = dense.probabilities
     # Of logits in the type of the computation, which is float32 for halves.
     sizes = (q.square() @ k.square().mT).sqrt()
-    if query.dtype in HALVES:  # tensor cores cut off what they add up, where others round
+    # Tensor cores cut off what they add up, where others round.
+    if query.dtype in HALVES or (query.is_cuda and query.dtype == torch.float32):
         sizes = 2 * (sizes + scores.abs())
     noise_of_z = 1 + abs(factor) * sizes
     if bias is not None:

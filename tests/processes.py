@@ -30,7 +30,7 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
 
 def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:
     """Makes fused=True run through the ops where there are no kernels, in any type."""
-    for constraint in ("_device", "_compiled_part", "_dtype", "_attention_dtype"):
+    for constraint in ("_device", "_compiled_part", "_dtype"):
         setattr(dispatch, constraint, lambda *_: None)
 
 

@@ -22,8 +22,7 @@ from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
 from megasoftmax.limits import RowRegime, kernel_limits
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DTYPES = {**HALVES, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
 LENGTHS = (0, 1, 7, 8, 9, 33, 257)
 BATCHES, HEADS, QUERIES = 2, 2, 3
@@ -88,14 +87,14 @@ def cases() -> list[Case]:
         *product(
             "attention",
             is_attention,
-            dtype=HALVES,
-            dim=tuple(sorted({*HEAD_DIMS, *HOPPER_DIMS})),
+            dtype=DTYPES,
+            dim=tuple(sorted({*HEAD_DIMS[False], *HOPPER_DIMS})),
             bias=ATTENTION_BIASES,
             bias_dtype=BIAS_DTYPES,
             deterministic=(False, True),
             kernels=KERNELS,
         ),
-        *product("attention wide", dtype=HALVES, has_bias=(False, True)),
+        *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
 
@@ -555,10 +554,15 @@ def call_topk(
 
 # Attention
 
-ALL_DIMS, BACKWARD_DIMS, HOPPER_DIMS = (
-    tuple(int(row[0]) for row in table_of("attention/limits.h", name))
-    for name in ("kAttentionForwardTiles", "kAttentionBackwardTiles", "kAttentionHopperTiles")
-)
+
+def dims_of(table: str, *, is_float: bool = False) -> tuple[int, ...]:
+    """Of the rows for 16 bits, or for float32, which tell the bytes of an element."""
+    columns = 6 if is_float else 5
+    rows = table_of("attention/limits.h", table)
+    return tuple(int(row[0]) for row in rows if len(row) == columns or "Hopper" in table)
+
+
+HOPPER_DIMS = dims_of("kAttentionHopperTiles")
 # Of values, of tiles for a head dimension.
 VALUE_DIMS = {
     dim: [
@@ -568,9 +572,17 @@ VALUE_DIMS = {
     ]
     for dim in HOPPER_DIMS
 }
-HEAD_DIMS = tuple(dict.fromkeys(ALL_DIMS))
-# Those of which GPUs with small blocks have tiles of their own.
-SMALL_DIMS = tuple(dim for dim in HEAD_DIMS if (ALL_DIMS + BACKWARD_DIMS).count(dim) > 2)
+# Of each width of elements: head dimensions of tiles, and those for which GPUs with small blocks
+# have tiles of their own.
+HEAD_DIMS, SMALL_DIMS = {}, {}
+for is_wide in (False, True):
+    of_both = [
+        dims_of(f"kAttention{each}Tiles", is_float=is_wide) for each in ("Forward", "Backward")
+    ]
+    HEAD_DIMS[is_wide] = tuple(dict.fromkeys(of_both[0]))
+    SMALL_DIMS[is_wide] = tuple(
+        dim for dim in HEAD_DIMS[is_wide] if sum(of_both, ()).count(dim) > 2
+    )
 # Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split.
 ATTENTION_SIZES = (
     *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 9), (65, 8), (129, 257)),
@@ -598,15 +610,19 @@ TILE_BIASES = ("dense", "shared")  # those that tensor copies take
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
-def is_attention(dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any) -> bool:
+def is_attention(
+    dtype: str, dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any
+) -> bool:
     """Hopper's own kernels take few head dimensions and kinds of bias; the others run there too."""
+    is_wide = dtype == "fp32"
     is_tile = bias in TILE_BIASES and bias_dtype != "fp32"
     are_there = {
-        "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS,
-        "portable": dim in HEAD_DIMS,
-        "small": dim in SMALL_DIMS,
+        "own": (bias in ("none", "relative") or is_tile) and dim in HOPPER_DIMS and not is_wide,
+        "portable": dim in HEAD_DIMS[is_wide],
+        "small": dim in SMALL_DIMS[is_wide],
     }
-    return (bias == "none") == (bias_dtype is None) and are_there[kernels]
+    has_one_dtype = not is_wide or bias_dtype in (None, "fp32")
+    return (bias == "none") == (bias_dtype is None) and has_one_dtype and are_there[kernels]
 
 
 def attention(given: Inputs, kernels: str, **options: Any) -> None:
@@ -630,7 +646,7 @@ def call_attention(
     bias_dtype: str | None,
     deterministic: bool,
 ) -> None:
-    element = HALVES[dtype]
+    element = DTYPES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     dims = itertools.cycle((dim, dim - 8, dim - 5))  # the last one is filled up
     most_of_values = itertools.cycle(VALUE_DIMS.get(dim, (dim,)))
@@ -672,7 +688,7 @@ def call_attention(
             mask, block = None, 1
         options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
         dropout, seed = given.dropout()
-        options = (*options, *visible, note, block, dropout, seed)
+        options = (*options, *visible, note, block, dropout, seed, next(given.flags))
         output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
         OPS.attention_backward(
@@ -693,7 +709,7 @@ def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
     ):
         masking = next(maskings)
         query, key, value = (
-            given.floats(BATCHES, *shape, dtype=HALVES[dtype])
+            given.floats(BATCHES, *shape, dtype=DTYPES[dtype])
             for shape in (
                 (4 * HEADS, queries, head_dim),
                 (HEADS, keys, head_dim),
@@ -711,11 +727,11 @@ def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
             visible = given.ranges(BATCHES, 4 * HEADS, queries, keys=keys)
         bias = None
         if has_bias:
-            bias = given.floats(1, 4 * HEADS, queries, keys, dtype=HALVES[dtype])
+            bias = given.floats(1, 4 * HEADS, queries, keys, dtype=DTYPES[dtype])
         right = 0 if masking == "causal" else -1
         OPS.attention_forward(
             *(query, key, value, bias, mask, 0.3, False, -1, right),
-            *(*given.sink(4 * HEADS), False, *visible, None, block, 0.0, None),
+            *(*given.sink(4 * HEADS), False, *visible, None, block, 0.0, None, False),
         )
 
 

@@ -37,7 +37,7 @@ def attention(through_ops, monkeypatch):
 
 
 def dtype_on(device):
-    """Kernels take halves alone."""
+    """Of kernels the type with the least precision; test_attention.py has the others."""
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
@@ -145,6 +145,7 @@ def forward_arguments(device, dtype=None, **case):
         case.get("block", 1),
         case.get("dropout", 0.0),
         torch.tensor([5], device=device) if "dropout" in case else None,
+        False,
     )
 
 

@@ -56,9 +56,11 @@ def _allowed(source: Path, what: str) -> int:
     family = source.relative_to(CSRC / "kernels").parts[0]
     header = (CSRC / "kernels" / family / "limits.h").read_text()
     limits = dict(re.findall(rf"int k(\w*)Max{what}Bytes = (\d+);", header))
-    of_hopper = limits.pop("Hopper", None)
-    if "hopper" in source.name and of_hopper is not None:
-        return int(of_hopper)
+    for name, prefix in (("hopper", "Hopper"), ("float32", "Float"), ("tf32", "Float")):
+        of_kind = limits.get(prefix)
+        if name in source.name and of_kind is not None:
+            return int(of_kind)
+    limits = {name: limit for name, limit in limits.items() if name not in ("Hopper", "Float")}
     return int(next(iter(limits.values()), 0))
 
 
@@ -74,7 +76,7 @@ def _without_registers(log: str) -> list[str]:
     for name, direction, row, registers in re.findall(
         rf"Function properties for (\S*{function}\S*)\n.*\n.*Used (\d+) registers", log
     ):
-        _, warps, *_, blocks = ATTENTION_TILES[direction][int(row)]
+        _, warps, _, _, blocks, *_ = ATTENTION_TILES[direction][int(row)]
         if -(-int(registers) // 8) * 8 * 32 * int(warps) * int(blocks) > 65536:  # of all GPUs
             found.append(name)
     return found

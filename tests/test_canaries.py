@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import DTYPES, HALVES, coin, normal
+from inputs import DTYPES, coin, normal
 from torch import Tensor
 
 OPS = torch.ops.megasoftmax
@@ -229,7 +229,7 @@ ATTENTION_BIASES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 80, 256])
 @pytest.mark.parametrize("is_float", [False, True], ids=["same", "float32"])
 @pytest.mark.parametrize("of_bias", [None, *ATTENTION_BIASES])
@@ -237,6 +237,8 @@ def test_attention(
     of_bias: str | None, is_float: bool, dim: int, dtype: torch.dtype, device: str
 ) -> None:
     """Few queries take kernels of their own; the keys of 2049 are split."""
+    if dtype == torch.float32 and dim > 128:
+        pytest.skip("no kernels")
     for number, keys in enumerate(LENGTHS if device == "cuda" else (1, 9)):
         for queries in (1, 33):
             query = normal(BATCHES, HEADS, queries, dim, device=device, dtype=dtype)
@@ -260,7 +262,7 @@ def test_attention(
                 if number % 4 in (1, 2)
                 else (0.0, None)
             )
-            options = (*options, *visible, None, 1, *drop)
+            options = (*options, *visible, None, 1, *drop, number % 2 == 0)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
 

@@ -17,6 +17,7 @@ SHAPE = (2, 3, 4, 5)
 LIMITS = kernel_limits()
 MAX_K = LIMITS.topk["kMaxK"]
 MAX_HEAD_DIM, MAX_POSITIONS = LIMITS.attention["kMaxHeadDim"], LIMITS.attention["kMaxPositions"]
+MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
 
 
 @pytest.fixture
@@ -336,7 +337,7 @@ def attention_names(*args, **kwargs):
 
 def test_all_reasons_of_attention_come_in_order(monkeypatch):
     monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
-    tensors = attention_tensors(dims=(257, 300), dtype=torch.float32)
+    tensors = attention_tensors(dims=(257, 300), dtype=torch.float64)
     assert attention_names(*tensors, scale=-1.0) == [
         "device",
         "compiled part",
@@ -347,9 +348,11 @@ def test_all_reasons_of_attention_come_in_order(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (256, 256), (1, 256)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (None, None), (1, None)])
 def test_no_reason_against_attention(as_if_fused, dtype, dims):
+    most = MAX_FLOAT_HEAD_DIM if dtype == torch.float32 else MAX_HEAD_DIM
+    dims = tuple(most if each is None else each for each in dims)
     query, key, value = attention_tensors(dims=dims, dtype=dtype)
     assert attention_names(query, key, value, causal=True, window=(1, 1), sink=0.0) == []
     for options in ({"dtype": dtype}, {"dtype": torch.float32}, {"dtype": torch.float64}):
@@ -362,10 +365,9 @@ def test_no_reason_against_attention(as_if_fused, dtype, dims):
     assert attention_names(*apart) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dtypes_of_attention(as_if_fused, dtype):
-    found = why_not_fused(megasoftmax.attention, *attention_tensors(dtype=dtype))
-    assert found == (Reason("dtype", str(dtype), "float16 or bfloat16"),)
+def test_dtypes_of_attention(as_if_fused):
+    found = why_not_fused(megasoftmax.attention, *attention_tensors(dtype=torch.float64))
+    assert found == (Reason("dtype", "torch.float64", "float16, bfloat16 or float32"),)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +414,32 @@ def test_wide_heads_are_for_inference(as_if_fused):
         assert attention_names(*more) == both
 
 
+@pytest.mark.parametrize("past", [(0, 0), (1, 0), (0, 1)])
+def test_head_dims_of_float32(as_if_fused, past):
+    dims = tuple(MAX_FLOAT_HEAD_DIM + each for each in past)
+    names = ("head dimension of query and key in float32", "head dimension of value in float32")
+    expected = [name for name, by in zip(names, past, strict=True) if by > 0]
+    assert attention_names(*attention_tensors(dims=dims, dtype=torch.float32)) == expected
+
+
+@pytest.mark.parametrize("setting", ["highest", "high"])
+def test_torch_decides_over_tf32(setting):
+    """And torch.compile notices when the setting changes."""
+    before = torch.get_float32_matmul_precision()
+    compiled = torch.compile(
+        lambda x: x + 1 if dispatch.takes_tf32(x.dtype) else x - 1, backend="eager", fullgraph=True
+    )
+    try:
+        for each in ("highest", setting, "highest"):
+            torch.set_float32_matmul_precision(each)
+            expected = each == "high"
+            assert dispatch.takes_tf32(torch.float32) == expected
+            assert not dispatch.takes_tf32(torch.bfloat16)
+            assert compiled(torch.zeros(1)).item() == (1 if expected else -1)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -429,8 +457,8 @@ def test_sizes_for_attention(as_if_fused, sizes, expected):
 
 def test_fused_attention_lists_the_reasons(as_if_fused):
     with pytest.raises(ValueError, match="fused: cannot be True here") as error:
-        megasoftmax.attention(*attention_tensors(dims=(512, 8)), fused=True)
-    assert "dtype: expected float16 or bfloat16, got torch.float32" in str(error.value)
+        megasoftmax.attention(*attention_tensors(dims=(512, 8), dtype=torch.float64), fused=True)
+    assert "dtype: expected float16, bfloat16 or float32, got torch.float64" in str(error.value)
     assert "head dimension of query and key: expected at most 256" in str(error.value)
 
 

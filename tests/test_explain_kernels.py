@@ -135,6 +135,29 @@ def test_tiles_with_fewer_columns_of_values(
     assert "up to 192 and 128 of values hold 192 and 128" in found.why
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 32, 33, 64, 65, 128])
+def test_float32_has_tiles_of_its_own(head_dim: int, backward: bool) -> None:
+    name = "kAttentionBackwardTiles" if backward else "kAttentionForwardTiles"
+    rows = [row for row in table_of("attention", name) if len(row) == 6]
+    assert {row[-1] for row in rows} == {"4"}
+    row = next(row for row in rows if int(row[0]) >= head_dim)
+    found = explain_attention(2, 6, 1000, head_dim, dtype=FLOAT, backward=backward)
+    assert (found.tile_head_dim, found.threads) == (int(row[0]), 32 * int(row[1]))
+    assert not found.hopper
+    assert "Hopper's own do not take float32" in found.why
+    assert found.shared_bytes is not None
+    assert 2 * found.tile_keys * found.tile_head_dim * 4 < found.shared_bytes <= H200.shared_bytes
+    halves = explain_attention(2, 6, 1000, head_dim, backward=backward, major=8)
+    assert found.share == pytest.approx(halves.share / 6)
+
+
+def test_few_queries_of_float32_split_the_keys_too() -> None:
+    found = explain_attention(1, 4, 1, 64, keys=8192, dtype=FLOAT)
+    assert (found.kernel, found.splits > 1) == ("forward", True)
+    assert "float32" in found.why
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 129, 256])
 def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     """With as many keys as tensor copies of a dense bias do not take."""
@@ -339,7 +362,8 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"head_dim": 257}, "head_dim: expected at most 256, got 257"),
         ({"value_dim": 264}, "value_dim: expected at most 256, got 264"),
         ({"keys": 2**31}, "queries and keys: expected at most"),
-        ({"dtype": FLOAT}, "dtype: expected float16 or bfloat16"),
+        ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
+        ({"dtype": FLOAT, "head_dim": 136}, "head_dim: expected at most 128, got 136"),
         (
             {"bias": True, "bias_dtype": HALF},
             "bias_dtype: expected torch.bfloat16 or torch.float32",
@@ -556,7 +580,7 @@ def test_command_of_topk(run: Any) -> None:
     ("arguments", "message"),
     [
         (["8x64", "--function=attention"], "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM"),
-        (["2x4x8x64", "--function=attention", "--dtype=fp32"], "dtype: expected float16 or"),
+        (["2x4x8x136", "--function=attention", "--dtype=fp32"], "head_dim: expected at most 128"),
         (["8x64", "--function=softmax_topk", "--k=65"], "k: expected at most 64, got 65"),
     ],
 )

@@ -3,6 +3,7 @@
 The run itself needs a GPU: `python tests/sanitize.py`.
 """
 
+import itertools
 import subprocess
 import sys
 from itertools import groupby
@@ -47,10 +48,17 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
 def test_attention_without_a_bias_runs_on_all_kinds_of_kernels():
     kinds = {32: {"portable"}, 64: {"portable", "own"}, 96: {"own"}}
     kinds[128] = kinds[256] = {"portable", "own", "small"}
-    for dim, expected in kinds.items():
-        mine = [dict(case.options) for case in CASES if case.family == "attention"]
-        found = {each["kernels"] for each in mine if each["dim"] == dim and each["bias"] == "none"}
-        assert found == expected
+    wide_kinds = {
+        32: {"portable"},
+        64: {"portable", "small"},
+        128: {"portable", "small"},
+        256: set(),
+    }
+    mine = [dict(case.options) for case in CASES if case.family == "attention"]
+    for dtypes, of_dims in ((("fp16", "bf16"), kinds), (("fp32",), wide_kinds)):
+        for dtype, (dim, expected) in itertools.product(dtypes, of_dims.items()):
+            call = {"dtype": dtype, "dim": dim, "bias": "none"}
+            assert {each["kernels"] for each in mine if call.items() <= each.items()} == expected
 
 
 @pytest.mark.parametrize(

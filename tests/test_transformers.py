@@ -536,12 +536,13 @@ def test_autocast_gives_attention_one_type(family, monkeypatch):
 
 
 def test_what_torch_does_not_compute_takes_the_softmax(device, monkeypatch):
-    """On a GPU what is not of one half type; on a CPU what is not of one type."""
+    """On a GPU what is not of one type that kernels take; on a CPU what is not of one type."""
     monkeypatch.setattr(integration, "takes_attention", TAKES_ATTENTION)
     given = torch.randn(3, 2, 4, 9, 8, device=device)
     for dtypes, takes_attention in (
         ((torch.bfloat16,) * 3, True),
-        ((torch.float32,) * 3, device == "cpu"),
+        ((torch.float32,) * 3, True),
+        ((torch.float64,) * 3, device == "cpu"),
         ((torch.bfloat16, torch.bfloat16, torch.float32), False),
     ):
         tensors = [tensor.to(dtype) for tensor, dtype in zip(given, dtypes, strict=True)]

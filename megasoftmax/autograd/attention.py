@@ -69,6 +69,7 @@ def gradients(
         given.block,
         given.dropout,
         seed,
+        given.tf32,
         wants_bias,
         wants_sink,
         torch.are_deterministic_algorithms_enabled(),

@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
                 return *found, None
         d_query, d_key, d_value, _, _ = attention_backward(
             *(d_output, None, query, key, value, output, lse, added, None, scale, causal, -1, -1),
-            *(None, None, False, None, None, None, 1, 0.0, None, False, False, False),
+            *(None, None, False, None, None, None, 1, 0.0, None, False, False, False, False),
         )
         return d_query, d_key, d_value, None
 

@@ -141,6 +141,7 @@ class Options(NamedTuple):
     sink_value: float | None
     relative: bool
     dropout: float
+    tf32: bool
 
 
 def attention(
@@ -255,6 +256,7 @@ class _Block(NamedTuple):
             1,
             options.dropout,
             None if seed is None else seed + self.number,
+            options.tf32,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megasoftmax.explain.common import Window, integers, plans, visible_entries, window_of
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.explain.softmax import DTYPES
 from megasoftmax.limits import kernel_limits
 
 # Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
@@ -17,6 +18,9 @@ from megasoftmax.limits import kernel_limits
 # the backward pass, for 4 batches, 16 heads and 4096 queries and keys.
 FORWARD_SHARE, BACKWARD_SHARE = 0.36, 0.27
 HOPPER_FORWARD_SHARE, HOPPER_BACKWARD_SHARE = 0.60, 0.55
+# Tensor cores multiply TF32 at half the rate of 16 bits, and float32 takes three such products. The
+# shares of float32 follow from this and were not measured.
+_TIMES_OF_FLOAT = 2 * 3
 _STATISTICS_BYTES = 3 * 4  # of a query
 
 
@@ -26,6 +30,7 @@ class AttentionExplanation:
 
     backward: bool
     kernel: str  # "forward", "decode" (up to 16 queries) or "backward"
+    dtype: torch.dtype
     hopper: bool  # the kernels for compute capability 9.0 alone run, not the portable ones
     why: str
     tile_queries: int  # of a block; of "decode", rows of all heads that share keys
@@ -57,10 +62,14 @@ class AttentionExplanation:
 
     @property
     def share(self) -> float:
-        """Of the nominal rate of matrix products, what such kernels reached on an H200."""
+        """Of the nominal rate of 16-bit matrix products, what such kernels reached on an H200.
+
+        Of float32 without TF32.
+        """
         if self.hopper:
             return HOPPER_BACKWARD_SHARE if self.backward else HOPPER_FORWARD_SHARE
-        return BACKWARD_SHARE if self.backward else FORWARD_SHARE
+        share = BACKWARD_SHARE if self.backward else FORWARD_SHARE
+        return share / _TIMES_OF_FLOAT if self.dtype == torch.float32 else share
 
 
 def explain_attention(
@@ -97,7 +106,7 @@ def explain_attention(
         bias_dtype: of the bias or its table, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
-        dtype: float16 or bfloat16.
+        dtype: float16, bfloat16 or float32.
         multiprocessors, shared_bytes: of the GPU; see `Gpu`.
         major: of the GPU's compute capability, 8 or more, such as 9 for an H200. With 9, code for
             9.0a is assumed, as `megasoftmax build` compiles it.
@@ -127,6 +136,7 @@ def explain_attention(
         # Sides that reach all keys limit nothing. The bindings drop them too.
         window_left=limits[0] if limits[0] < keys - 1 else -1,
         window_right=limits[1] if limits[1] < queries - 1 else -1,
+        is_float=dtype == torch.float32,
         has_bias=has_bias,
         has_float_bias=bias_dtype == torch.float32,
         is_relative=relative,
@@ -166,6 +176,7 @@ def explain_attention(
     return AttentionExplanation(
         backward=backward,
         kernel=kernel,
+        dtype=dtype,
         hopper=bool(plan.is_hopper),
         why=_why(kernel, plan, call),
         tile_queries=plan.tile_queries,
@@ -191,7 +202,7 @@ def explain_attention(
 class _Call(ctypes.Structure):
     _fields_ = integers(
         *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-        *("window_left", "window_right", "has_bias", "has_float_bias", "is_relative"),
+        *("window_left", "window_right", "is_float", "has_bias", "has_float_bias", "is_relative"),
         *("is_backward", "multiprocessors", "major", "shared_bytes"),
     )
 
@@ -220,6 +231,8 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
         reasons += [f"at most {most} queries: {call.queries}"]
     elif kernel == "forward" and call.queries > most:
         reasons += [f"more than {most} queries: {call.queries}"]
+    elif kernel == "forward" and call.dtype == torch.float32:
+        reasons += ["float32"]
     elif kernel == "forward":
         few = limits["kMostQueriesOfSharedRows"]
         reasons += [f"more than {few} queries of heads that share keys: {call.queries}"]
@@ -230,7 +243,9 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
     elif call.major == limits["kHopperMajor"] and kernel != "decode":
         is_dense = call.has_bias and not call.is_relative
-        if is_dense and call.has_float_bias:
+        if call.is_float:
+            refused = "float32"
+        elif is_dense and call.has_float_bias:
             refused = "a dense bias in float32"
         elif is_dense and call.keys % 8 != 0:
             refused = f"a bias of {call.keys} keys"
@@ -261,8 +276,8 @@ def _check(
         raise ValueError(
             f"key_heads: expected a divisor of {counts['heads']} heads, got {counts['key_heads']}"
         )
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype: expected float16 or bfloat16, got {dtype}")
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     if bias_dtype not in (dtype, torch.float32):
         raise ValueError(f"bias_dtype: expected {dtype} or torch.float32, got {bias_dtype}")
     if min(limits) < -1:
@@ -270,11 +285,10 @@ def _check(
     if is_stray_gradient:
         raise ValueError("bias_gradient: only the backward pass of a bias computes it")
     constants = kernel_limits().attention
+    most = constants["kMaxFloatHeadDim" if dtype == torch.float32 else "kMaxHeadDim"]
     for name in ("head_dim", "value_dim"):
-        if counts[name] > constants["kMaxHeadDim"]:
-            raise ValueError(
-                f"{name}: expected at most {constants['kMaxHeadDim']}, got {counts[name]}"
-            )
+        if counts[name] > most:
+            raise ValueError(f"{name}: expected at most {most}, got {counts[name]}")
     if counts["queries"] + counts["keys"] > constants["kMaxPositions"]:
         raise ValueError(
             f"queries and keys: expected at most {constants['kMaxPositions']:,} together"

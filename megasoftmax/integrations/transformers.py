@@ -13,7 +13,7 @@ implementation, as Bloom's; `trainer` a callback for Trainer.
 
 "megasoftmax" is `megasoftmax.attention`, which writes neither scores nor probabilities. It gives
 way to matmul, `megasoftmax.softmax`, dropout, matmul where
-* attention would not run fused, as with float32 on a GPU, nor on a CPU by torch's
+* attention would not run fused, as with float64 on a GPU, nor on a CPU by torch's
   scaled_dot_product_attention, as with dropout,
 * probabilities are asked for (`output_attentions=True`),
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),

@@ -118,15 +118,15 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
         "float? sink_value, bool relative, Tensor? first, Tensor? end, Tensor? note, int block, "
-        "float dropout, Tensor? seed) -> (Tensor output, Tensor statistics)"
+        "float dropout, Tensor? seed, bool tf32) -> (Tensor output, Tensor statistics)"
     )
     backward = define_differentiable(
         f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
         "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
         "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
         "Tensor? first, Tensor? end, Tensor? note, int block, float dropout, Tensor? seed, "
-        "bool bias_gradient, bool sink_gradient, bool deterministic) -> (Tensor d_query, "
-        "Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
+        "bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) -> "
+        "(Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
     )
     traced = Implementation(forward, backward)
     compute = implement if has_kernels else implement_everywhere

@@ -55,6 +55,7 @@ def attention_forward(
     block: int,
     dropout: float,
     seed: Tensor | None,
+    tf32: bool,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of values for each query, and statistics of its weights.
 
@@ -76,6 +77,8 @@ def attention_forward(
         dropout: the probability to drop an entry of P, where it weighs the values: it counts as 0,
             and what is kept as `dropout.factor` times P.
         seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
+        tf32: whether kernels round factors of float32 products to TF32. Torch has settings of its
+            own for the products of the reference.
 
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
@@ -89,7 +92,7 @@ def attention_forward(
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
 
@@ -130,6 +133,7 @@ def attention_backward(
     block: int,
     dropout: float,
     seed: Tensor | None,
+    tf32: bool,
     bias_gradient: bool,
     sink_gradient: bool,
     deterministic: bool,
@@ -158,7 +162,7 @@ def attention_backward(
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
-        *(sink, sink_value, relative, first, end, note, block, dropout, seed),
+        *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
 

@@ -168,7 +168,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                 int64_t window_right, const std::optional<Tensor>& sink,
                 std::optional<double> sink_value, bool relative, const std::optional<Tensor>& first,
                 const std::optional<Tensor>& end, int64_t block, double dropout,
-                const std::optional<Tensor>& seed) {
+                const std::optional<Tensor>& seed, bool tf32) {
   const auto& [query, key, value, bias_rows] = inputs;
   const int64_t batches = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), keys = key.size(2);
@@ -176,8 +176,6 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     return tensor.is_cuda() && tensor.get_device_index() == query.get_device_index();
   };
   const auto type = query.scalar_type();
-  check(type == ScalarType::Half || type == ScalarType::BFloat16,
-        "query must be float16 or bfloat16");
   check(is_beside(key) && is_beside(value) && key.scalar_type() == type &&
             value.scalar_type() == type,
         "key and value must have the type and the device of query");
@@ -251,6 +249,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.can_exclude = mask || bias || window.is_limited() || params.visible.are_given() ||
                        params.sink.is_given || keys == 0;
   params.scale = static_cast<float>(scale);
+  params.is_tf32 = tf32;
 }
 
 // [batches, heads, queries, columns], in memory [batches, queries, heads, columns]. Not a view,
@@ -269,15 +268,16 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<double> sink_value, bool relative,
                                    std::optional<Tensor> first, std::optional<Tensor> end,
                                    std::optional<Tensor> note, int64_t block, double dropout,
-                                   std::optional<Tensor> seed) {
+                                   std::optional<Tensor> seed, bool tf32) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
-  const Inputs inputs(query, key, value, bias,
-                      is_wide(query.size(3), value.size(3)) ||
-                          takes_few_queries(query.size(2), dropout > 0, block));
+  const bool reads_by_entry =
+      is_wide(query.size(3), value.size(3)) ||
+      takes_few_queries(query.size(2), dtype_of(query.scalar_type(), "query"), dropout > 0, block);
+  const Inputs inputs(query, key, value, bias, reads_by_entry);
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative, first, end, block, dropout, seed);
+             relative, first, end, block, dropout, seed, tf32);
   Tensor output = new_output(query, params.value_dim);
   Tensor statistics =
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
@@ -356,13 +356,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
     bool relative, std::optional<Tensor> first, std::optional<Tensor> end,
     std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
-    bool bias_gradient, bool sink_gradient, bool deterministic) {
+    bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
   const Inputs inputs(query, key, value, bias, false);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative, first, end, block, dropout, seed);
+             relative, first, end, block, dropout, seed, tf32);
   const auto check_rows = [&](const Tensor& tensor, int64_t count, const char* argument) {
     check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
               tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,

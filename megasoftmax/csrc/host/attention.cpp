@@ -59,7 +59,8 @@ std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const 
                                                 {},
                                                 1,
                                                 dropout,
-                                                seed});
+                                                seed,
+                                                false});  // of 16 bits alone, see fit
   return {results[0].toTensor(), results[1].toTensor()};
 }
 
@@ -119,6 +120,7 @@ struct Attention : torch::autograd::Function<Attention> {
                                           1,
                                           dropout,
                                           argument(kSeed),
+                                          false,
                                           wants_bias,
                                           wants_sink,
                                           at::globalContext().deterministicAlgorithms()});
@@ -134,7 +136,8 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 };
 
-// Whether key and value fit the query, and all are as kernels take them.
+// Whether key and value fit the query, and all are as kernels take them. Python takes float32, with
+// torch's setting of its products.
 bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
   const ScalarType type = query.scalar_type();
   if (type != at::kHalf && type != at::kBFloat16) return false;

@@ -11,6 +11,13 @@
 namespace megasoftmax {
 namespace {
 
+// Calls body(T{}) for the type of the queries, as products take it.
+template <class Body>
+cudaError_t with_type(const AttentionParams& params, Body&& body) {
+  if (params.query.type == DType::kFloat32 && params.is_tf32) return body(Tf32{});
+  return with_dtype(params.query.type, body);
+}
+
 std::atomic<bool> are_portable_alone{false};
 
 bool may_use_hopper() { return current_device().major == kHopperMajor && !are_portable_alone; }
@@ -55,19 +62,16 @@ bool attention_forward_finds_ranges(const AttentionForwardParams& params) {
 cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream) {
   if (params.rows() == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
-  const bool is_half = params.query.type == DType::kFloat16;
   const int tile = hopper_forward(params);
-  if (tile >= 0)
-    MEGASOFTMAX_RETURN_IF_ERROR(
-        is_half ? attention_hopper_forward_instance<__half>(params, tile, stream)
-                : attention_hopper_forward_instance<__nv_bfloat16>(params, tile, stream));
-  else
-    MEGASOFTMAX_RETURN_IF_ERROR(is_half
-                                    ? attention_forward_instance<__half>(params, stream)
-                                    : attention_forward_instance<__nv_bfloat16>(params, stream));
-  if (params.parts == nullptr) return cudaSuccess;
-  return is_half ? attention_combine_instance<__half>(params, stream)
-                 : attention_combine_instance<__nv_bfloat16>(params, stream);
+  return with_type(params, [&](auto of_type) -> cudaError_t {
+    using T = decltype(of_type);
+    if (tile < 0) {
+      MEGASOFTMAX_RETURN_IF_ERROR(attention_forward_instance<T>(params, stream));
+    } else if constexpr (sizeof(T) == 2) {
+      MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_forward_instance<T>(params, tile, stream));
+    }
+    return params.parts == nullptr ? cudaSuccess : attention_combine_instance<T>(params, stream);
+  });
 }
 
 int attention_backward_keys(const AttentionBackwardParams& params) {
@@ -86,9 +90,9 @@ cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stre
   if (params.batches == 0 || params.heads == 0) return cudaSuccess;
   if (!is_valid(params) || is_wide(params)) return cudaErrorInvalidValue;
   const int tile = hopper_backward(params);
-  return params.query.type == DType::kFloat16
-             ? attention_backward_instance<__half>(params, tile, stream)
-             : attention_backward_instance<__nv_bfloat16>(params, tile, stream);
+  return with_type(params, [&](auto of_type) {
+    return attention_backward_instance<decltype(of_type)>(params, tile, stream);
+  });
 }
 
 }  // namespace megasoftmax

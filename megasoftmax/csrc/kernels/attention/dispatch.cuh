@@ -14,18 +14,31 @@
 
 namespace megasoftmax {
 
-// Calls body.operator()<kind>() for the kind of bias of a launch.
-template <class Body>
+// Calls body.operator()<kind>() for the kind of bias of a launch of T.
+template <class T, class Body>
 cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
   switch (bias_kind(params)) {
     case BiasKind::kNone:
       return body.template operator()<BiasKind::kNone>();
     case BiasKind::kTile:
-      return body.template operator()<BiasKind::kTile>();
+      if constexpr (sizeof(T) == 2) return body.template operator()<BiasKind::kTile>();
+      break;
     case BiasKind::kAny:
       return body.template operator()<BiasKind::kAny>();
   }
   return cudaErrorInvalidValue;
+}
+
+// Calls body.operator()<index>() for a row of a table of tiles that is for T.
+template <class T, const auto& kTiles, class Body>
+cudaError_t with_tile(int index, Body&& body) {
+  return with_regime(kTiles, index, [&]<int kIndex>() -> cudaError_t {
+    if constexpr (kTiles[kIndex].element_bytes == sizeof(T)) {
+      return body.template operator()<kIndex>();
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
 }
 
 // Launches so many blocks for each head and batch, or clusters of `cluster` blocks.
@@ -80,14 +93,16 @@ cudaError_t launch_wide(AttentionForwardParams params, cudaStream_t stream) {
 
 template <class T>
 cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream) {
-  if (is_wide(params)) return launch_wide<T>(params, stream);
-  if (takes_few_queries(params))
-    return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
-                                       : launch_decode<T, false>(params, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (is_wide(params)) return launch_wide<T>(params, stream);
+    if (takes_few_queries(params))
+      return params.bias.data != nullptr ? launch_decode<T, true>(params, stream)
+                                         : launch_decode<T, false>(params, stream);
+  }
   const Device device = current_device();
-  return with_bias_kind(params, [&]<BiasKind kBias>() {
+  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionForwardTiles, params, device);
-    return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
+    return with_tile<T, kAttentionForwardTiles>(index, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kBias, kIndex>;
       AttentionForwardParams launched = params;
       launched.bias_stages = bias_stages(Memory::kTile, kBias, device);
@@ -136,9 +151,9 @@ cudaError_t launch_diagonals(const AttentionBackwardParams& params, cudaStream_t
 template <class T>
 cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream) {
   const Device device = current_device();
-  return with_bias_kind(params, [&]<BiasKind kBias>() {
+  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionBackwardTiles, params, device);
-    return with_regime(kAttentionBackwardTiles, index, [&]<int kIndex>() {
+    return with_tile<T, kAttentionBackwardTiles>(index, [&]<int kIndex>() -> cudaError_t {
       using Memory = BackwardMemory<T, kBias, kIndex>;
       params.stages = query_stages(Memory::kTile, kBias, device);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
@@ -151,7 +166,8 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
         MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
             attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
             divide_up(params.queries, kInOrderQueries), params.heads, params.batches,
-            kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias).bytes, stream, params));
+            kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias, sizeof(T)).bytes, stream,
+            params));
       }
       if constexpr (kBias != BiasKind::kNone) {
         if (params.bias_gradient_kind == BiasGradient::kInOrder)
@@ -193,12 +209,12 @@ cudaError_t attention_backward_instance(const AttentionBackwardParams& params, i
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
   MEGASOFTMAX_RETURN_IF_ERROR(launch_rows<T>(params, stream));
-  if (hopper_tile >= 0) {
+  if (hopper_tile < 0) {
+    MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
+  } else if constexpr (sizeof(T) == 2) {
     MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_backward_instance<T>(params, hopper_tile, stream));
     constexpr int kKeys = kAttentionHopperBackwardTiles[0].keys();  // of all that take a table
     MEGASOFTMAX_RETURN_IF_ERROR(launch_diagonals<kKeys>(params, stream));
-  } else {
-    MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
   }
   if (params.query_gradient_sum == nullptr) return cudaSuccess;
   return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,

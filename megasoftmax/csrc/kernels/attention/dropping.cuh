@@ -108,6 +108,16 @@ class Dropping {
     }
   }
 
+  // Clears what is dropped of weights, or of their gradients, with queries in rows.
+  template <int kM, int kN>
+  __device__ __forceinline__ void clear(Accumulators<kM, kN>& weights, int first_query,
+                                        int first_key) const {
+    for_each_pair<kM, kN>(first_query, first_key, [&](int m, int n, int half, uint32_t halves) {
+      float* const pair = weights[m][n] + 2 * half;
+      clear_below(pair[0], pair[1], halves, least);
+    });
+  }
+
  private:
   uint32_t head_;
   uint64_t seed_;

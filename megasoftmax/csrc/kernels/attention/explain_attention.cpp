@@ -8,7 +8,7 @@ namespace megasoftmax {
 struct AttentionCall {
   int64_t batches, heads, key_heads, queries, keys, head_dim, value_dim;
   int64_t window_left, window_right;  // -1: no limit
-  int64_t has_bias, has_float_bias, is_relative, is_backward;
+  int64_t is_float, has_bias, has_float_bias, is_relative, is_backward;
   int64_t multiprocessors, major;  // of the device, and of its compute capability
   int64_t shared_bytes;            // of a block
 };
@@ -125,7 +125,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   params.window_left = static_cast<int>(call->window_left);
   params.window_right = static_cast<int>(call->window_right);
   params.query = contiguous(call->heads, call->queries, call->head_dim);
-  params.query.type = DType::kFloat16;
+  params.query.type = call->is_float != 0 ? DType::kFloat32 : DType::kFloat16;
   params.key = contiguous(call->key_heads, call->keys, call->head_dim);
   params.value = contiguous(call->key_heads, call->keys, call->value_dim);
   params.output_gradient = contiguous(call->heads, call->queries, call->value_dim);

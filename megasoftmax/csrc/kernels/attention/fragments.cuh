@@ -29,17 +29,26 @@ __device__ inline float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Two neighbours as a matrix instruction takes them.
+// Two neighbours as a tile has them: 16-bit ones in one word, as a matrix instruction takes them.
 template <class T>
-__device__ inline uint32_t round_pair(float first, float second) {
-  return Pack<T, 2>::round({first, second}).words[0];
+using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, float2>;
+
+template <class T>
+__device__ inline Pair<T> round_pair(float first, float second) {
+  if constexpr (sizeof(T) == 4) {
+    return {first, second};
+  } else {
+    return Pack<T, 2>::round({first, second}).words[0];
+  }
 }
 
-// The same of which negative ones become 0.
+// The same of which negative ones become 0; NaN stays.
 template <class T>
-__device__ inline uint32_t round_positive_pair(float first, float second) {
-  uint32_t pair;
-  if constexpr (std::is_same_v<T, __half>) {
+__device__ inline Pair<T> round_positive_pair(float first, float second) {
+  Pair<T> pair;
+  if constexpr (sizeof(T) == 4) {
+    pair = {first < 0.f ? 0.f : first, second < 0.f ? 0.f : second};
+  } else if constexpr (std::is_same_v<T, __half>) {
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   } else {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -47,14 +56,27 @@ __device__ inline uint32_t round_positive_pair(float first, float second) {
   return pair;
 }
 
-// A result's columns 16 * step and on as a matrix `a`. Negative ones become 0 where kArePositive.
+// What a matrix instruction sums over: 32 bytes of a row.
+template <class T>
+inline constexpr int kStep = 32 / static_cast<int>(sizeof(T));
+
+// A result's columns kStep<T> * step and on as a matrix `a`. Negative ones become 0 where
+// kArePositive. Of 32-bit elements columns 2 * i and the next take the places of columns i and
+// i + 4 of the matrix, so that each lane has what it needs: the matrix `b` has its rows in the same
+// order.
 template <class T, bool kArePositive = false, int kN>
 __device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {
+  if constexpr (sizeof(T) == 4) {
+    static_assert(!kArePositive);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* const pair = results[2 * step + i / 2] + i % 2 * 2;
-    a[i] =
-        kArePositive ? round_positive_pair<T>(pair[0], pair[1]) : round_pair<T>(pair[0], pair[1]);
+    for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(results[step][i % 2 * 2 + i / 2]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = results[2 * step + i / 2] + i % 2 * 2;
+      a[i] =
+          kArePositive ? round_positive_pair<T>(pair[0], pair[1]) : round_pair<T>(pair[0], pair[1]);
+    }
   }
 }
 

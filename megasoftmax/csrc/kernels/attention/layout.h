@@ -13,14 +13,16 @@ namespace megasoftmax {
 enum class BiasKind {
   kNone,
   kTile,  // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
-  kAny,   // any element type and strides
+  kAny,   // any element type and strides, and any bias of float32 queries
 };
 
 // Between rows of a bias in float32, in elements: more does not help, because the lanes of a warp
 // then meet in the same banks as often, forward, or more often, backward.
 inline constexpr int kBiasPadding = 4;
 
-constexpr int tile_bytes(int rows, int columns) { return rows * columns * 2; }
+constexpr int tile_bytes(int rows, int columns, int element_bytes = 2) {
+  return rows * columns * element_bytes;
+}
 
 constexpr int bias_bytes(BiasKind kind, int queries, int keys) {
   return kind == BiasKind::kTile  ? tile_bytes(queries, keys)
@@ -33,9 +35,9 @@ struct ForwardLayout {
   int keys, values, bias, bias_bytes;
 
   constexpr ForwardLayout(const AttentionTile& tile, BiasKind kind)
-      : keys(tile_bytes(tile.queries(), tile.head_dim)),
-        values(keys + tile_bytes(tile.keys, tile.head_dim)),
-        bias(values + tile_bytes(tile.keys, tile.head_dim)),
+      : keys(tile_bytes(tile.queries(), tile.head_dim, tile.element_bytes)),
+        values(keys + tile_bytes(tile.keys, tile.head_dim, tile.element_bytes)),
+        bias(values + tile_bytes(tile.keys, tile.head_dim, tile.element_bytes)),
         bias_bytes(megasoftmax::bias_bytes(kind, tile.queries(), tile.keys)) {}
   constexpr int bytes(int bias_stages) const { return bias + bias_stages * bias_bytes; }
 };
@@ -46,13 +48,13 @@ struct BackwardLayout {
   int values, weights, scores, rows, bias, stages, stage_bytes;
 
   constexpr BackwardLayout(const AttentionBackwardTile& tile, BiasKind kind)
-      : values(tile_bytes(tile.keys(), tile.head_dim)),
+      : values(tile_bytes(tile.keys(), tile.head_dim, tile.element_bytes)),
         weights(2 * values),
-        scores(weights + tile_bytes(tile.keys(), tile.queries)),
-        rows(scores + tile_bytes(tile.keys(), tile.queries)),
+        scores(weights + tile_bytes(tile.keys(), tile.queries, tile.element_bytes)),
+        rows(scores + tile_bytes(tile.keys(), tile.queries, tile.element_bytes)),
         bias(rows + 2 * tile.queries * static_cast<int>(sizeof(RowOfBackward))),
         stages(divide_up(bias + bias_bytes(kind, tile.queries, tile.keys()), 1024) * 1024),
-        stage_bytes(2 * tile_bytes(tile.queries, tile.head_dim)) {}
+        stage_bytes(2 * tile_bytes(tile.queries, tile.head_dim, tile.element_bytes)) {}
   constexpr int bytes(int count) const { return stages + count * stage_bytes; }
 };
 
@@ -61,11 +63,12 @@ struct BackwardLayout {
 struct InOrderLayout {
   int gradients, keys, values, bias, bytes;
 
-  constexpr InOrderLayout(int head_dim, int step_keys, BiasKind kind)
-      : gradients(tile_bytes(kInOrderQueries, head_dim)),
+  constexpr InOrderLayout(int head_dim, int step_keys, BiasKind kind, int element_bytes)
+      : gradients(tile_bytes(kInOrderQueries, head_dim, element_bytes)),
         keys(2 * gradients),
-        values(step_keys < kInOrderQueries ? keys : keys + tile_bytes(step_keys, head_dim)),
-        bias(values + tile_bytes(step_keys, head_dim)),
+        values(step_keys < kInOrderQueries ? keys
+                                           : keys + tile_bytes(step_keys, head_dim, element_bytes)),
+        bias(values + tile_bytes(step_keys, head_dim, element_bytes)),
         bytes(bias + bias_bytes(kind, kInOrderQueries, step_keys)) {}
 };
 

@@ -7,6 +7,7 @@ namespace megasoftmax {
 // matrices, bfloat16 and asynchronous copies.
 inline constexpr int kLeastMajor = 8;
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxFloatHeadDim = 128;  // of float32
 inline constexpr int kMaxScale = 10000;
 // Of queries and keys together: what tiles reach beyond them fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
@@ -21,6 +22,9 @@ inline constexpr int kMaxSpilledBytes = 200;
 // have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
 // for a head dimension of 64 with a bias beside a mask, ranges or dropout.
 inline constexpr int kHopperMaxSpilledBytes = 600;
+// The same of float32, of which the backward pass keeps a part of its sums there while it makes
+// scores, at a head dimension of 64.
+inline constexpr int kFloatMaxSpilledBytes = 400;
 // Shared memory that kernels of notes declare themselves. They have no other, and no others declare
 // any.
 inline constexpr int kAttentionMaxDeclaredBytes = 512;
@@ -29,9 +33,10 @@ inline constexpr int kAttentionMaxDeclaredBytes = 512;
 struct AttentionTile {
   int head_dim;  // of queries, keys and values; shorter ones are filled up with 0
   int warps;
-  int queries_per_warp;  // a multiple of 16
-  int keys;              // of a tile
-  int blocks_per_sm;     // the compiler's register budget: 65536 / (threads * blocks)
+  int queries_per_warp;   // a multiple of 16
+  int keys;               // of a tile
+  int blocks_per_sm;      // the compiler's register budget: 65536 / (threads * blocks)
+  int element_bytes = 2;  // of queries, keys and values
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps * queries_per_warp; }
@@ -47,6 +52,11 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
     {       128,     4,           32,   64,         2},  // 318
     {       256,     8,           16,   64,         1},  // 255
     {       256,     4,           16,   32,         1},
+    // of float32, with the bytes of an element
+    {        32,     4,           32,   64,         3, 4},
+    {        64,     4,           32,   64,         2, 4},
+    {       128,     4,           32,   32,         2, 4},
+    {       128,     4,           16,   32,         2, 4},
 };
 // clang-format on
 
@@ -192,6 +202,7 @@ struct AttentionBackwardTile {
   int queries;  // 64 or 32
   int slice;    // the columns of gradients that a block makes
   int blocks_per_sm;
+  int element_bytes = 2;
 
   constexpr int threads() const { return 32 * warps; }
   // Of a warp: so many queries, and as many keys. Two warps have the same keys.
@@ -211,6 +222,11 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {       128,     4,      64,   128,         1},
     {       256,     4,      64,   128,         1},  // 168
     {       256,     4,      32,   256,         1},
+    // of float32, with the bytes of an element
+    {        32,     4,      64,    32,         2, 4},
+    {        64,     8,      64,    64,         1, 4},
+    {        64,     4,      32,    64,         3, 4},
+    {       128,     4,      32,   128,         2, 4},
 };
 // clang-format on
 

@@ -53,6 +53,7 @@ struct AttentionParams {
   Dropout dropout;
   int window_left = -1, window_right = -1;  // as in Window
   float scale = 1;
+  bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
   bool can_exclude = false;  // a row of which nothing is left is 0, else no number
 
   // [3, batches, heads, queries]: the largest logit; the log of the denominator relative to it;

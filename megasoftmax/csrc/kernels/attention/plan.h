@@ -14,8 +14,10 @@ inline BiasKind bias_kind(const AttentionParams& params) {
   if (bias.data == nullptr) return BiasKind::kNone;
   const bool is_aligned = reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
                           (bias.batch_stride | bias.head_stride | bias.query_stride) % 8 == 0;
-  return bias.type == params.query.type && bias.column_stride == 1 && is_aligned ? BiasKind::kTile
-                                                                                 : BiasKind::kAny;
+  return bias.type == params.query.type && bias.type != DType::kFloat32 &&
+                 bias.column_stride == 1 && is_aligned
+             ? BiasKind::kTile
+             : BiasKind::kAny;
 }
 
 // A bias of size 1 over queries or keys is broadcast over them.
@@ -43,25 +45,29 @@ constexpr int bytes_of(const AttentionTile& tile, BiasKind kind) {
   return ForwardLayout(tile, kind).bytes(1);
 }
 constexpr int bytes_of(const AttentionBackwardTile& tile, BiasKind kind) {
-  return std::max(BackwardLayout(tile, kind).bytes(1),
-                  InOrderLayout(tile.head_dim, tile.in_order_keys(), kind).bytes);
+  return std::max(
+      BackwardLayout(tile, kind).bytes(1),
+      InOrderLayout(tile.head_dim, tile.in_order_keys(), kind, tile.element_bytes).bytes);
 }
 
-// The first tile of a table that holds such a head dimension, and that a block has room for.
+// The first tile of a table that is for such elements, holds such a head dimension, and that a
+// block has room for; the last one for such elements where there is none.
 template <class TileShape, int kCount>
 constexpr int tile_for(const TileShape (&tiles)[kCount], int head_dim, BiasKind kind,
-                       int shared_bytes) {
-  int index = 0;
-  while (index < kCount - 1 &&
-         (tiles[index].head_dim < head_dim || bytes_of(tiles[index], kind) > shared_bytes))
-    ++index;
-  return index;
+                       int element_bytes, int shared_bytes) {
+  int found = 0;
+  for (int index = 0; index < kCount; ++index) {
+    if (tiles[index].element_bytes != element_bytes) continue;
+    found = index;
+    if (tiles[index].head_dim >= head_dim && bytes_of(tiles[index], kind) <= shared_bytes) break;
+  }
+  return found;
 }
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
              const Device& device) {
   return tile_for(tiles, std::max(params.head_dim, params.value_dim), bias_kind(params),
-                  device.shared_bytes);
+                  size_of(params.query.type), device.shared_bytes);
 }
 
 // So that one of them serves, whatever the GPU that has attention, and is for no larger head
@@ -71,7 +77,7 @@ template <class TileShape, int kCount>
 constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
   for (const TileShape& tile : tiles) {
     for (const BiasKind kind : {BiasKind::kNone, BiasKind::kTile, BiasKind::kAny}) {
-      const int found = tile_for(tiles, tile.head_dim, kind, kLeastBytes);
+      const int found = tile_for(tiles, tile.head_dim, kind, tile.element_bytes, kLeastBytes);
       if (tiles[found].head_dim != tile.head_dim || bytes_of(tiles[found], kind) > kLeastBytes)
         return false;
     }
@@ -109,13 +115,14 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
 static_assert(DecodeLayout(kMaxHeadDim).bytes <= kLeastBytes);
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
-// or a mask of blocks.
-inline bool takes_few_queries(int64_t queries, bool has_dropout, int64_t mask_block) {
-  return queries <= kMaxDecodeQueries && !has_dropout && mask_block == 1;
+// or a mask of blocks, and not in float32: the forward splits the keys of those, too.
+inline bool takes_few_queries(int64_t queries, DType type, bool has_dropout, int64_t mask_block) {
+  return queries <= kMaxDecodeQueries && type != DType::kFloat32 && !has_dropout && mask_block == 1;
 }
 
 inline bool takes_few_queries(const AttentionParams& params) {
-  return takes_few_queries(params.queries, params.dropout.is_given(), params.mask_block);
+  return takes_few_queries(params.queries, params.query.type, params.dropout.is_given(),
+                           params.mask_block);
 }
 
 // Head dimensions beyond kMaxHeadDim have a kernel of their own, which reads masks and biases entry
@@ -126,8 +133,7 @@ constexpr bool is_wide(int64_t head_dim, int64_t value_dim) {
 inline bool is_wide(const AttentionParams& params) {
   return is_wide(params.head_dim, params.value_dim);
 }
-static_assert(WideLayout::kBytes <= shared_bytes_of(kFirstWideMajor) &&
-              WideLayout::kBytes <= shared_bytes_of(kLastWideMajor));
+static_assert(WideLayout::kBytes <= least_shared_bytes(kFirstWideMajor, kLastWideMajor));
 
 // Tiles of rows of a key head.
 inline int64_t wide_row_tiles(const AttentionParams& params) {
@@ -235,8 +241,9 @@ inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
-  if (!takes_hopper_bias(params) || std::max(params.head_dim, params.value_dim) <= 32 ||
-      params.keys == 0 || !is_dense(params.query, params.heads, params.queries) ||
+  if (params.query.type == DType::kFloat32 || !takes_hopper_bias(params) ||
+      std::max(params.head_dim, params.value_dim) <= 32 || params.keys == 0 ||
+      !is_dense(params.query, params.heads, params.queries) ||
       !is_dense(params.key, params.key_heads, params.keys) ||
       !is_dense(params.value, params.key_heads, params.keys))
     return -1;
@@ -290,10 +297,11 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   return most * together;
 }
 inline int64_t bytes_of_head(const AttentionForwardParams& params) {
-  return 2 * int64_t{params.keys} * (params.head_dim + params.value_dim);
+  return size_of(params.query.type) * int64_t{params.keys} * (params.head_dim + params.value_dim);
 }
 inline int64_t bytes_of_head(const AttentionBackwardParams& params) {
-  return int64_t{params.queries} * (2 * (params.head_dim + params.value_dim) + 4 * params.head_dim);
+  return int64_t{params.queries} *
+         (size_of(params.query.type) * (params.head_dim + params.value_dim) + 4 * params.head_dim);
 }
 
 // Of heads that share keys, those that a block of Hopper's forward takes side by side, a warpgroup
@@ -367,11 +375,17 @@ inline bool adds_parts_in_clusters(const AttentionForwardParams& params, const D
          blocks <= device.multiprocessors;
 }
 
+constexpr int max_head_dim(DType type) {
+  return type == DType::kFloat32 ? kMaxFloatHeadDim : kMaxHeadDim;
+}
+
 inline bool is_valid(const AttentionParams& params) {
-  const bool fits = is_wide(params)
-                        ? params.head_dim <= kMaxWideHeadDim &&
-                              params.value_dim <= kMaxWideValueDim && !params.dropout.is_given()
-                        : true;
+  const bool is_for_inference = params.query.type != DType::kFloat32 &&
+                                params.head_dim <= kMaxWideHeadDim &&
+                                params.value_dim <= kMaxWideValueDim && !params.dropout.is_given();
+  const bool fits =
+      std::max(params.head_dim, params.value_dim) <= max_head_dim(params.query.type) ||
+      is_for_inference;
   return params.head_dim > 0 && fits && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
          params.scale > 0 && params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
 }

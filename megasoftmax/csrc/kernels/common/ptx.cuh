@@ -296,6 +296,35 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
+// A word of shared memory.
+__device__ inline uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
+// The nearest TF32 of a float32 number, as float32.
+__device__ inline float to_tf32(float x) {
+  uint32_t y;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#else
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#endif
+  return __uint_as_float(y);
+}
+
+// c += a b of the TF32 parts of float32 numbers, without their lowest 13 bits, a: 16x8, b: 8x8,
+// c: 16x8. A lane holds of a rows lane / 4 and 8 below,
+// column lane % 4, and both 4 columns further; of b the same of its columns; of c as above.
+__device__ inline void multiply_add_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // Adds to a number in global memory, without a result.
 __device__ inline void add_to_global(float* number, float addend) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(number), "f"(addend) : "memory");

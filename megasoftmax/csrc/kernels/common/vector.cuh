@@ -14,6 +14,12 @@
 
 namespace megasoftmax {
 
+// A float32 element whose products are made of its TF32 part. Products of float have the precision
+// of float32.
+struct Tf32 {
+  float value;
+};
+
 template <class T>
 inline constexpr int kPackElements = 16 / sizeof(T);
 
@@ -28,7 +34,7 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
 
   __device__ float operator[](int lane) const {
     const uint32_t word = words[lane * sizeof(T) / 4];
-    if constexpr (std::is_same_v<T, float>) {
+    if constexpr (sizeof(T) == 4) {
       return __uint_as_float(word);
     } else if constexpr (std::is_same_v<T, __half>) {
       return __half2float(
@@ -43,7 +49,7 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     Pack pack;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if constexpr (std::is_same_v<T, float>) {
+      if constexpr (sizeof(T) == 4) {
         pack.words[i] = __float_as_uint(values[i]);
       } else if constexpr (std::is_same_v<T, __half>) {
         const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
@@ -169,6 +175,7 @@ __host__ __device__ decltype(auto) with_dtype(DType type, Body&& body) {
 }
 
 __host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(Tf32 x) { return x.value; }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 

@@ -245,8 +245,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 #pragma unroll
     for (int m = 0; m < kM; ++m)
       store_rows<T, KeyTile>(shared_memory + at, warp.key + m * 16, sums[m], {factor, factor}, out,
-                             tensor.query_stride, params.keys - first_key, width - slice,
-                             column / 8);
+                             tensor.query_stride, params.keys - first_key, width - slice, column);
   };
   store(0, key_gradient, params.scale, params.key_gradient, params.head_dim);
   store(Memory::kLayout.values, value_gradient, params.dropout.factor, params.value_gradient,

@@ -22,6 +22,7 @@ struct BackwardMemory {
   static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
   static_assert(kNoteTile % kQueries == 0 && (kNoteTile % kKeys == 0 || kKeys % kNoteTile == 0));
   static constexpr int kSide = kTile.side(), kM = kSide / 16, kN = kSide / 8;  // of a warp's scores
+  static_assert(kTile.element_bytes == sizeof(T));
   using Scores = Accumulators<kM, kN>;
   using KeyTile = Tile<T, kKeys, kDim>;
   using QueryTile = Tile<T, kQueries, kDim>;
@@ -136,7 +137,7 @@ __device__ inline void share_scores(char* tile, const Accumulators<kM, kN>& scor
   const BackwardWarp warp(kM * 16);
 #pragma unroll
   for (int m = 0; m < kM; ++m)
-    store_to_tile<ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], warp.query / 8,
+    store_to_tile<ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], warp.query,
                              [](float first, float second, int) {
                                return kArePositive ? round_positive_pair<T>(first, second)
                                                    : round_pair<T>(first, second);

@@ -3,7 +3,7 @@
 //
 // Each kind of gradient is a policy. A step of the backward offers it the gradients of a tile of
 // scores twice: `take` has what this warp holds in registers, in float32; `take_shared` has the
-// block's tile in 16 bits, as products read it. A bias in 16 bits gets the latter.
+// block's tile in the type of the queries, as products read it. A bias in 16 bits gets the latter.
 
 #include "backward_tile.cuh"
 
@@ -228,7 +228,7 @@ struct DiagonalsBiasGradient : NoBiasGradient {
     for (int key = begin; key < end; ++key) {
       const int query = key - distance;
       sum += to_float(*reinterpret_cast<const typename ScoreTile::Element*>(
-          scores + ScoreTile::offset(key, query / 8) + query % 8 * 2));
+          scores + ScoreTile::place(key, query)));
     }
     const int64_t diagonal = distance - at.query + params.queries - 1;
     if (diagonal >= 0) sums[diagonal] += sum;
@@ -241,7 +241,9 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
                                                    const FirstScore& at, float (&key_sums)[kM][2],
                                                    bool is_last_of_head, Body&& body) {
   if constexpr (kBias != BiasKind::kNone) {
-    const bool is_float = kBias == BiasKind::kAny && params.bias.type == DType::kFloat32;
+    constexpr bool kIsAlwaysFloat = sizeof(typename ScoreTile::Element) == 4;
+    const bool is_float =
+        kIsAlwaysFloat || (kBias == BiasKind::kAny && params.bias.type == DType::kFloat32);
     const auto bias_head = [&] {
       int batch, head;
       params.entry_of_bias(at.batch, at.head, batch, head);
@@ -249,12 +251,18 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
     };
     const BiasGradient kind = params.bias_gradient_kind;
     // A switch would become a table of jumps, which costs registers.
+    const auto take_dense = [&]<bool kAdds, class Of16Bits>() {
+      if constexpr (kIsAlwaysFloat) {
+        body(FloatBiasGradient<kAdds>{{}, bias_head()});
+      } else {
+        is_float ? body(FloatBiasGradient<kAdds>{{}, bias_head()})
+                 : body(Of16Bits{{}, bias_head()});
+      }
+    };
     if (kind == BiasGradient::kDense)
-      is_float ? body(FloatBiasGradient<false>{{}, bias_head()})
-               : body(DenseBiasGradient<ScoreTile>{{}, bias_head()});
+      take_dense.template operator()<false, DenseBiasGradient<ScoreTile>>();
     if (kind == BiasGradient::kShared)
-      is_float ? body(FloatBiasGradient<true>{{}, bias_head()})
-               : body(SharedBiasGradient<ScoreTile>{{}, bias_head()});
+      take_dense.template operator()<true, SharedBiasGradient<ScoreTile>>();
     if (kind == BiasGradient::kKeys) body(KeysBiasGradient<kM>{{}, key_sums, is_last_of_head});
     if (kind == BiasGradient::kDiagonals) body(DiagonalsBiasGradient<ScoreTile>{});
   }
@@ -365,9 +373,9 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   }
   const int64_t bias_entry = bias_batch * params.bias_heads() + bias_head;
   const FirstScore at{.query = first_query, .key = first_key};
-  if (params.bias.type == DType::kFloat32) {
+  if (sizeof(T) == 4 || params.bias.type == DType::kFloat32) {
     FloatBiasGradient<false>{{}, bias_entry}.take(params, at, sums);
-  } else {
+  } else if constexpr (sizeof(T) == 2) {
     using ScoreTile = typename Memory::ScoreTile;
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, sums);
     __syncthreads();

@@ -26,7 +26,7 @@ struct ForwardMemory {
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.queries();
   static_assert(kNoteTile % kKeys == 0 && kQueries % kNoteTile == 0 &&
-                kNoteTile % kWarpQueries == 0);
+                kNoteTile % kWarpQueries == 0 && kTile.element_bytes == sizeof(T));
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
   using Bias = SharedBias<T, kBias, kQueries, kKeys>;
@@ -170,11 +170,15 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     if (!kIsPlain && params.dropout.seed != nullptr) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
-      multiply_weights<T>(output, scores, value_fragments,
-                          DropOfRounded<kM>(params, block.batch, block.head, first_query, key));
-    } else {
-      multiply_weights<T>(output, scores, value_fragments);
+      if constexpr (sizeof(T) == 2) {
+        multiply_weights<T>(output, scores, value_fragments,
+                            DropOfRounded<kM>(params, block.batch, block.head, first_query, key));
+        continue;
+      } else {
+        Dropping<false>(params, block.batch, block.head).clear(scores, first_query, key);
+      }
     }
+    multiply_weights<T>(output, scores, value_fragments);
   }
   const TileOfQueries block(params, kQueries);
   const int head = block.head, batch = block.batch;

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
   if (!kIsAmpere) return;
   constexpr int kQueries = kInOrderQueries, kThreads = kInOrderThreads;
   static_assert(kQueries == kNoteTile && kNoteTile % kKeys == 0);
-  constexpr InOrderLayout kLayout(kDim, kKeys, kBias);
+  constexpr InOrderLayout kLayout(kDim, kKeys, kBias, sizeof(T));
   using QueryTile = Tile<T, kQueries, kDim>;
   using KeyTile = Tile<T, kKeys, kDim>;
   constexpr int kN = kKeys / 8, kColumns = kDim / 8;
@@ -92,14 +92,8 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
     multiply_rows<T, kDim>(weights, FragmentsDown<QueryTile>(query_tile, warp_row),
                            FragmentsAcross<KeyTile>(key_tile, 0));
     bias.template add_to<false>(weights, warp_row, 0);
-    if (params.dropout.seed != nullptr) {
-      const Dropping<false> dropping(params, batch, head);
-      dropping.template for_each_pair<1, kN>(
-          first_query + warp_row, key, [&](int m, int n, int half, uint32_t halves) {
-            float* const pair = gradients[m][n] + 2 * half;
-            clear_below(pair[0], pair[1], halves, dropping.least);
-          });
-    }
+    if (params.dropout.seed != nullptr)
+      Dropping<false>(params, batch, head).clear(gradients, first_query + warp_row, key);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll

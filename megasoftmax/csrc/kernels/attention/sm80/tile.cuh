@@ -1,8 +1,9 @@
 #pragma once
-// Tiles of 16-bit elements in shared memory, and what matrix instructions take of them.
+// Tiles in shared memory, and what matrix instructions take of them.
 //
 // A row is cut into chunks of 16 bytes, which lie permuted so that the same chunk of eight
-// neighbouring rows lies in eight different banks.
+// neighbouring rows lies in eight different banks. A step of a product takes 32 bytes of a row:
+// 16 elements of 16 bits, or 8 of 32 bits, which lie in a lane's registers in the same way.
 
 #include "../../common/ptx.cuh"
 #include "../../common/vector.cuh"
@@ -12,18 +13,29 @@ namespace megasoftmax {
 
 template <class T, int kRows_, int kColumns_>
 struct Tile {
-  static_assert(sizeof(T) == 2);
   using Element = T;
   static constexpr int kRows = kRows_, kColumns = kColumns_;
-  static constexpr int kChunks = kColumns / 8, kRowBytes = kColumns * 2;
+  static constexpr int kElementBytes = sizeof(T), kInChunk = kPackElements<T>;
+  static constexpr int kChunks = kColumns / kInChunk, kRowBytes = kColumns * kElementBytes;
+  static_assert(sizeof(T) == 2 || kChunks >= 8);
   static constexpr int kBytes = kRows * kRowBytes;
 
   uint32_t address;  // a multiple of kRowBytes
 
   // Of a chunk, in bytes from the tile's first.
   __device__ static uint32_t offset(int row, int chunk) {
+    if constexpr (sizeof(T) == 4) {
+      // Two neighbouring chunks of rows 0 to 3, 4 to 7, of the even rows and of the odd ones lie in
+      // different banks, too: these are what a lane loads word by word.
+      const int turn = (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row >> 2 & 1);
+      return row * kRowBytes + (chunk ^ turn) * 16;
+    }
     const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
     return row * kRowBytes + (chunk ^ turn) * 16;
+  }
+  // Of an element.
+  __device__ static uint32_t place(int row, int column) {
+    return offset(row, column / kInChunk) + column % kInChunk * kElementBytes;
   }
 
   // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes
@@ -45,7 +57,7 @@ struct Tile {
     constexpr int kRowsAtATime = kThreads / kChunks;
     static_assert(kRows % kRowsAtATime == 0);
     const int chunk = thread % kChunks, first = thread / kChunks;
-    const T* row = source + first * row_stride + chunk * 8;
+    const T* row = source + first * row_stride + chunk * kInChunk;
     // One offset serves all rows where the turns repeat.
     const auto place_of = [&](int i) {
       return address + (kRowsAtATime % 8 == 0 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
@@ -59,7 +71,7 @@ struct Tile {
       }
       return;
     }
-    const int bytes = min(max(columns - chunk * 8, 0), 8) * 2;
+    const int bytes = min(max(columns - chunk * kInChunk, 0), kInChunk) * kElementBytes;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtATime; ++i) {
       const bool is_inside = first + i * kRowsAtATime < rows && bytes > 0;
@@ -70,18 +82,23 @@ struct Tile {
 };
 
 // Where this lane finds its share of 16x16 elements of a tile, whose first `row` and `column` are
-// multiples of 16.
+// multiples of 16; of 32-bit elements of 16x8.
 template <class Tile>
 struct Fragments {
   uint32_t address;
 
   // For one loop over rows and columns.
   __device__ Fragments anew() const { return {unknown(address)}; }
+  template <bool kArePairs>
+  __device__ Fragments transposed_anew() const {
+    return anew();
+  }
   __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+    load_matrices(fragments, (address ^ column * Tile::kElementBytes) + row * Tile::kRowBytes);
   }
   __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
-    load_matrices_transposed(fragments, (address ^ column * 2) + row * Tile::kRowBytes);
+    load_matrices_transposed(fragments,
+                             (address ^ column * Tile::kElementBytes) + row * Tile::kRowBytes);
   }
 };
 
@@ -106,18 +123,75 @@ struct FragmentsAcross : Fragments<Tile> {
   }
 };
 
+// The transposed fragments of 32-bit elements, of 8 rows and 16 columns, word by word. A matrix
+// instruction sums over the rows, of which a lane has two: i and i + 4, or, where kArePairs, 2 * i
+// and the next, in the order of as_matrix_a.
+template <class Tile, bool kIsDown, bool kArePairs>
+struct TransposedWords {
+  static constexpr int kSecond = kArePairs ? 1 : 4;       // rows further
+  static constexpr uint32_t kTurn = kArePairs ? 32 : 48;  // its chunk lies elsewhere in its row
+
+  uint32_t address;
+
+  __device__ explicit TransposedWords(uint32_t rows) {
+    const int lane = thread_index_anew() % 32, row = lane % 4 * (kArePairs ? 2 : 1);
+    address = unknown(rows + Tile::place(row, lane / 4));
+  }
+  __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int second = kIsDown ? i % 2 : i / 2, right = kIsDown ? i / 2 : i % 2;
+      fragments[i] = load_word((address ^ (column + 8 * right) * 4 ^ second * kTurn) +
+                               (row + second * kSecond) * Tile::kRowBytes);
+    }
+  }
+};
+
+// The same as Fragments of 32-bit elements, from a row of a tile on that is a multiple of 8.
+template <class Tile, bool kIsDown>
+struct WideFragments {
+  uint32_t rows;
+
+  __device__ WideFragments(const Tile& tile, int first_row)
+      : rows(tile.address + first_row * Tile::kRowBytes) {}
+  __device__ Fragments<Tile> anew() const {
+    const int lane = thread_index_anew() % 32;
+    const int row = kIsDown ? lane % 16 : lane % 8 + lane / 16 * 8;
+    return {unknown(rows + Tile::offset(row, kIsDown ? lane / 16 : lane / 8 % 2))};
+  }
+  template <bool kArePairs>
+  __device__ TransposedWords<Tile, kIsDown, kArePairs> transposed_anew() const {
+    return TransposedWords<Tile, kIsDown, kArePairs>(rows);
+  }
+};
+
+template <class Tile>
+  requires(sizeof(typename Tile::Element) == 4)
+struct FragmentsDown<Tile> : WideFragments<Tile, true> {
+  using WideFragments<Tile, true>::WideFragments;
+};
+
+template <class Tile>
+  requires(sizeof(typename Tile::Element) == 4)
+struct FragmentsAcross<Tile> : WideFragments<Tile, false> {
+  using WideFragments<Tile, false>::WideFragments;
+};
+
 // Writes 16 rows of results, two neighbours rounded by round(first, second, half) at a time, to a
-// tile, from its row `first_row` and chunk `first_chunk` on.
+// tile, from its row `first_row` and column `first_column` on, a multiple of 8.
 template <class Tile, int kN, class Round>
 __device__ inline void store_to_tile(char* tile, int first_row, const float (&results)[kN][4],
-                                     int first_chunk, Round&& round) {
+                                     int first_column, Round&& round) {
   const FirstElement mine;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + mine.row + row_offset(0, 2 * half);
-      *reinterpret_cast<uint32_t*>(tile + Tile::offset(row, first_chunk + n) + mine.column * 2) =
+      const int first_chunk = (first_column + n * 8) / Tile::kInChunk;
+      const int in_chunk = mine.column % Tile::kInChunk * Tile::kElementBytes;
+      *reinterpret_cast<Pair<typename Tile::Element>*>(
+          tile + Tile::offset(row, first_chunk + mine.column / Tile::kInChunk) + in_chunk) =
           round(results[n][2 * half], results[n][2 * half + 1], half);
     }
   }
@@ -125,35 +199,85 @@ __device__ inline void store_to_tile(char* tile, int first_row, const float (&re
 
 // Writes this warp's 16 rows of results, times a factor, to rows of a tensor, of which there are
 // `rows`, with `columns` columns, a multiple of 8: whole rows together, through what the warp has
-// of a tile, from its row `warp_row` and chunk `first_chunk` on.
+// of a tile, from its row `warp_row` and column `first_column` on.
 template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
-                                  int rows, int columns, int first_chunk = 0) {
-  store_to_tile<Tile>(tile, warp_row, results, first_chunk,
+                                  int rows, int columns, int first_column = 0) {
+  constexpr int kInChunk = Tile::kInChunk, kChunks = kN * 8 / kInChunk;
+  store_to_tile<Tile>(tile, warp_row, results, first_column,
                       [&](float first, float second, int half) {
                         return round_pair<T>(first * factors[half], second * factors[half]);
                       });
   __syncwarp();
 #pragma unroll
-  for (int i = thread_index_anew() % 32; i < 16 * kN; i += 32) {
-    const int row = warp_row + i / kN, chunk = first_chunk + i % kN;
-    if (row < rows && chunk * 8 < columns)
-      *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * 8) =
+  for (int i = thread_index_anew() % 32; i < 16 * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = first_column / kInChunk + i % kChunks;
+    if (row < rows && chunk * kInChunk < columns)
+      *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * kInChunk) =
           *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
   }
 }
 
-// results += a b, in steps of 16 of what is summed over; `load_b(pair, n, step)` gives columns
-// 16 * n and on of b. What the next instructions need is loaded before those that go before.
-template <class T, int kSteps, int kM, int kN, class A, class LoadB>
+// Columns 16 * n and on of results += a b, in one step of what is summed over.
+//
+// Of TF32 the products of rounded elements are made. float32's precision takes three products: an
+// element is its TF32 part and a rest, and the product of both rests is too small to count. Where
+// sums are long, the three join the results by an addition, which rounds to the nearest: sums of
+// matrix instructions are cut off.
+template <class T, bool kAreLong, int kM, int kN>
+__device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int n,
+                                              const uint32_t (&a)[kM][4],
+                                              const uint32_t (&pair)[4]) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      multiply_add<T>(results[m][2 * n], a[m], pair[0], pair[1]);
+      multiply_add<T>(results[m][2 * n + 1], a[m], pair[2], pair[3]);
+    }
+  } else {
+    constexpr bool kAddsOnce = kAreLong && std::is_same_v<T, float>;
+    float a_part[kM][4], a_rest[kM][4], b_part[4], b_rest[4], sums[kM][2][4] = {};
+    const auto split = [](uint32_t word, float& part, float& rest) {
+      part = to_tf32(__uint_as_float(word));
+      rest = __uint_as_float(word) - part;
+    };
+    const auto add = [&](const float (&of_a)[kM][4], const float (&of_b)[4]) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        multiply_add_tf32(kAddsOnce ? sums[i / 2][i % 2] : results[i / 2][2 * n + i % 2],
+                          of_a[i / 2], of_b[i % 2 * 2], of_b[i % 2 * 2 + 1]);
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      split(pair[i], b_part[i], b_rest[i]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) split(a[m][i], a_part[m][i], a_rest[m][i]);
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      add(a_rest, b_part);
+      add(a_part, b_rest);
+    }
+    add(a_part, b_part);
+    if constexpr (kAddsOnce) {
+#pragma unroll
+      for (int i = 0; i < 8 * kM; ++i)
+        results[i / 8][2 * n + i / 4 % 2][i % 4] += sums[i / 8][i / 4 % 2][i % 4];
+    }
+  }
+}
+
+// results += a b, in steps of kStep<T> of what is summed over; `load_b(pair, n, step)` gives
+// columns 16 * n and on of b. What the next instructions need is loaded before those that go
+// before.
+template <class T, bool kAreLong, int kSteps, int kM, int kN, class A, class LoadB>
 __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
                                                LoadB&& load_b) {
   constexpr int kPairs = kN / 2;
   uint32_t rows[2][kM][4], pairs[2][4];
   const auto load_rows = [&](int step) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * 16);
+    for (int m = 0; m < kM; ++m) a.load(rows[step % 2][m], m * 16, step * kStep<T>);
   };
   load_rows(0);
   load_b(pairs[0], 0, 0);
@@ -168,11 +292,7 @@ __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, co
         load_rows(step + 1);
         load_b(pairs[1 - now], 0, step + 1);
       }
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply_add<T>(results[m][2 * n], rows[step % 2][m], pairs[now][0], pairs[now][1]);
-        multiply_add<T>(results[m][2 * n + 1], rows[step % 2][m], pairs[now][2], pairs[now][3]);
-      }
+      multiply_pair<T, kAreLong>(results, n, rows[step % 2], pairs[now]);
     }
   }
 }
@@ -183,8 +303,9 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
                                               const B& rows_of_b) {
   const auto a = rows_of_a.anew();
   const auto b = rows_of_b.anew();
-  multiply_ahead<T, kColumns / 16>(
-      results, a, [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * 16); });
+  multiply_ahead<T, false, kColumns / kStep<T>>(
+      results, a,
+      [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * kStep<T>); });
 }
 
 // results += a b, of tiles of both, `b` from `first_column` of its columns on.
@@ -192,20 +313,20 @@ template <class T, int kInner, int kM, int kN, class A, class B>
 __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, const A& rows_of_a,
                                                const B& rows_of_b, int first_column) {
   const auto a = rows_of_a.anew();
-  const auto b = rows_of_b.anew();
-  multiply_ahead<T, kInner / 16>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
-    b.load_transposed(pair, step * 16, first_column + n * 16);
+  const auto b = rows_of_b.template transposed_anew<false>();
+  multiply_ahead<T, true, kInner / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
+    b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
   });
 }
 
 // results += weights times the rows of a tile. change(a, m, step) may change rounded weights, those
-// of 16 * m rows and 16 * step columns on.
+// of 16 * m rows and kStep<T> * step columns on.
 template <class T, int kM, int kN, int kColumns, class Down, class Change>
 __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
                                                  const Accumulators<kM, kN>& weights,
                                                  const Down& all_rows, Change&& change) {
-  constexpr int kSteps = kN / 2, kPairs = kColumns / 2;
-  const auto rows = all_rows.anew();
+  constexpr int kSteps = kN * 8 / kStep<T>, kPairs = kColumns / 2;
+  const auto rows = all_rows.template transposed_anew<true>();
   uint32_t a[kM][4], pairs[2][4];
   rows.load_transposed(pairs[0], 0, 0);
 #pragma unroll
@@ -219,15 +340,11 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
     for (int n = 0; n < kPairs; ++n) {
       const int now = (step * kPairs + n) % 2;
       if (n + 1 < kPairs) {
-        rows.load_transposed(pairs[1 - now], step * 16, (n + 1) * 16);
+        rows.load_transposed(pairs[1 - now], step * kStep<T>, (n + 1) * 16);
       } else if (step + 1 < kSteps) {
-        rows.load_transposed(pairs[1 - now], (step + 1) * 16, 0);
+        rows.load_transposed(pairs[1 - now], (step + 1) * kStep<T>, 0);
       }
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply_add<T>(results[m][2 * n], a[m], pairs[now][0], pairs[now][1]);
-        multiply_add<T>(results[m][2 * n + 1], a[m], pairs[now][2], pairs[now][3]);
-      }
+      multiply_pair<T, true>(results, n, a, pairs[now]);
     }
   }
 }
@@ -246,22 +363,18 @@ __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& result
                                                     const Across& columns_of_a,
                                                     const Down& rows_of_b, int first_row,
                                                     int first_column) {
-  const auto a = columns_of_a.anew();
-  const auto b = rows_of_b.anew();
+  const auto a = columns_of_a.template transposed_anew<true>();
+  const auto b = rows_of_b.template transposed_anew<true>();
 #pragma unroll
-  for (int step = 0; step < kRows / 16; ++step) {
+  for (int step = 0; step < kRows / kStep<T>; ++step) {
     uint32_t columns[kM][4];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a.load_transposed(columns[m], step * 16, first_row + m * 16);
+    for (int m = 0; m < kM; ++m) a.load_transposed(columns[m], step * kStep<T>, first_row + m * 16);
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
+    for (int n = 0; n < kN / 2; ++n) {
       uint32_t pair[4];
-      b.load_transposed(pair, step * 16, first_column + n * 8);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply_add<T>(results[m][n], columns[m], pair[0], pair[1]);
-        multiply_add<T>(results[m][n + 1], columns[m], pair[2], pair[3]);
-      }
+      b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
+      multiply_pair<T, true>(results, n, columns, pair);
     }
   }
 }

@@ -45,7 +45,7 @@ struct HopperWideBackwardMemory {
   static constexpr int kRowsAt = kSumsAt + kSumPanels * kSumPanelBytes;
   static constexpr int kBarriersAt = kRowsAt + kStages * kRowBytes;
   static constexpr int kBytes = kBarriersAt + 8 * (1 + 3 * kStages + 4);
-  static_assert(kBytes <= shared_bytes_of(kHopperMajor));
+  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   static_assert(shares_registers(kTile));
 
   uint32_t address;

@@ -117,16 +117,6 @@ __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared,
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-<<<<<<< HEAD
-=======
-__device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the stores and sums that this thread started, but for the last kPending groups of them,
-// have read shared memory.
-template <int kPending = 0>
-__device__ inline void wait_for_reads_of_stores() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
->>>>>>> d256-mla
 
 // Of 8 bytes of shared memory.
 __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
@@ -135,8 +125,6 @@ __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
                : "r"(shared)
                : "memory");
 }
-<<<<<<< HEAD
-=======
 // Of 16.
 __device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -150,7 +138,6 @@ __device__ inline void store_four(uint32_t shared, const uint32_t (&words)[4]) {
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
->>>>>>> d256-mla
 
 // Waits until what the lanes of a warp load from shared memory has come, of which `words` are made.
 // An arrival at a barrier that follows a load does not: it would let others write there before.

@@ -1,0 +1,6 @@
+#include "../dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t attention_backward_instance<float>(const AttentionBackwardParams&, int,
+                                                        cudaStream_t);
+}  // namespace megasoftmax
