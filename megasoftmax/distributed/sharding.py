@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax import reference
-from megasoftmax.ops.registration import NAMESPACE, with_other
+from megasoftmax.ops.registration import NAMESPACE
 
 # A placement: the dimension of which each device has a part, or one of these. Not torch's classes:
 # importing torch.distributed.tensor takes a second, and most programs never do.
@@ -81,8 +81,8 @@ def register() -> None:
         ]
 
     for name, splits in _SPLITS.items():
-        for op in with_other(getattr(getattr(torch.ops, NAMESPACE), name).default):
-            register_sharding(op)(partial(placements_of, op, splits))
+        op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        register_sharding(op)(partial(placements_of, op, splits))
         _registered.append(name)
 
 

@@ -36,7 +36,7 @@ def define_differentiable(schema: str) -> Any:
     return op
 
 
-def with_other(op: Any) -> tuple[Any, ...]:
+def _with_other(op: Any) -> tuple[Any, ...]:
     """An op, and the one without autograd, if there is one."""
     return (op, _below_autograd[op]) if op in _below_autograd else (op,)
 
@@ -48,13 +48,13 @@ def implement(op: Any, function: Callable[..., Any]) -> None:
     loaded the kernels: then this does. Once loaded, they come before this.
     """
 
-    for each in with_other(op):
+    for each in _with_other(op):
         _library.impl(each, partial(_without_kernels, each, function), _EVERYWHERE)
 
 
 def implement_everywhere(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function compute an op without kernels on every device."""
-    for each in with_other(op):
+    for each in _with_other(op):
         _library.impl(each, function, _EVERYWHERE)
 
 
@@ -66,7 +66,7 @@ def _without_kernels(op: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 def fake(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function tell what an op returns, without values."""
-    for each in with_other(op):
+    for each in _with_other(op):
         torch.library.register_fake(each, function, lib=_library)
 
 
@@ -92,8 +92,9 @@ def below_autograd(op: Any) -> Callable[..., Any]:
     """The op without its autograd.
 
     In compiled code this is the other op, because there a call of the op itself would go through
-    its rules. A program that is exported has the op, so that it can be trained; and code under
-    torch.func has it, whose levels may differentiate a backward pass.
+    its rules. A program that is exported has the op, so that it can be trained; code under
+    torch.func has it, whose levels may differentiate a backward pass; and so have DTensors, which
+    torch.compile may take for tensors that need no gradient.
     """
     other = _below_autograd[op]
 
@@ -101,7 +102,8 @@ def below_autograd(op: Any) -> Callable[..., Any]:
         if not torch.compiler.is_compiling():
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
-        keeps_rules = torch.compiler.is_exporting() or _is_transformed()
+        is_plain = type(args[0]) in (torch.Tensor, torch.nn.Parameter)
+        keeps_rules = not is_plain or torch.compiler.is_exporting() or _is_transformed()
         return (op if keeps_rules else other)(*args)
 
     return call
