@@ -95,7 +95,7 @@ inline constexpr int64_t kMaxHeadsOfSection = 128;
 // 465 and 665.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
-    // dims (head, value), warpgroups, keys, registers (that copies, others), bias stages, own results
+    // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
     {           48,    48,          3,  128,  32, 160,            2,         true},
     {           64,    64,          3,  128,  32, 160,            2,         true},  // 430
     {           80,    80,          2,  128,  40, 232,            1,         true},
