@@ -746,7 +746,7 @@ class Attention:
         else:
             keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
             queries = draw_size(random, min(pairs // keys, 3000))
-        # Kernels take 16 bits, the reference float32 too.
+        # Kernels take all of these head dimensions in 16 bits; the reference takes float32 too.
         dtype = random.choice((HALF, BFLOAT) if usual > USUAL["cpu"] else (HALF, BFLOAT, FLOAT))
         shape = (batch, heads, queries, keys)
         tiles = random.choice((None, None, None, "note", "64", "128", "192"))

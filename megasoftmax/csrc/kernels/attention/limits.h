@@ -24,7 +24,7 @@ inline constexpr int kMaxSpilledBytes = 200;
 inline constexpr int kHopperMaxSpilledBytes = 600;
 // The same of float32, of which the backward pass keeps a part of its sums there while it makes
 // scores, at a head dimension of 64.
-inline constexpr int kFloatMaxSpilledBytes = 400;
+inline constexpr int kFloatMaxSpilledBytes = 450;
 // Shared memory that kernels of notes declare themselves. They have no other, and no others declare
 // any.
 inline constexpr int kAttentionMaxDeclaredBytes = 512;

@@ -356,7 +356,7 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
   multiply_weights<T>(results, weights, all_rows, [](uint32_t (&)[4], int, int) {});
 }
 
-// results += a^T b, of rows of both; `a` from `first_row` of its columns on, `b` from
+// results += a^T b, of rows of both, few of them; `a` from `first_row` of its columns on, `b` from
 // `first_column` of its.
 template <class T, int kRows, int kM, int kN, class Across, class Down>
 __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& results,
@@ -374,7 +374,7 @@ __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& result
     for (int n = 0; n < kN / 2; ++n) {
       uint32_t pair[4];
       b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
-      multiply_pair<T, true>(results, n, columns, pair);
+      multiply_pair<T, false>(results, n, columns, pair);
     }
   }
 }
