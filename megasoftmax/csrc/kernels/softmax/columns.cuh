@@ -142,7 +142,7 @@ constexpr bool columns_fit_every_gpu(int element_bytes, int strip_elements) {
   const int strip_bytes = element_bytes * strip_elements;
   for (const Gpu& gpu : kGpus) {
     for (int64_t length = 1; length <= 1 << 20; length *= 4) {
-      for (const int64_t inner : {1, 24, 4096}) {
+      for (const int64_t inner : {strip_elements, 24, 4096}) {
         for (const int inputs : {1, 2}) {
           const ColumnsPolicy policy =
               columns_policy({1, length, inner}, strip_elements, strip_bytes, inputs,
