@@ -499,6 +499,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       start_sum_of_products<T>(output[0], weights, b);
       end_products();
     };
+    // The only tile of a bias is given back as soon as it is in registers. Those of two wait until
+    // the warp has voted on the largest logits, which takes no registers: all lanes have read theirs.
+    constexpr bool kReleasesBiasFirst = !Memory::kIsTable && Memory::kBiasStages == 1;
     // Makes logits of products.
     const auto add_bias_of = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
@@ -507,8 +510,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
-        __syncwarp();  // all lanes have read theirs
-        release(memory.bias_is_used(stage, warpgroup));
       } else {
         using Panel = Tile<T, 64, 64>;
         const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
@@ -518,11 +519,13 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         for (int step = 0; step < kSteps; ++step)
           load_matrices(bias.packs[step].words,
                         (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
-        uint32_t words = 0;  // one of each load
+        if constexpr (kReleasesBiasFirst) {
+          uint32_t words = 0;  // one of each load
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
-        wait_for_loads(words);
-        release(memory.bias_is_used(stage, warpgroup));
+          for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
+          wait_for_loads(words);
+          release(memory.bias_is_used(stage, warpgroup));
+        }
         add_bias(scores, params.scale, bias);
       }
     };
@@ -592,6 +595,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
+      if constexpr (kHasBias && !kReleasesBiasFirst)
+        release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
     };
     // Of weights, where there is room for their bits: no weights of the step before are multiplied
     // any more.
