@@ -27,6 +27,9 @@ CPU_TORCH = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cu
 OLD_TORCH = SimpleNamespace(__version__="2.10.1", version=SimpleNamespace(cuda="13.0"))
 OLD_NVCC = Nvcc(Path("nvcc"), (11, 8))
 LIMITS_HEADER = (CSRC / "kernels/softmax/limits.h").read_text()
+ZERO_BYTES = int(
+    re.search(r"kZeroBytes = (\d+)", (CSRC / "kernels/common/limits.h").read_text())[1]
+)
 ATTENTION_TILES = {
     name.lower(): table_of("attention/limits.h", f"kAttention{name}Tiles")
     for name in ("Forward", "Backward")
@@ -64,9 +67,14 @@ def _allowed(source: Path, what: str) -> int:
     return int(next(iter(limits.values()), 0))
 
 
-def _declared(log: str) -> int:
-    """The most shared memory that a kernel declares itself, as ptxas reports it."""
-    return max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
+def _declared(log: str, besides: int = 0) -> int:
+    """The most shared memory that a kernel declares itself, as ptxas reports it.
+
+    Args:
+        besides: an array that some of the kernels have besides, larger than all that others have.
+    """
+    sizes = map(int, re.findall(r"(\d+) bytes smem", log))
+    return max((size - besides if size >= besides else size for size in sizes), default=0)
 
 
 def _without_registers(log: str) -> list[str]:
@@ -121,7 +129,8 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
     for source in CSRC.glob("kernels/**/*.cu"):
         spilled, count = _spills(logs[source], _allowed(source, "Spilled"))
         # Plans count on it: see tests/test_gpus.py.
-        assert _declared(logs[source]) <= _allowed(source, "Declared"), source
+        zeros = ZERO_BYTES if source.name.startswith("softmax_") else 0
+        assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
         assert not _without_registers(logs[source])
         assert count == logs[source].count("Compiling entry function")
         assert count > 0 or source.parent.name != "instances"
@@ -150,7 +159,9 @@ ptxas info    : Function properties for _Z1gv
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
     assert _declared(log) == 0
-    assert _declared(log + "\nptxas info : Used 9 registers, 1 barriers, 24 bytes smem") == 24
+    with_array = log + "\nptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
+    assert _declared(with_array) == _declared(with_array, 25) == 24
+    assert _declared(with_array, 20) == 4
     name = (
         "_ZN11megasoftmax24attention_forward_kernelI6__halfLNS_8BiasKindE0ELb1ELi1EEEvNS_6ParamsE"
     )

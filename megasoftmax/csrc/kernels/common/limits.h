@@ -48,4 +48,7 @@ constexpr int least_shared_bytes(int first_major, int last_major = INT32_MAX) {
   return least;
 }
 
+// Of shared memory, in a block that copies zeros from there: ZeroBlock.
+inline constexpr int kZeroBytes = 4096;
+
 }  // namespace megasoftmax

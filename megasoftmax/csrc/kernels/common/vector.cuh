@@ -10,6 +10,7 @@
 
 #include "dtype.h"
 #include "halves.cuh"
+#include "limits.h"
 #include "ptx.cuh"
 
 namespace megasoftmax {
@@ -318,7 +319,7 @@ class ZeroBlock {
   }
 
  private:
-  static constexpr int kBytes = 4096;
+  static constexpr int kBytes = kZeroBytes;
   __device__ explicit ZeroBlock(uint32_t zeros) : zeros_(zeros) {}
   uint32_t zeros_ = 0;
 };

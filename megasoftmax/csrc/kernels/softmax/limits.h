@@ -90,7 +90,8 @@ inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp o
 inline constexpr int kResultBytes = 8;       // of a unit
 // Of a block: two of them fit a multiprocessor, or one that has it alone.
 inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
-inline constexpr int kMaxDeclaredBytes = 192;  // of a block, which kernels declare themselves
+// Of a block, which kernels declare themselves; narrow rows have kZeroBytes besides.
+inline constexpr int kMaxDeclaredBytes = 192;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;

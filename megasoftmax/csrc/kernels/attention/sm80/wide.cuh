@@ -14,6 +14,7 @@ namespace megasoftmax {
 template <class T, bool kHasBias>
 __global__ void __launch_bounds__(kWideThreads, 1)
     attention_wide_kernel(const __grid_constant__ AttentionForwardParams params) {
+  if (!kIsAmpere) return;
   // Queries, keys and values lie in panels of 64 columns, one after the other.
   using QueryPanel = Tile<T, kWideRows, 64>;
   using KeyPanel = Tile<T, kWideKeys, 64>;

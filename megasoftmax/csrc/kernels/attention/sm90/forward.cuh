@@ -180,8 +180,9 @@ struct QueriesOfBlock : TileOfQueries {
     head = key_head * group + before;
     heads = min(params.heads_of_block, group - before);
   }
+  // Of a warpgroup that has none, the last one.
   __device__ int head_of(int warpgroup) const {
-    return kMayShare && heads > 0 ? head + warpgroup : head;
+    return kMayShare && heads > 0 ? head + min(warpgroup, heads - 1) : head;
   }
   // The first one; it may lie beyond the tensor.
   __device__ int query_of(const AttentionForwardParams& params, int warpgroup) const {
