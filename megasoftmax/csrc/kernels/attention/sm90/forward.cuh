@@ -501,7 +501,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       end_products();
     };
     // The only tile of a bias is given back as soon as it is in registers. Those of two wait until
-    // the warp has voted on the largest logits, which takes no registers: all lanes have read theirs.
+    // the warp has voted on the largest logits, which takes no registers: all lanes have read
+    // theirs.
     constexpr bool kReleasesBiasFirst = !Memory::kIsTable && Memory::kBiasStages == 1;
     // Makes logits of products.
     const auto add_bias_of = [&](const Tiles& tiles) {
