@@ -207,10 +207,13 @@ def _fewest_keys(dim: int) -> int:
 
 def test_few_queries_split_the_keys() -> None:
     found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
-    # 64 blocks, 132 multiprocessors with room for two: two waves.
-    assert (found.kernel, found.splits) == ("decode", 8)
-    assert found.blocks == 8 * 8 * 8
-    assert found.workspace_bytes == 8 * 8 * 32 * (128 + 2) * 4
+    # 64 blocks, 132 multiprocessors with room for one: a wave.
+    assert (found.kernel, found.splits) == ("decode", 2)
+    assert found.blocks == 2 * 8 * 8
+    assert found.workspace_bytes == 0  # two blocks with the same queries are a cluster
+    found = explain_attention(8, 32, 1, 128, keys=65536, key_heads=8)
+    assert found.splits == 8
+    assert found.workspace_bytes == found.splits * 8 * 32 * (128 + 2) * 4
     assert "at most 16 queries: 1" in found.why
     most = kernel_limits().attention["kMaxDecodeQueries"]
     assert explain_attention(1, 1, most, 64).kernel == "decode"
@@ -232,8 +235,7 @@ def test_few_queries_split_the_keys() -> None:
 @pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
-    """A multiprocessor has room for two blocks of a step of decoding, for one of more queries."""
-    of_wave = (2 if queries == 1 else 1) * H200.multiprocessors
+    of_wave = H200.multiprocessors
     fewest = _fewest_keys(dim) if queries == 1 else kernel_limits().attention["kFewestKeysOfSplit"]
     for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
         found = explain_attention(batches, 32, queries, dim, keys=keys, key_heads=8)

@@ -231,7 +231,7 @@ def _why(kernel: str, plan: _Plan, call: _Call) -> str:
         reasons += [f"at most {most} queries: {call.queries}"]
     elif kernel == "forward" and call.queries > most:
         reasons += [f"more than {most} queries: {call.queries}"]
-    elif kernel == "forward" and call.dtype == torch.float32:
+    elif kernel == "forward" and call.is_float:
         reasons += ["float32"]
     elif kernel == "forward":
         few = limits["kMostQueriesOfSharedRows"]

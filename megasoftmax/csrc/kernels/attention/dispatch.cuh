@@ -75,10 +75,11 @@ cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
   return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
     constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
     const int cluster = params.parts == nullptr ? params.splits : 1;
+    const int warps = decode_warps(kDim, current_device().shared_bytes);
     return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
                         params.splits / cluster * params.row_tiles.divisor, params.key_heads,
-                        params.batches, 32 * decode_warps(kDim), DecodeLayout(kDim).bytes, stream,
-                        params, cluster);
+                        params.batches, 32 * warps, DecodeLayout(kDim, warps).bytes, stream, params,
+                        cluster);
   });
 }
 

@@ -58,8 +58,9 @@ void explain_portable_forward(const AttentionForwardParams& params, const Device
   }
   found.tile_queries = kMaxDecodeQueries;
   found.tile_keys = kDecodeKeys;
-  found.threads = 32 * decode_warps(tile.head_dim);
-  found.shared_bytes = DecodeLayout(tile.head_dim).bytes;
+  const int warps = decode_warps(tile.head_dim, device.shared_bytes);
+  found.threads = 32 * warps;
+  found.shared_bytes = DecodeLayout(tile.head_dim, warps).bytes;
   found.blocks = params.batches * params.key_heads * params.splits * decode_row_tiles(params);
 }
 

@@ -112,7 +112,14 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
              : 1;
 }
 
-static_assert(DecodeLayout(kMaxHeadDim).bytes <= kLeastBytes);
+// Warps of a block of few queries.
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = max_decode_warps(head_dim);
+  while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
+  return warps;
+}
+static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, kLeastBytes)).bytes <=
+              kLeastBytes);
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks, and not in float32: the forward splits the keys of those, too.
@@ -339,13 +346,15 @@ inline int forward_splits(const AttentionParams& params, const Device& device, i
   if (hopper_tile < 0 && takes_few_queries(params)) {
     // They wait for memory: all that have room run at a time.
     const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
-    const int bytes = DecodeLayout(head_dim).bytes + kReservedSharedBytes;
-    return splits_for(params,
-                      {.blocks = params.batches * params.key_heads * decode_row_tiles(params),
-                       .rows = kMaxDecodeQueries,
-                       .per_sm = std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes),
-                       .fewest_keys = fewest_keys_of_decode_split(head_dim)},
-                      device.multiprocessors);
+    const int warps = decode_warps(head_dim, device.shared_bytes);
+    const int bytes = DecodeLayout(head_dim, warps).bytes + kReservedSharedBytes;
+    return splits_for(
+        params,
+        {.blocks = params.batches * params.key_heads * decode_row_tiles(params),
+         .rows = kMaxDecodeQueries,
+         .per_sm = std::min(decode_blocks_per_sm(head_dim), device.shared_bytes_per_sm / bytes),
+         .fewest_keys = fewest_keys_of_decode_split(head_dim)},
+        device.multiprocessors);
   }
   // They compute: several on a multiprocessor take longer.
   const auto splits_of = [&](const auto& tile, int64_t heads) {

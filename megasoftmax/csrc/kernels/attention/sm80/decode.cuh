@@ -93,17 +93,18 @@ __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float sc
   }
 }
 
-// Without parts it writes rows of the output.
+// As many warps as the block has room for. Without parts it writes rows of the output.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
+__global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   if (!kIsAmpere) return;
   using Rows = Tile<T, kDecodeKeys, kDim>;
-  constexpr int kStages = kDecodeStages, kWarps = decode_warps(kDim);
-  constexpr DecodeLayout kLayout(kDim);
+  constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
+  constexpr DecodeLayout kLayout(kDim, kMaxWarps);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
   const FirstElement mine(threadIdx.x);
   if (params.parts != nullptr) let_next_launch_begin();
   const bool is_cluster = params.parts == nullptr && params.splits > 1;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
 
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
   const auto start_copy = [&](int step) {
-    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
+    const int key = begin + (step * warps + warp) * kDecodeKeys;
     if (key < end) {
       const Rows keys{ring + step % kStages * kLayout.stage_bytes};
       const Rows values{keys.address + Rows::kBytes};
@@ -173,8 +174,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
 #pragma unroll 1
-  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
-    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
+  for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + (step * warps + warp) * kDecodeKeys;
     start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   // What the warps have of each row.
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + kWarps * 16 * kPitch;  // largest logit and sum of weights
+  float* const ends = sums + warps * 16 * kPitch;  // largest logit and sum of weights
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
@@ -232,16 +233,17 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
           round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
     }
   };
-  for (int row = warp; row < 16; row += kWarps) {
+  for (int row = warp; row < 16; row += warps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kWarps];
+    float max = kLowest, sum = 0.f, shares[kMaxWarps];
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      max = fmaxf(max, ends[2 * (i * 16 + row)]);
+    for (int i = 0; i < kMaxWarps; ++i) {
+      if (i < warps) max = fmaxf(max, ends[2 * (i * 16 + row)]);
     }
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
+    for (int i = 0; i < kMaxWarps; ++i) {
+      if (i >= warps) continue;
       shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
       sum += ends[2 * (i * 16 + row) + 1] * shares[i];
     }
@@ -249,7 +251,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     const auto total_of = [&](int column) {
       float2 total = {};
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
+      for (int i = 0; i < kMaxWarps; ++i) {
+        if (i >= warps) continue;
         const float2 more =
             *reinterpret_cast<const float2*>(sums + (i * 16 + row) * kPitch + column);
         total.x += more.x * shares[i];
@@ -278,7 +281,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   __syncwarp();
   arrive_at_cluster();
   wait_for_cluster();
-  for (int row = warp * params.splits + split; row < 16; row += kWarps * params.splits) {
+  for (int row = warp * params.splits + split; row < 16; row += warps * params.splits) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
     // All loads are on their way at once; those of the last block again take the place of others.
