@@ -108,18 +108,18 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
 // clang-format on
 
 // A block of keys against one tile of queries after the other, backward, where the forward is
-// Hopper's too. Two warpgroups have 64 keys each. Or, where it is wide, each of three warpgroups
-// makes other products of 64 keys, of which the third, for gradients of queries, copies too.
+// Hopper's too. Two warpgroups have 64 keys each, and a third one copies. A wide tile has 64 keys
+// in all. Each of the three makes other products of them; the one that makes gradients of queries
+// copies, too.
 struct AttentionHopperBackwardTile {
   int head_dim, value_dim;
   int queries;
   int copier_registers, registers;
-  int slices;  // of the columns: 1, or one for each warpgroup
   static constexpr int warpgroups = 2;
 
-  constexpr bool is_wide() const { return slices > 1; }
+  constexpr bool is_wide() const { return head_dim > 128; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
-  constexpr int keys() const { return 64 * warpgroups / slices; }
+  constexpr int keys() const { return is_wide() ? 64 : 64 * warpgroups; }
   // With a bias. Warps that sum its gradient take the registers that products leave.
   constexpr AttentionHopperBackwardTile with_bias() const {
     AttentionHopperBackwardTile tile = *this;
@@ -136,15 +136,15 @@ inline constexpr int kMaxBiasCluster = 8;
 // The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
-    // dims (head, value), queries, registers (that copies, others), slices
-    {           48,    48,     128,  24, 240,      1},
-    {           64,    64,     128,  24, 240,      1},  // 420
-    {           80,    80,      64,  24, 240,      1},
-    {           96,    96,      64,  24, 240,      1},
-    {          128,   128,      64,  24, 240,      1},  // 556
-    {          192,   128,      64,  72, 216,      2},
-    {          192,   192,      64,  72, 216,      2},
-    {          256,   256,      64,  72, 216,      2},
+    // dims (head, value), queries, registers (that copies, others)
+    {           48,    48,     128,  24, 240},
+    {           64,    64,     128,  24, 240},  // 420
+    {           80,    80,      64,  24, 240},
+    {           96,    96,      64,  24, 240},
+    {          128,   128,      64,  24, 240},  // 556
+    {          192,   128,      64,  72, 216},
+    {          192,   192,      64,  72, 216},
+    {          256,   256,      64,  72, 216},
 };
 // clang-format on
 

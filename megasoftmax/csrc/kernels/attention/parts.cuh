@@ -108,14 +108,10 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
   __syncthreads();
   if (first_split != 0 || number >= rows) return;
-  int64_t of_all, batch;
-  int query, head;
-  {
-    of_all = row / params.queries;
-    query = static_cast<int>(row - of_all * params.queries);
-    batch = of_all / params.heads;
-    head = static_cast<int>(of_all - batch * params.heads);
-  }
+  const int64_t of_all = row / params.queries;
+  const int query = static_cast<int>(row - of_all * params.queries);
+  const int64_t batch = of_all / params.heads;
+  const int head = static_cast<int>(of_all - batch * params.heads);
   const RowEnd row_end(max, sum, sink_logit(params.sink, head), params.can_exclude);
   if (lane == 0) row_end.store(params, row);
   const float factor = row_end.factor * params.dropout.factor;

@@ -223,12 +223,12 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
                              params.queries);
 }
 
-// Whether shared memory has room for it.
+// Forward, shared memory must have room for it. Backward, the kernel of wide tiles takes none.
 constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
   return bias != HopperBias::kTile || tile.bias_stages > 0;
 }
 constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
-  return bias == HopperBias::kNone || tile.slices == 1;
+  return bias == HopperBias::kNone || !tile.is_wide();
 }
 
 // The first of a table of Hopper's whose tiles hold the head dimensions and take the bias, or -1.

@@ -315,8 +315,8 @@ __device__ inline float to_tf32(float x) {
 }
 
 // c += a b of the TF32 parts of float32 numbers, without their lowest 13 bits, a: 16x8, b: 8x8,
-// c: 16x8. A lane holds of a rows lane / 4 and 8 below,
-// column lane % 4, and both 4 columns further; of b the same of its columns; of c as above.
+// c: 16x8. A lane holds of a rows lane / 4 and 8 below, column lane % 4, and both 4 columns
+// further; of b the same of its columns; of c as above.
 __device__ inline void multiply_add_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"

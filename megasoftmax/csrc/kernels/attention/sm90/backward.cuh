@@ -1,11 +1,10 @@
 #pragma once
 // The same as sm80/backward.cuh on Hopper, by products of warpgroups and tensor copies.
 //
-// Of a block one warp only copies. Two warpgroups have 64 keys each, or the same 64 keys and half
-// of the columns of gradients each. Scores are transposed, so that weights and gradients of scores
-// multiply gradients of outputs and queries from registers. For dQ the gradients of scores lie in
-// shared memory, too. Each warpgroup makes 64 x 64 elements of dQ from all keys, and a tensor copy
-// adds them to the sums in global memory.
+// Of a block one warp only copies. Two warpgroups have 64 keys each. Scores are transposed, so that
+// weights and gradients of scores multiply gradients of outputs and queries from registers. For dQ
+// the gradients of scores lie in shared memory, too. Each warpgroup makes 64 x 64 elements of dQ
+// from all keys, and a tensor copy adds them to the sums in global memory.
 //
 // Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
 // writes where it alone has read. So the tile is that of the bias's gradient, too.
@@ -128,32 +127,20 @@ struct HopperBackwardMemory {
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
-  static constexpr int kSlices = kTile.slices, kSlicePanels = divide_up(kDim, 64 * kSlices);
-  static constexpr int kValueSlicePanels = divide_up(kValueDim, 64 * kSlices);
-  static constexpr int kPanels = kSlices * kSlicePanels, kQueryPanels = kQueries / 64, kStages = 2;
-  static constexpr int kValuePanels = kSlices * kValueSlicePanels;
-  // Of a warpgroup.
-  static constexpr int kColumns = kSlices == 1 ? kDim : 64 * kSlicePanels;
-  static constexpr int kValueColumns = kSlices == 1 ? kValueDim : 64 * kValueSlicePanels;
+  static constexpr int kPanels = divide_up(kDim, 64), kValuePanels = divide_up(kValueDim, 64);
+  static constexpr int kQueryPanels = kQueries / 64, kStages = 2;
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0);
   static_assert(kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
-  static_assert(kSlices == 1 || kSlices == kWarpgroups);
   static_assert(takes_bias(kTile, kBias));
   // What follows the kernel finds one length of diagonals.
   static_assert(kBias != HopperBias::kTable || kKeys == kAttentionHopperBackwardTiles[0].keys());
   static_assert(shares_registers(kTile));
-  // Of dQ each warpgroup makes so many times 64 x 64 elements. Where that leaves one, warpgroups
-  // make it in turn.
-  static constexpr int kAllSquares = divide_up(kDim, 64) * kQueryPanels;
-  static constexpr int kSquares = kAllSquares / kWarpgroups;
-  static constexpr bool kHasOddSquare = kAllSquares % kWarpgroups != 0;
-  static_assert(kSlices == 1 ? kAllSquares == kWarpgroups : kQueryPanels == 1);
+  static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
-  // scores, of two steps, in panels of 64 keys, or those of one step, which each warpgroup has for
-  // itself; sums of each warpgroup; rows of each stage; what a table gives each stage, and sums for
-  // its gradient, or what a tile of the bias has from other blocks of a cluster; barriers. At the
-  // end results of each warpgroup lie where sums did, or keys.
+  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
+  // table gives each stage, and sums for its gradient, or what a tile of the bias has from other
+  // blocks of a cluster; barriers. At the end results of each warpgroup lie where its sums did.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -163,19 +150,12 @@ struct HopperBackwardMemory {
   static constexpr int kScorePanelBytes = kQueries * 128;
   static constexpr int kScorePanels = kWarpgroups;
   static constexpr int kScoreBytes = kScorePanels * kScorePanelBytes;
-  static constexpr int kScoreBuffers = kSlices == 1 ? 2 : 1;
-  static constexpr int kSumPanels = kSlices == 1 || kValuePanels < kPanels ? 2 : 1;
-  static constexpr int kSumPanelBytes = 64 * 128;
-  static constexpr int kSumBytes = kSumPanels * kSumPanelBytes;
+  static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
   static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = kKeyBytes + kValueBytes;
   static constexpr int kScoresAt = kStagesAt + kStages * kStageBytes;
-  static constexpr int kSumsAt = kScoresAt + kScoreBuffers * kScoreBytes;
-  static constexpr int kResultBytes = kSlicePanels * 64 * 128;
-  static constexpr bool kReplacesKeys = kResultBytes > kSumBytes;
-  static constexpr int kResultsAt = kReplacesKeys ? 0 : kSumsAt;
-  static constexpr int kResultPitch = kReplacesKeys ? kResultBytes : kSumBytes;
-  static_assert(kValueSlicePanels <= kSlicePanels && kWarpgroups * kResultBytes <= kKeyBytes);
+  static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
+  static_assert(kValuePanels <= kPanels && kPanels * 64 * 128 <= kSumBytes);
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
@@ -210,7 +190,7 @@ struct HopperBackwardMemory {
   __device__ uint32_t queries(int stage) const { return address + kStagesAt + stage * kStageBytes; }
   __device__ uint32_t gradients(int stage) const { return queries(stage) + kQueryBytes; }
   __device__ uint32_t scores(int buffer) const {
-    return address + kScoresAt + buffer % kScoreBuffers * kScoreBytes;
+    return address + kScoresAt + buffer * kScoreBytes;
   }
   __device__ uint32_t sums(int warpgroup) const {
     return address + kSumsAt + warpgroup * kSumBytes;
@@ -409,8 +389,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
-  constexpr int kColumns = Memory::kColumns / 8, kValueColumns = Memory::kValueColumns / 8;
-  constexpr bool kSlicesColumns = Memory::kSlices > 1;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
@@ -627,16 +605,15 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const bool is_first_of_group = threadIdx.x % 128 == 0;
-  const int key_panel = kSlicesColumns ? 0 : warpgroup, slice = kSlicesColumns ? warpgroup : 0;
-  const int group_key = first_key + 64 * key_panel;
+  const int group_key = first_key + 64 * warpgroup;
   const int warp_key = group_key + 16 * warp_in_group;
   const KeyRange all_visible = visible_from_all<64>(params, group_key);
-  // Its 64 queries and first 64 columns of dQ.
+  // Its 64 queries and columns of dQ.
   const int query_panel = warpgroup % Memory::kQueryPanels;
-  const int column_panel = warpgroup / Memory::kQueryPanels * Memory::kSquares;
+  const int column_panel = warpgroup / Memory::kQueryPanels;
   char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
 
-  float key_gradient[kColumns][4] = {}, value_gradient[kValueColumns][4] = {};
+  float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied as soon as they are there, where registers allow it.
   constexpr bool kIsEarly = kQueries <= 64;
@@ -644,14 +621,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 
   // Products of this warpgroup's keys with queries, and of its values with gradients of outputs.
   const auto start_scores = [&](uint32_t queries) {
-    const uint32_t keys = memory.keys() + key_panel * 64 * 128;
+    const uint32_t keys = memory.keys() + warpgroup * 64 * 128;
     begin_products();
     start_product_of_rows<T, kDim>(weights, matrix_at(keys, 16), Memory::kKeyPanelBytes,
                                    matrix_at(queries, 16), Memory::kQueryPanelBytes);
     end_products();
   };
   const auto start_weight_gradients = [&](uint32_t output_gradients) {
-    const uint32_t values = memory.values() + key_panel * 64 * 128;
+    const uint32_t values = memory.values() + warpgroup * 64 * 128;
     begin_products();
     start_product_of_rows<T, Memory::kValueDim>(
         gradients, matrix_at(values, 16), Memory::kKeyPanelBytes, matrix_at(output_gradients, 16),
@@ -659,24 +636,20 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     end_products();
   };
   const auto start_value_gradient = [&](uint32_t output_gradients) {
-    constexpr int kFirst = Memory::kValueSlicePanels * Memory::kQueryPanelBytes;
     begin_products();
-    start_sum_of_products<T>(
-        value_gradient, rounded_weights,
-        matrix_at(output_gradients + slice * kFirst, Memory::kQueryPanelBytes));
+    start_sum_of_products<T>(value_gradient, rounded_weights,
+                             matrix_at(output_gradients, Memory::kQueryPanelBytes));
     end_products();
   };
   const auto start_key_gradient = [&](uint32_t queries) {
-    constexpr int kFirst = Memory::kSlicePanels * Memory::kQueryPanelBytes;
     begin_products();
     start_sum_of_products<T>(key_gradient, rounded_gradients,
-                             matrix_at(queries + slice * kFirst, Memory::kQueryPanelBytes));
+                             matrix_at(queries, Memory::kQueryPanelBytes));
     end_products();
   };
-  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores, int panel) {
-    const uint64_t a = matrix_at(scores + slice * Memory::kScorePanelBytes + query_panel * 64 * 128,
-                                 16),
-                   b = matrix_at(memory.keys() + panel * Memory::kKeyPanelBytes, 16);
+  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores) {
+    const uint64_t a = matrix_at(scores + query_panel * 64 * 128, 16),
+                   b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
     begin_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step)
@@ -849,11 +822,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     publish_writes();
     if (is_first_of_group) wait_for_reads_of_stores();
     // Gradients of all scores are there. The step before is done, so that the other buffer is free.
-    if constexpr (kSlicesColumns) {
-      sync_warpgroup(warpgroup);
-    } else {
-      sync_warpgroups<kWarpgroups>();
-    }
+    sync_warpgroups<kWarpgroups>();
     if constexpr (kHasTile) {
       if (step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
@@ -863,43 +832,27 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
     if ((is_added || is_in_cluster || has_diagonals) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
+    float query_gradient[8][4];
+    start_query_gradient(query_gradient, memory.scores(step % 2));
+    start_key_gradient(memory.queries(stage));
+    wait_for_products<1>();
+    touch(value_gradient);
+    touch(query_gradient);
 #pragma unroll
-    for (int square = 0; square < Memory::kSquares + Memory::kHasOddSquare; ++square) {
-      if (square == Memory::kSquares && (step + warpgroup) % 2 != 0) continue;
-      const int panel = square < Memory::kSquares ? column_panel + square : Memory::kAllSquares - 1;
-      float query_gradient[8][4];
-      start_query_gradient(query_gradient, memory.scores(step % 2), panel);
-      if (square == 0) {
-        start_key_gradient(memory.queries(stage));
-        wait_for_products<1>();
-        touch(value_gradient);
-      } else {
-        wait_for_products<0>();
-        touch(key_gradient);
+    for (int side = 0; side < 2; ++side)
+      store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
+    publish_writes();
+    sync_warpgroup(warpgroup);
+    if (is_first_of_group) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int column = 64 * column_panel + 32 * side;
+        if (column < kDim)
+          start_sum_of_box(maps.query_gradient_sum,
+                           memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
+                           query + 64 * query_panel, head, batch);
       }
-      touch(query_gradient);
-#pragma unroll
-      for (int side = 0; side < 2; side += Memory::kSumPanels) {
-        if (square + side > 0) {  // else they are free since the gradients of scores
-          if (is_first_of_group) wait_for_reads_of_stores();
-          sync_warpgroup(warpgroup);
-        }
-#pragma unroll
-        for (int i = 0; i < Memory::kSumPanels; ++i)
-          store_sums(sums + i * Memory::kSumPanelBytes, query_gradient, side + i);
-        publish_writes();
-        sync_warpgroup(warpgroup);
-        if (!is_first_of_group) continue;
-#pragma unroll
-        for (int i = 0; i < Memory::kSumPanels; ++i) {
-          const int column = 64 * panel + 32 * (side + i);
-          if (column < kDim)
-            start_sum_of_box(maps.query_gradient_sum,
-                             memory.sums(warpgroup) + i * Memory::kSumPanelBytes, column,
-                             query + 64 * query_panel, head, batch);
-        }
-        end_stores();
-      }
+      end_stores();
     }
     wait_for_products<0>();
     touch(key_gradient);
@@ -913,21 +866,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   }
 
   if (is_first_of_group) wait_for_reads_of_stores();
-  if constexpr (Memory::kReplacesKeys) {
-    sync_warpgroups<kWarpgroups>();  // both have read the keys
-  } else {
-    sync_warpgroup(warpgroup);
-  }
+  sync_warpgroup(warpgroup);
   // Both in the same rows of a tile, so that a warp writes where it alone has written.
-  using Rows = Tile<T, 64, 64 * Memory::kSlicePanels>;
-  static_assert(Rows::kBytes == Memory::kResultBytes);
-  const auto store = [&]<int kStored>(const float (&results)[kStored][4], float factor,
-                                      const Strided& tensor, int width) {
-    const int first_column = slice * 8 * kStored;
-    store_rows<T, Rows>(shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch,
-                        16 * warp_in_group, results, {factor, factor},
-                        tensor.row<T>(batch, key_head, group_key) + first_column,
-                        tensor.query_stride, params.keys - group_key, width - first_column);
+  using Rows = Tile<T, 64, 64 * Memory::kPanels>;
+  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
+                                       const Strided& tensor, int width) {
+    store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
+                        tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
+                        params.keys - group_key, width);
   };
   store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
         params.value_dim);

@@ -70,8 +70,8 @@ struct HopperWideBackwardMemory {
   __device__ Barrier scores_are_used() const { return barrier(1 + 3 * kStages + 3); }
 };
 
-// Weights pass from one warpgroup to the other as float16, whose rounding error is an eighth of
-// bfloat16's, times this: so that small ones keep their digits, and 16 is not too large yet.
+// Weights are passed as float16 times 4096: small ones stay normal, and up to 15.9 does not
+// overflow.
 inline constexpr float kPassedWeight = 4096;
 
 // Which of a warp's 16 keys and 64 queries of a tile are excluded.
