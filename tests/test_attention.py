@@ -1231,9 +1231,10 @@ def test_scales(scale: float, device: str) -> None:
 
 
 def test_default_scale(device: str) -> None:
-    q, k, v = tensors(device, dtypes_on(device)[0])
-    function = attention_on(device, q.dtype)
-    assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        function = attention_on(device, dtype)
+        assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
 
 
 @pytest.mark.parametrize("lse_gradient", [False, True])

@@ -557,10 +557,11 @@ def test_callback_reports_the_types_of_autocast(options, capsys):
     arguments.device = torch.device("cpu")
     callback = MegasoftmaxCallback()
     is_first = SimpleNamespace(is_world_process_zero=True)
-    callback.on_train_begin(arguments, is_first, None, model=MODELS["llama"]())
+    model = MODELS["llama"]() if options else MODELS["llama"]().double()
+    callback.on_train_begin(arguments, is_first, None, model=model)
     printed = capsys.readouterr().out
     assert "self_attn (2): SDPA: device" in printed
-    assert ("got torch.float32" in printed) == (not options)
+    assert ("got torch.float64" in printed) == (not options)
 
 
 class Fails(TrainerCallback):
