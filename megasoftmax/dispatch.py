@@ -348,7 +348,11 @@ def _head_dims(query: Tensor, value: Tensor, dropout: float) -> tuple[Reason | N
     without = _no_wide_heads(query, dropout)
     return tuple(
         _count(name, size, largest)
-        or (Reason(name, str(size), f"at most {most} {without}") if without and size > most else None)
+        or (
+            Reason(name, str(size), f"at most {most} {without}")
+            if without and size > most
+            else None
+        )
         for name, size, largest in zip(names, sizes, wide, strict=True)
     )
 

@@ -74,7 +74,8 @@ status._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
 def capability(index: int) -> tuple[int, int] | None:
     """The compute capability whose kernels serve a GPU.
 
-    None without a compiled part, or with one of other sources that does not tell. It is not the GPU's own where the compiled part has code for 7.5 alone.
+    It is not the GPU's own where the compiled part has code for 7.5 alone. None without a compiled
+    part, or where that is of other sources and does not tell.
     """
     found = load()
     if found.path is None:
