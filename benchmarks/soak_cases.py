@@ -39,6 +39,7 @@ EDGES = sorted(
 )
 LIMITS = kernel_limits()
 MAX_HEAD_DIM, MAX_K = LIMITS.attention["kMaxHeadDim"], LIMITS.topk["kMaxK"]
+MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
 CHUNKS = sorted({each.max_chunks for each in LIMITS.forward + LIMITS.backward if each.max_chunks})
 MAGNITUDES = (1.0, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
 LARGE = 16  # times the usual size
@@ -735,19 +736,21 @@ class Attention:
         batch = random.choice((1, 1, 2, 3, 4, 6))
         pairs = max(most // (batch * heads), 16)
         longest = max(pairs // 64, 64)  # keys and values are tensors too
-        head_dim = random.choice(HEAD_DIMS)
+        dtype = random.choice((HALF, BFLOAT, FLOAT))
+        # Kernels take all of these head dimensions in 16 bits; the reference takes float32 too.
+        most_dim = MAX_FLOAT_HEAD_DIM if dtype == FLOAT and usual > USUAL["cpu"] else MAX_HEAD_DIM
+        head_dims = [dim for dim in HEAD_DIMS if dim <= most_dim]
+        head_dim = random.choice(head_dims)
         if few == "queries":  # as in decoding
             queries = random.randint(1, 16)
             keys = draw_size(random, min(pairs, longest))
         elif few == "keys":  # sums over many queries
             batch, key_heads, heads = 1, 1, random.choice((1, 2, 3))
-            keys, head_dim = 16, 160
+            keys, head_dim = 16, min(160, most_dim)
             queries = min(max(most, usual // 2) // (heads * keys), 20000)
         else:
             keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
             queries = draw_size(random, min(pairs // keys, 3000))
-        # Kernels take all of these head dimensions in 16 bits; the reference takes float32 too.
-        dtype = random.choice((HALF, BFLOAT) if usual > USUAL["cpu"] else (HALF, BFLOAT, FLOAT))
         shape = (batch, heads, queries, keys)
         tiles = random.choice((None, None, None, "note", "64", "128", "192"))
         scales = (None, None, 1.0, 0.3, 1e-3, 7.0, random.uniform(0.01, 2))
@@ -759,7 +762,7 @@ class Attention:
             queries=queries,
             keys=keys,
             head_dim=head_dim,
-            value_dim=head_dim if chance(random, 0.5) else random.choice(HEAD_DIMS),
+            value_dim=head_dim if chance(random, 0.5) else random.choice(head_dims),
             dtype=dtype,
             query_layout=Layout.draw(random, 3),  # all columns alike would be rounded alike
             key_layout=Layout.draw(random, 3),

@@ -136,14 +136,15 @@ def few_queries_table(rows: list[Row]) -> str:
     head = ["batch", "heads", "queries", "keys", "head dim", "window", OURS, *peers, "speedup"]
     lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
     for case in cases.values():
-        ours = case[OURS]
-        cells = [ours["batch"], f"{ours['heads']}/{int(ours['heads']) // int(ours['group'])}"]
-        cells += [ours[name] for name in ("queries", "keys", "head_dim")]
-        cells.append(ours["window"] if ours["window"] != "0" else "")
+        shape = next(iter(case.values()))
+        cells = [shape["batch"], f"{shape['heads']}/{int(shape['heads']) // int(shape['group'])}"]
+        cells += [shape[name] for name in ("queries", "keys", "head_dim")]
+        cells.append(shape["window"] if shape["window"] != "0" else "")
         for name in (OURS, *peers):
             row = case.get(name)
             cells.append(f"{short(row['microseconds'])} ({row['percent_of_copy']})" if row else "")
-        cells.append(f"{float(ours['of_best']):.2f}×" if ours["of_best"] else "")
+        of_best = case[OURS]["of_best"] if OURS in case else ""
+        cells.append(f"{float(of_best):.2f}×" if of_best else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -185,9 +185,8 @@ def takes_tf32(dtype: torch.dtype) -> bool:
 
 
 def _matmul_takes_tf32() -> bool:
-    return (
-        torch.backends.cuda.matmul.fp32_precision == "tf32"
-    )  # allow_tf32 raises where this is set
+    # allow_tf32 raises where this is set.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # torch.compile compiles again where the setting has changed.
@@ -279,12 +278,17 @@ def _compute_capability(tensor: Tensor, least: tuple[int, int]) -> Reason | None
 _capabilities: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
 
 
-def _too_old_capability(index: int, least: tuple[int, int]) -> str | None:
-    """The compute capability of a GPU whose kernels are for an earlier one than `least`."""
+def _capabilities_of(index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The compute capability of a GPU, and that of the kernels that serve it."""
     if index not in _capabilities:
         of_gpu = torch.cuda.get_device_capability(index)
         _capabilities[index] = of_gpu, library.capability(index) or of_gpu
-    of_gpu, of_kernels = _capabilities[index]
+    return _capabilities[index]
+
+
+def _too_old_capability(index: int, least: tuple[int, int]) -> str | None:
+    """The compute capability of a GPU whose kernels are for an earlier one than `least`."""
+    of_gpu, of_kernels = _capabilities_of(index)
     if of_kernels >= least:
         return None
     if of_kernels == of_gpu:
@@ -340,31 +344,40 @@ def _head_dims(query: Tensor, value: Tensor, dropout: float) -> tuple[Reason | N
     most = _attention_limit("kMaxHeadDim")
     if sizes[0] <= most and sizes[1] <= most:
         return ()
+    wide = _attention_limit("kMaxWideHeadDim"), _attention_limit("kMaxWideValueDim")
     without = _no_wide_heads(query, dropout)
-    if without is None:
-        wide = _attention_limit("kMaxWideHeadDim"), _attention_limit("kMaxWideValueDim")
-        return tuple(map(_count, names, sizes, wide))
     return tuple(
-        Reason(name, str(size), f"at most {most} {without}")
-        for name, size in zip(names, sizes, strict=True)
-        if size > most
+        _count(name, size, largest)
+        or (
+            Reason(name, str(size), f"at most {most} {without}")
+            if without and size > most
+            else None
+        )
+        for name, size, largest in zip(names, sizes, wide, strict=True)
     )
 
 
 def _no_wide_heads(query: Tensor, dropout: float) -> str | None:
-    """Where head dimensions beyond kMaxHeadDim have no kernel: it is one for inference."""
-    if torch.is_grad_enabled():
-        return "while gradients are enabled (see torch.no_grad)"
+    """Where head dimensions beyond kMaxHeadDim have no kernel: it is one for inference.
+
+    What is harder to change comes first.
+    """
+    if query.is_cuda and not _has_wide_heads(query.device.index):
+        served = " and ".join(f"{major}.x" for major in _wide_majors())
+        return f"but on compute capability {served}"
     if dropout:
         return "with dropout"
-    if query.is_cuda and not _has_wide_heads(query.device.index):
-        return "on GPUs of this compute capability"
+    if torch.is_grad_enabled():
+        return "while gradients are enabled (see torch.no_grad)"
     return None
 
 
 def _has_wide_heads(index: int) -> bool:
-    first, last = (_attention_limit(name) for name in ("kFirstWideMajor", "kLastWideMajor"))
-    return first <= torch.cuda.get_device_capability(index)[0] <= last
+    return _capabilities_of(index)[1][0] in _wide_majors()
+
+
+def _wide_majors() -> range:
+    return range(_attention_limit("kFirstWideMajor"), _attention_limit("kLastWideMajor") + 1)
 
 
 _has_wide_heads._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load

@@ -1,7 +1,6 @@
 """Random tensors, and what else the tests of both families share."""
 
 import ctypes
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 import megasoftmax
 from megasoftmax import dispatch, host
 from megasoftmax.build import library
+from megasoftmax.limits import kernel_limits
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32]
@@ -118,8 +118,16 @@ def _binary() -> ctypes.CDLL:
 
 
 def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
-    fused = True if device == "cuda" and dtype in HALVES else None
-    return functools.partial(megasoftmax.attention, fused=fused)
+    """Attention that must run fused on a GPU, in all types and head dimensions of kernels."""
+    most = None if dtype in HALVES else kernel_limits().attention["kMaxFloatHeadDim"]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        widest = max(query.shape[-1], value.shape[-1])
+        is_taken = dtype in dispatch.DTYPES and (most is None or widest <= most)
+        fused = True if device == "cuda" and is_taken else None
+        return megasoftmax.attention(query, key, value, **options, fused=fused)
+
+    return attention
 
 
 def dtypes_on(device: str) -> list[torch.dtype]:

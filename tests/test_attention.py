@@ -538,7 +538,8 @@ def test_wide_heads_of_inference(
     lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Of latent attention: values may be the first columns of keys."""
-    if torch.cuda.get_device_capability()[0] not in (9, 10):
+    major, _ = acted_capability() or torch.cuda.get_device_capability()
+    if major not in (9, 10):
         pytest.skip("its blocks need the shared memory of 9.0 and 10.x")
     queries, keys = lengths
     shape = {"batch": 2, "heads": heads, "lengths": lengths, "dims": dims}
@@ -1231,9 +1232,10 @@ def test_scales(scale: float, device: str) -> None:
 
 
 def test_default_scale(device: str) -> None:
-    q, k, v = tensors(device, dtypes_on(device)[0])
-    function = attention_on(device, q.dtype)
-    assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
+    for dtype in dtypes_on(device):
+        q, k, v = tensors(device, dtype)
+        function = attention_on(device, dtype)
+        assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
 
 
 @pytest.mark.parametrize("lse_gradient", [False, True])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import AttnMaskType, FusedScaleMaskSoftmax, RelativeBias, dispatch, functional
+from megasoftmax.limits import kernel_limits
 
 CASTS = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -131,14 +132,20 @@ def test_autocast_of_another_device_changes_nothing():
 
 
 def test_why_not_fused_answers_for_what_autocast_makes(device, monkeypatch):
-    """Kernels take no float32, but what autocast makes of it."""
+    """Kernels take no such head dimensions in float32, but in the 16 bits that autocast makes."""
     for name in ("_device", "_compiled_part", "_compute_capability"):
         monkeypatch.setattr(dispatch, name, lambda *given: None)
-    inputs = states(device, *[torch.float32] * 3)
-    ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, *inputs)
-    assert [reason.constraint for reason in ask()] == ["dtype"]
+    most = kernel_limits().attention["kMaxFloatHeadDim"]
+    query = normal(2, 3, 4, most + 1, device=device)
+    ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, query, query, query)
+    assert [reason.actual for reason in ask()] == [str(most + 1)] * 2
     with torch.autocast(device, torch.bfloat16):
         assert ask() == ()
+    double = query.double()
+    ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, *[double] * 3)
+    for enabled in (False, True):  # float64 stays
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            assert "dtype" in [reason.constraint for reason in ask()]
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -466,6 +466,11 @@ def _touch(path):
     return path
 
 
+def test_library_of_other_sources_tells_no_capability(monkeypatch):
+    monkeypatch.setattr(library, "_loaded", Status(True, Path("libc.so.6")))
+    assert library.capability(0) is None
+
+
 def test_cache_is_private(cached):
     assert library.status() == Status(True, cached)
     assert stat.S_IMODE(cached.parent.stat().st_mode) == 0o700

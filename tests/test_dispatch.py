@@ -1,6 +1,7 @@
 """Which calls run fused, and the reasons of those that do not."""
 
 import dataclasses
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -410,8 +411,40 @@ def test_wide_heads_are_for_inference(as_if_fused):
         assert attention_names(*tensors) == []
         assert attention_names(*attention_tensors(dims=(8, wide[1]), dtype=torch.float16)) == []
         assert attention_names(*tensors, dropout=0.5) == both
-        more = attention_tensors(dims=(wide[0] + 1, wide[1] + 1), dtype=torch.float16)
-        assert attention_names(*more) == both
+    more = attention_tensors(dims=(wide[0] + 1, wide[1] + 1), dtype=torch.float16)
+    for enabled in (False, True):  # torch.no_grad would not help
+        with torch.set_grad_enabled(enabled):
+            reasons = why_not_fused(megasoftmax.attention, *more)
+        assert [reason.limit for reason in reasons] == [f"at most {most}" for most in wide]
+
+
+@pytest.mark.parametrize(
+    ("of_gpu", "of_kernels", "is_served"),
+    [
+        ((8, 6), (8, 6), False),
+        ((9, 0), (9, 0), True),
+        ((9, 0), (8, 6), False),
+        ((9, 0), None, True),
+        ((10, 3), (10, 3), True),
+        ((12, 0), (12, 0), False),
+    ],
+)
+def test_wide_heads_are_for_some_gpus(capabilities, of_gpu, of_kernels, is_served):
+    """That their kernels are missing is said before what a call could change."""
+    capabilities(of_gpu, of_kernels)
+    device = SimpleNamespace(index=1)
+    query = SimpleNamespace(
+        is_cuda=True, device=device, dtype=torch.float16, shape=(1, 1, 1, MAX_HEAD_DIM + 1)
+    )
+    value = torch.zeros(1, 1, 1, 8)
+    for enabled, dropout in itertools.product((False, True), (0.0, 0.5)):
+        with torch.set_grad_enabled(enabled):
+            found = [each for each in dispatch._head_dims(query, value, dropout) if each]
+        if is_served and not enabled and not dropout:
+            assert found == []
+            continue
+        (reason,) = found
+        assert ("but on compute capability 9.x and 10.x" in reason.limit) == (not is_served)
 
 
 @pytest.mark.parametrize("past", [(0, 0), (1, 0), (0, 1)])

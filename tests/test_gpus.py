@@ -263,13 +263,26 @@ def test_attention_is_refused_on_7_5() -> None:
     query = normal(1, 2, 100, 64, device="cuda", dtype=BFLOAT)
     softmax_before = megasoftmax.softmax(query, fused=True)
     note = torch.ones(1, 1, 100, 100, dtype=torch.bool, device="cuda")
+    ops = torch.ops.megasoftmax
+    options = (None, None, 0.125, False, -1, -1, None, None, False)
+    options = (*options, None, None, None, 1, 0.0, None, False)
+    output, statistics = torch.empty_like(query), query.new_empty(3, 1, 2, 100, dtype=FLOAT)
+    passes = {
+        "tile_note": (note, 1, 100, 100),
+        "attention_forward": (query, query, query, *options),
+        "attention_backward": (
+            *(output, None, query, query, query, output, statistics, *options),
+            *(False, False, False),
+        ),
+    }
     with gpu_like("7.5"):
         (reason,) = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
         assert (reason.constraint, reason.limit) == ("compute capability", "at least 8.0")
         assert "7.5" in reason.actual
         megasoftmax.attention(query, query, query)  # in plain torch, by C++ or Python
-        with pytest.raises(RuntimeError, match=r"compute capability: expected at least 8\.0"):
-            torch.ops.megasoftmax.tile_note(note, 1, 100, 100)
+        for name, arguments in passes.items():
+            with pytest.raises(RuntimeError, match=r"compute capability: expected at least 8\.0"):
+                getattr(ops, name)(*arguments)
         torch.testing.assert_close(megasoftmax.softmax(query, fused=True), softmax_before)
     if why_no_attention() is None:  # on this GPU
         assert megasoftmax.why_not_fused(megasoftmax.attention, query, query, query) == ()

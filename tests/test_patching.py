@@ -43,6 +43,7 @@ from megasoftmax.integrations import families, serving
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import Served, configure, patch_model
 from megasoftmax.integrations.trainer import MegasoftmaxCallback
+from megasoftmax.limits import kernel_limits
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
@@ -557,10 +558,13 @@ def test_callback_reports_the_types_of_autocast(options, capsys):
     arguments.device = torch.device("cpu")
     callback = MegasoftmaxCallback()
     is_first = SimpleNamespace(is_world_process_zero=True)
-    callback.on_train_begin(arguments, is_first, None, model=MODELS["llama"]())
+    model = MODELS["llama"]()
+    for layer in model.model.layers:  # more than kernels take in float32
+        layer.self_attn.head_dim = kernel_limits().attention["kMaxFloatHeadDim"] + 1
+    callback.on_train_begin(arguments, is_first, None, model=model)
     printed = capsys.readouterr().out
     assert "self_attn (2): SDPA: device" in printed
-    assert ("got torch.float32" in printed) == (not options)
+    assert ("head dimension of value in float32" in printed) == (not options)
 
 
 class Fails(TrainerCallback):

@@ -72,15 +72,20 @@ status._dynamo_marked_constant = True  # type: ignore[attr-defined]  # likewise
 
 
 def capability(index: int) -> tuple[int, int] | None:
-    """The compute capability whose kernels serve a GPU; None without a compiled part.
+    """The compute capability whose kernels serve a GPU.
 
-    It is not the GPU's own where the compiled part has code for 7.5 alone.
+    It is not the GPU's own where the compiled part has code for 7.5 alone. None without a compiled
+    part, or where that is of other sources and does not tell.
     """
     found = load()
     if found.path is None:
         return None
+    try:
+        ask = ctypes.CDLL(str(found.path)).megasoftmax_capability
+    except AttributeError:
+        return None
     with torch.cuda.device(index):
-        major, minor = divmod(ctypes.CDLL(str(found.path)).megasoftmax_capability(), 10)
+        major, minor = divmod(ask(), 10)
     return major, minor
 
 
