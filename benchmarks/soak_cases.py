@@ -736,21 +736,21 @@ class Attention:
         batch = random.choice((1, 1, 2, 3, 4, 6))
         pairs = max(most // (batch * heads), 16)
         longest = max(pairs // 64, 64)  # keys and values are tensors too
-        dtype = random.choice((HALF, BFLOAT, FLOAT))
-        # Kernels take all of these head dimensions in 16 bits; the reference takes float32 too.
-        most_dim = MAX_FLOAT_HEAD_DIM if dtype == FLOAT and usual > USUAL["cpu"] else MAX_HEAD_DIM
-        head_dims = [dim for dim in HEAD_DIMS if dim <= most_dim]
-        head_dim = random.choice(head_dims)
+        head_dim = random.choice(HEAD_DIMS)
         if few == "queries":  # as in decoding
             queries = random.randint(1, 16)
             keys = draw_size(random, min(pairs, longest))
         elif few == "keys":  # sums over many queries
             batch, key_heads, heads = 1, 1, random.choice((1, 2, 3))
-            keys, head_dim = 16, min(160, most_dim)
+            keys, head_dim = 16, 160
             queries = min(max(most, usual // 2) // (heads * keys), 20000)
         else:
             keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
             queries = draw_size(random, min(pairs // keys, 3000))
+        dtype, head_dims = random.choice((HALF, BFLOAT, FLOAT)), HEAD_DIMS
+        if dtype == FLOAT and usual > USUAL["cpu"]:  # kernels take fewer than the reference
+            head_dims = tuple(dim for dim in HEAD_DIMS if dim <= MAX_FLOAT_HEAD_DIM)
+            head_dim = min(head_dim, head_dims[-1])
         shape = (batch, heads, queries, keys)
         tiles = random.choice((None, None, None, "note", "64", "128", "192"))
         scales = (None, None, 1.0, 0.3, 1e-3, 7.0, random.uniform(0.01, 2))

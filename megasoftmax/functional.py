@@ -509,9 +509,9 @@ def attention(
 
     Args:
         query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
-            strides. Kernels take all but float64, and head dimensions up to 256, of float32 up to
-            128, or of 16-bit types for inference on compute capability 9.0 and 10.x up to 576, and
-            512 of values (see `why_not_fused`).
+            strides. Kernels take all but float64. In 16 bits they take head dimensions up to 256,
+            and in float32 up to 128. For inference in 16 bits on compute capability 9.0 and 10.x
+            they take up to 576, and 512 of values (see `why_not_fused`).
             Of query, key and value they copy what does not consist of dense rows that begin at
             multiples of 16 bytes.
         key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query

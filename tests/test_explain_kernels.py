@@ -362,7 +362,7 @@ def test_time_of_attention_is_the_longer_one() -> None:
     [
         ({"queries": 0}, "queries: expected at least 1, got 0"),
         ({"key_heads": 3}, "key_heads: expected a divisor of 4 heads, got 3"),
-        ({"head_dim": 257}, "head_dim: expected at most 256, got 257"),
+        ({"head_dim": 257}, "head_dim: expected at most 256, got 257; the kernel of larger"),
         ({"value_dim": 264}, "value_dim: expected at most 256, got 264"),
         ({"keys": 2**31}, "queries and keys: expected at most"),
         ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),

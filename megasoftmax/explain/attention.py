@@ -285,10 +285,12 @@ def _check(
     if is_stray_gradient:
         raise ValueError("bias_gradient: only the backward pass of a bias computes it")
     constants = kernel_limits().attention
-    most = constants["kMaxFloatHeadDim" if dtype == torch.float32 else "kMaxHeadDim"]
+    is_float = dtype == torch.float32
+    most = constants["kMaxFloatHeadDim" if is_float else "kMaxHeadDim"]
+    wide = "" if is_float else "; the kernel of larger ones, for inference, is not described"
     for name in ("head_dim", "value_dim"):
         if counts[name] > most:
-            raise ValueError(f"{name}: expected at most {most}, got {counts[name]}")
+            raise ValueError(f"{name}: expected at most {most}, got {counts[name]}{wide}")
     if counts["queries"] + counts["keys"] > constants["kMaxPositions"]:
         raise ValueError(
             f"queries and keys: expected at most {constants['kMaxPositions']:,} together"

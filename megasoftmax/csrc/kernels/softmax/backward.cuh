@@ -135,7 +135,8 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const float d = finish_dot(params, row, index.head, owner.sum(mine) * factor,
                                owner.thread() == 0 && is_row);
     if (!is_row) continue;
-    // Zeros leave with the gradients beside them, so that memory gets whole lines at a time.
+    // Except in narrow rows, zeros leave with the gradients beside them, so that memory gets
+    // whole lines at a time.
     with_dtype(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, first_element, columns,

@@ -90,7 +90,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
-  // Zeros leave with the probabilities beside them, so that memory gets whole lines at a time.
+  // Except in narrow rows, zeros leave with the probabilities beside them, so that memory gets
+  // whole lines at a time.
   with_dtype(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
