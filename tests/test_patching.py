@@ -244,7 +244,7 @@ def test_report_of_fused_attention(monkeypatch):
 def test_report_on_a_gpu():
     model = MODELS["llama"]().to("cuda", torch.bfloat16)
     assert set(patch_model(model).report.values()) == {Served("attention")}
-    assert patch_model(model.float()).report["model.layers.0.self_attn"].runs == "softmax"
+    assert set(patch_model(model.float()).report.values()) == {Served("attention")}
 
 
 # What cannot be served
