@@ -114,7 +114,10 @@ def attention(
         1 / torch.finfo(query.dtype).eps
     )
     rounding = _size(p, query.dtype) if query.dtype in HALVES else noise_of_p
-    weight_noise = torch.where(p == 0, 0.0, torch.maximum(rounding, noise_of_p))
+    weight_noise = torch.maximum(rounding, noise_of_p)
+    if query.is_cuda and query.dtype == torch.float32:
+        weight_noise = torch.maximum(weight_noise, _size(p, query.dtype))  # the smallest are 0
+    weight_noise = torch.where(p == 0, 0.0, weight_noise)
     output = p @ v
     own = _size(output, query.dtype)
     noise = (weight_noise.square() @ v.square() + own.square()).sqrt()
