@@ -91,19 +91,19 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
-// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias; cuDNN has
-// 465 and 665.
+// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias. For 64, 128,
+// 192 and 256 cuDNN has 464, 669, 703 and 726.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
     {           48,    48,          3,  128,  32, 160,            2,         true},
-    {           64,    64,          3,  128,  32, 160,            2,         true},  // 430
+    {           64,    64,          3,  128,  32, 160,            2,         true},  // 466
     {           80,    80,          2,  128,  40, 232,            1,         true},
     {           96,    96,          2,  128,  40, 232,            1,         true},
-    {          128,   128,          2,  128,  40, 232,            1,         true},  // 593
+    {          128,   128,          2,  128,  40, 232,            1,         true},  // 642
     {          192,   128,          2,  128,  40, 232,            0,        false},
-    {          192,   192,          2,   64,  40, 232,            1,         true},
-    {          256,   256,          2,   64,  40, 232,            1,        false},
+    {          192,   192,          2,   64,  40, 232,            1,         true},  // 661
+    {          256,   256,          2,   64,  40, 232,            1,        false},  // 721
 };
 // clang-format on
 
@@ -133,18 +133,19 @@ struct AttentionHopperBackwardTile {
 // So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
 // them is a power of 2, for equal parts of a tile.
 inline constexpr int kMaxBiasCluster = 8;
-// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 460 and 595.
+// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 456, 600, 419
+// and 479.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others)
     {           48,    48,     128,  24, 240},
-    {           64,    64,     128,  24, 240},  // 420
+    {           64,    64,     128,  24, 240},  // 440
     {           80,    80,      64,  24, 240},
     {           96,    96,      64,  24, 240},
-    {          128,   128,      64,  24, 240},  // 556
+    {          128,   128,      64,  24, 240},  // 563
     {          192,   128,      64,  72, 216},
-    {          192,   192,      64,  72, 216},
-    {          256,   256,      64,  72, 216},
+    {          192,   192,      64,  72, 216},  // 461
+    {          256,   256,      64,  72, 216},  // 465
 };
 // clang-format on
 
