@@ -91,8 +91,8 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
-// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias. For 64, 128,
-// 192 and 256 cuDNN has 464, 669, 703 and 726.
+// The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias. For 64 and
+// 128 cuDNN has 464 and 669.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
@@ -102,8 +102,8 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     {           96,    96,          2,  128,  40, 232,            1,         true},
     {          128,   128,          2,  128,  40, 232,            1,         true},  // 642
     {          192,   128,          2,  128,  40, 232,            0,        false},
-    {          192,   192,          2,   64,  40, 232,            1,         true},  // 661
-    {          256,   256,          2,   64,  40, 232,            1,        false},  // 721
+    {          192,   192,          2,   64,  40, 232,            1,         true},
+    {          256,   256,          2,   64,  40, 232,            1,        false},
 };
 // clang-format on
 
@@ -133,8 +133,7 @@ struct AttentionHopperBackwardTile {
 // So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
 // them is a power of 2, for equal parts of a tile.
 inline constexpr int kMaxBiasCluster = 8;
-// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 456, 600, 419
-// and 479.
+// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 456 and 600.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others)
@@ -144,14 +143,13 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     {           96,    96,      64,  24, 240},
     {          128,   128,      64,  24, 240},  // 563
     {          192,   128,      64,  72, 216},
-    {          192,   192,      64,  72, 216},  // 461
-    {          256,   256,      64,  72, 216},  // 465
+    {          192,   192,      64,  72, 216},
+    {          256,   256,      64,  72, 216},
 };
 // clang-format on
 
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
-// at a time, through a ring of kDecodeStages steps. On an H200 one block on a multiprocessor for
-// head dimensions above 64 is 3 to 25% faster than two with half of the warps and rings of 3 steps.
+// at a time, through a ring of kDecodeStages steps.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 2;
 // Where a block has no room for so many, half as many.
 constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }

@@ -62,16 +62,20 @@ __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   return bytes;
 }
 
-// Over all lanes of a warp, for all of them.
+// Over all lanes of a warp, for all of them. Integers have instructions from 8.0 on.
+template <class Number, class Operation>
+__device__ inline Number over_lanes(Number x, Operation&& operation) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x = operation(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
 template <class Integer>
 __device__ inline Integer largest_of_lanes(Integer x) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(~0u, x);
 #else
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    x = max(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
+  return over_lanes(x, [](Integer a, Integer b) { return max(a, b); });
 #endif
 }
 template <class Integer>
@@ -79,10 +83,7 @@ __device__ inline Integer smallest_of_lanes(Integer x) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_min_sync(~0u, x);
 #else
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    x = min(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
+  return over_lanes(x, [](Integer a, Integer b) { return min(a, b); });
 #endif
 }
 template <class Integer>
@@ -90,9 +91,7 @@ __device__ inline Integer sum_of_lanes(Integer x) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_add_sync(~0u, x);
 #else
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
+  return over_lanes(x, [](Integer a, Integer b) { return a + b; });
 #endif
 }
 

@@ -379,6 +379,27 @@ struct SumsOverBlocks {
   }
 };
 
+// By one thread: starts to copy the keys and values of a block.
+template <class Memory>
+__device__ __forceinline__ void start_copy_of_keys(const Memory& memory,
+                                                   const BackwardTensorMaps& maps, int first_key,
+                                                   int key_head, int batch) {
+  const Barrier there = memory.keys_are_there();
+  there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
+  start_copy_of_panels<Memory::kPanels>(memory.keys(), maps.key, there, Memory::kKeys, first_key,
+                                        key_head, batch);
+  start_copy_of_panels<Memory::kValuePanels>(memory.values(), maps.value, there, Memory::kKeys,
+                                             first_key, key_head, batch);
+}
+
+// Of a weight, which is negative where dropout drops it, and of its gradient.
+template <bool kIsPlain>
+__device__ __forceinline__ float score_gradient(float gradient, float weight, float delta,
+                                                float dropout_factor) {
+  if constexpr (kIsPlain) return (gradient - delta) * weight;
+  return fmaf(weight < 0.f ? 0.f : gradient, dropout_factor, -delta) * fabsf(weight);
+}
+
 template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
 __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
@@ -554,14 +575,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
     const bool is_first = threadIdx.x == 0;
     constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
-    if (is_first) {
-      const Barrier there = memory.keys_are_there();
-      there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
-      start_copy_of_panels<kPanels>(memory.keys(), maps.key, there, kKeys, first_key, key_head,
-                                    batch);
-      start_copy_of_panels<kValuePanels>(memory.values(), maps.value, there, kKeys, first_key,
-                                         key_head, batch);
-    }
+    if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     int step = 0;
     for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
       const int head = tiles.head, query = tiles.query;
@@ -744,12 +758,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
       for (int i = column % 2; i < 4; i += 2) {
         const float weight = weights[column / 2][i];
         float& gradient = gradients[column / 2][i];
-        if constexpr (kIsPlain) {
-          gradient = (gradient - delta) * weight;
-        } else {
-          gradient =
-              fmaf(weight < 0.f ? 0.f : gradient, params.dropout.factor, -delta) * fabsf(weight);
-        }
+        gradient = score_gradient<kIsPlain>(gradient, weight, delta, params.dropout.factor);
       }
     }
     // As in sm80/backward_tile.cuh.

@@ -161,9 +161,7 @@ __device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
                                                const uint32_t (&rounded)[4][4], uint32_t rows) {
   const uint64_t b = matrix_at(rows, 64 * 128);
   begin_products();
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-    start_product<T>(sum, rounded[step], moved(b, step * 16 * 128));
+  start_sum_of_products<T>(sum, rounded, b);
   end_products();
 }
 
@@ -206,14 +204,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   if (warpgroup == 0) {
     give_registers<Memory::kTile.copier_registers>();
     const bool is_first = threadIdx.x == 0;
-    if (is_first) {
-      const Barrier there = memory.keys_are_there();
-      there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
-      start_copy_of_panels<kPanels>(memory.keys(), maps.key, there, kKeys, first_key, key_head,
-                                    batch);
-      start_copy_of_panels<kValuePanels>(memory.values(), maps.value, there, kKeys, first_key,
-                                         key_head, batch);
-    }
+    if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
     QueryTiles<kKeys, kQueries, kIsPlain> copied = tiles;
     const auto copy_next = [&](int stage) {
@@ -418,12 +409,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         for (int i = column % 2; i < 4; i += 2) {
           const float weight = eights[column / 4][column / 2 % 2 * 4 + i] * (1 / kPassedWeight);
           float& gradient = gradients[column / 2][i];
-          if constexpr (kIsPlain) {
-            gradient = (gradient - delta) * weight;
-          } else {
-            gradient =
-                fmaf(weight < 0.f ? 0.f : gradient, params.dropout.factor, -delta) * fabsf(weight);
-          }
+          gradient = score_gradient<kIsPlain>(gradient, weight, delta, params.dropout.factor);
         }
       }
       // As in sm80/backward_tile.cuh.
