@@ -23,11 +23,6 @@ struct Element {
   int m, n, i;
 };
 
-// The same in all lanes; 0 without dropout. All lanes of the warp must come here.
-__device__ inline uint64_t seed_of(const Dropout& dropout) {
-  return uniform(static_cast<uint64_t>(dropout.seed == nullptr ? int64_t{0} : __ldg(dropout.seed)));
-}
-
 // Of a head. Queries are in rows, or in columns.
 template <bool kKeysInRows>
 class Dropping {
@@ -36,11 +31,9 @@ class Dropping {
 
   // All lanes of the warp must come here.
   __device__ Dropping(const AttentionParams& params, int batch, int head)
-      : Dropping(params, batch, head, seed_of(params.dropout)) {}
-  __device__ Dropping(const AttentionParams& params, int batch, int head, uint64_t seed)
       : least(params.dropout.threshold * 0x10001),
         head_(static_cast<uint32_t>(batch * params.heads + head)),
-        seed_(seed) {}
+        seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))) {}
 
   // Of this lane's first pair of 16 queries and 32 keys, and of those further on. The first query
   // is a multiple of 16, the first key too: the lane changes nothing but the place.

@@ -448,9 +448,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
-  // Once: each tile would wait for it.
-  const uint64_t seed = kIsPlain ? 0 : seed_of(params.dropout);
-
   int number;
   for (int done = 0; may_come(done, number); ++work.turn) {
     if (kIsPlain && !work.is_left()) continue;
@@ -563,48 +560,36 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // What a tile excludes, if it does: found while products run, but where a bias needs the
-    // registers and only length and window exclude.
-    constexpr bool kFindsAhead = !kIsPlain || !kHasBias;
-    Excluded<1, kN> excluded;
-    bool excludes;
-    const auto find_excluded = [&](const Tiles& tiles) {
-      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
-      excluded = {};
-      excludes = is_cut || tiles.may_exclude();
-      if (!excludes) return;
-      if constexpr (kIsPlain) {
-        excluded.template find<false, true>(params, block.batch, block.head, warp_query, tiles.key,
-                                            is_cut);
-      } else {
-        if (is_cut) {
-          const KeyRange* const rows =
-              assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
-          const KeyRange ranges[2] = {rows[0], rows[8]};
-          excluded.add_words([&](int half, int word) {
-            return bits_outside(ranges[half], tiles.key + 32 * word);
-          });
-        }
-        excluded.add_words([&](int half, int word) { return masked[half][word]; });
-      }
-    };
     // Scores become weights; the output before is to be scaled by `factors`.
     const auto weigh = [&](const Tiles& tiles) {
       release(memory.keys_are_used(tiles.step % kStages));
       if constexpr (kHasBias) add_bias_of(tiles);
-      if constexpr (!kFindsAhead) find_excluded(tiles);
-      if (excludes) excluded.apply(scores, -INFINITY);
+      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
+      if (is_cut || tiles.may_exclude()) {
+        Excluded<1, kN> excluded;
+        if constexpr (kIsPlain) {
+          excluded.template find<false, true>(params, block.batch, block.head, warp_query,
+                                              tiles.key, is_cut);
+        } else {
+          if (is_cut) {
+            const KeyRange* const rows =
+                assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
+            const KeyRange ranges[2] = {rows[0], rows[8]};
+            excluded.add_words([&](int half, int word) {
+              return bits_outside(ranges[half], tiles.key + 32 * word);
+            });
+          }
+          excluded.add_words([&](int half, int word) { return masked[half][word]; });
+        }
+        excluded.apply(scores, -INFINITY);
+      }
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
       if constexpr (kHasBias && !kReleasesBiasFirst)
         release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
-    };
-    // Of weights, where there is room for their bits: no weights of the step before are multiplied
-    // any more.
-    const auto drop = [&](const Tiles& tiles) {
       if (!kIsPlain && params.dropout.seed != nullptr) {
-        const Dropping<false> dropping(params, block.batch, block.head, seed);
+        const Dropping<false> dropping(params, block.batch, block.head);
         dropping.template for_each_word<1, kN>(
             warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
               clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
@@ -653,11 +638,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
-      if constexpr (kFindsAhead) find_excluded(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
-      drop(tiles);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
            tiles.advance(params, block, assigned)) {
@@ -667,7 +650,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
-        if constexpr (kFindsAhead) find_excluded(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         weigh(tiles);
@@ -679,7 +661,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
         }
-        drop(tiles);
         round_weights();
       }
       release_queries();
