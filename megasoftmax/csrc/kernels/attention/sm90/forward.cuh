@@ -46,7 +46,7 @@ struct AssignedTile {
       for (int half = 0; half < 2; ++half) {
         const int row = group * 64 + half * 32 + lane, query = block.first_query + row;
         KeyRange range{0, 0};
-        if (query < params.queries) {
+        if (query >= 0 && query < params.queries) {
           range = visible_keys(params, block.batch, block.head, query);
           if (range.begin < range.end) {
             first = min(first, range.begin);
@@ -172,6 +172,7 @@ struct QueriesOfBlock : TileOfQueries {
 
   __device__ QueriesOfBlock(const AttentionForwardParams& params, int queries_per_tile, int number)
       : TileOfQueries(params, queries_per_tile, number) {
+    first_query -= params.lead;
     if (!kMayShare || params.heads_of_block == 1) return;
     const int group = static_cast<int>(params.heads_per_key_head.divisor);
     int key_head, before;
@@ -184,10 +185,11 @@ struct QueriesOfBlock : TileOfQueries {
   __device__ int head_of(int warpgroup) const {
     return kMayShare && heads > 0 ? head + min(warpgroup, heads - 1) : head;
   }
-  // The first one; it may lie beyond the tensor.
+  // The first one. Of a warpgroup that has none it lies beyond the tensor.
   __device__ int query_of(const AttentionForwardParams& params, int warpgroup) const {
     if (kMayShare && heads > 0) return warpgroup < heads ? 0 : params.queries;
-    return first_query + 64 * warpgroup;
+    const int query = first_query + 64 * warpgroup;
+    return query < 0 ? params.queries : query;
   }
 };
 
@@ -205,7 +207,8 @@ class TilesOfBlock {
     KeyRange seen;
     if constexpr (kIsPlain) {
       const int last_query = min(block.first_query + kQueries, params.queries) - 1;
-      seen = {visible_keys(params, block.first_query).begin, visible_keys(params, last_query).end};
+      seen = {visible_keys(params, max(block.first_query, 0)).begin,
+              visible_keys(params, last_query).end};
     } else {
       seen = {assigned.next(0), assigned.end()};
     }
@@ -246,18 +249,22 @@ class TilesOfBlock {
   [[maybe_unused]] KeyTiles<kQueries> tiles_;
 };
 
-// The tiles of queries of a block: all blocks take them in turn, every other turn in reverse, since
-// causal tiles become shorter. What a mask or ranges leave of a tile is not known before: then a
-// block takes the next one when it is done with one, which it counts in global memory.
+// The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
+// other turn is in reverse. Else only the first tile of a head may be shorter: each turn is moved
+// by one, so that no block gets the first ones of all heads. What a mask or ranges leave of a tile
+// is not known before: then a block takes the next one when it is done with one, which it counts in
+// global memory.
 class WorkOfBlock {
  public:
   int turn = 0;
 
   __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
-      : count_(static_cast<int>(params.order.tiles * params.key_heads *
+      : is_even_(params.window_left < 0 && params.window_right < 0),
+        count_(static_cast<int>(params.order.tiles * params.key_heads *
                                 params.blocks_of_heads.divisor * params.batches)) {}
   __device__ int number() const {
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    if (is_even_) return turn * blocks + (block + turn) % blocks;
     return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
   }
   __device__ bool is_left() const { return number() < count_; }
@@ -274,6 +281,7 @@ class WorkOfBlock {
   __device__ bool has(uint32_t number) const { return number < static_cast<uint32_t>(count_); }
 
  private:
+  bool is_even_;
   int count_;
 };
 
@@ -373,7 +381,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         const bool is_left = work.has(number);
         if (is_left) {
           following = work.next(params);
-          assigned.find(params, TileOfQueries(params, kQueries, static_cast<int>(number)));
+          assigned.find(params, Block(params, kQueries, static_cast<int>(number)));
         }
         if (is_first) assigned.number = is_left ? static_cast<int>(number) : -1;
         __syncwarp();  // all lanes have written theirs
@@ -414,7 +422,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           there.arrive_and_expect(Memory::kBiasBytes);
           for (int panel = 0; panel < kKeys / 64; ++panel)
             start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
-                              there, key + 64 * panel, block.first_query + 64 * i, bias_head,
+                              there, key + 64 * panel, block.query_of(params, i), bias_head,
                               bias_batch);
         }
       };
