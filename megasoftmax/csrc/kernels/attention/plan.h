@@ -286,18 +286,11 @@ inline bool shares_blocks(const AttentionParams& params) {
   return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfSharedBlocks * tile.keys;
 }
 
-// Do blocks count the tiles that they take?
-inline bool counts_tiles(const AttentionForwardParams& params) {
-  return params.tiles_taken != nullptr;
-}
-inline bool counts_tiles(const AttentionBackwardParams&) { return false; }
-
 // Heads of all batches whose tiles lie side by side, for TileOrder. `heads` and `batches` are those
 // of the grid: those of the bias where its gradient is made in order, for example. Batches that
 // share a dense bias stay together, so that it is read from device memory once. Where tiles of a
 // head differ in length there are more: of each head the tiles read `bytes_of_head` again and
-// again, and half of the L2 cache has to hold them; where each query has a range of its own,
-// as in packed sequences, they read a part at a time, a quarter is taken.
+// again, and half of the L2 cache has to hold them.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
                                 int64_t bytes_of_head, int cache_bytes) {
   const bool shares_bias =
@@ -305,8 +298,7 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   const bool is_even = params.window_left < 0 && params.window_right < 0 &&
                        params.note.words == nullptr && !params.visible.are_given();
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
-  const int64_t read = params.visible.first.query_stride != 0 ? bytes_of_head / 4 : bytes_of_head;
-  const int64_t held = is_even ? 1 : cache_bytes / 2 / std::max<int64_t>(read, 1);
+  const int64_t held = is_even ? 1 : cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));
   while (count % most != 0) --most;
   return most * together;

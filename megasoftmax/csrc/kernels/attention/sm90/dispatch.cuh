@@ -32,8 +32,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
   // Blocks that take several tiles in turn get all lengths of them without sections.
-  const bool in_turn = blocks < items && !counts_tiles(params);
-  const int cache_bytes = in_turn ? 0 : current_device().cache_bytes;
+  const int cache_bytes = blocks == items ? current_device().cache_bytes : 0;
   params.order = TileOrder(
       tiles, params.batches,
       heads_of_section(params, heads, params.batches, bytes_of_head(params), cache_bytes));
@@ -111,10 +110,6 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
         launched.row_tiles = Divider(row_tiles);
         launched.heads_of_block = hopper_heads_of_block(params, Memory::kTile);
         launched.blocks_of_heads = Divider(heads / params.key_heads);
-        // A note of a mask is of tiles from the first query on.
-        if (params.splits == 1 && launched.heads_of_block == 1 && params.note.words == nullptr)
-          launched.lead =
-              static_cast<int>(row_tiles) * Memory::kQueries - 64 * divide_up(params.queries, 64);
         if (tiles * heads * params.batches <= most_blocks)
           launched.tiles_taken = nullptr;  // each block has one
         if (launched.tiles_taken != nullptr)

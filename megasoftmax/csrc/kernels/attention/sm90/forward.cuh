@@ -256,32 +256,33 @@ class TilesOfBlock {
 // global memory.
 class WorkOfBlock {
  public:
-  int turn = 0;
-
   __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
       : is_even_(params.window_left < 0 && params.window_right < 0),
+        place_(static_cast<int>(blockIdx.x)),
         count_(static_cast<int>(params.order.tiles * params.key_heads *
                                 params.blocks_of_heads.divisor * params.batches)) {}
-  __device__ int number() const {
-    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    if (is_even_) return turn * blocks + (block + turn) % blocks;
-    return turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
-  }
+  __device__ int number() const { return first_ + place_; }
   __device__ bool is_left() const { return number() < count_; }
-  __device__ bool may_come() const { return turn * static_cast<int>(gridDim.x) < count_; }
+  __device__ bool may_come() const { return first_ < count_; }
+  __device__ void advance() {
+    const int blocks = static_cast<int>(gridDim.x);
+    first_ += blocks;
+    place_ = !is_even_ ? blocks - 1 - place_ : place_ + 1 < blocks ? place_ + 1 : 0;
+  }
   // The number of the tile of the next turn, or one that is too large. Lane 0 of the copying warp
   // counts, and has it alone.
   __device__ uint32_t next(const AttentionForwardParams& params) const {
     if (params.tiles_taken != nullptr)
       return threadIdx.x == 0 ? gridDim.x + atomicAdd(params.tiles_taken, 1) : 0;
     WorkOfBlock after = *this;
-    ++after.turn;
+    after.advance();
     return after.may_come() ? static_cast<uint32_t>(after.number()) : ~0u;
   }
   __device__ bool has(uint32_t number) const { return number < static_cast<uint32_t>(count_); }
 
  private:
   bool is_even_;
+  int first_ = 0, place_;  // of the turn, and of the block in it
   int count_;
 };
 
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     if (threadIdx.x >= 32) {
       if constexpr (Memory::kIsTable) {
         int number;
-        for (int done = 0; may_come(done, number); ++work.turn, ++done) {
+        for (int done = 0; may_come(done, number); work.advance(), ++done) {
           if (kIsPlain && !work.is_left()) continue;
           const Block block(params, kQueries, kIsPlain ? work.number() : number);
           const auto& assigned = Memory::assignment(shared_memory, done);
@@ -370,7 +371,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     }
     const bool is_first = threadIdx.x == 0;
     uint32_t number = blockIdx.x;
-    for (int done = 0; kIsPlain ? work.may_come() : true; ++work.turn) {
+    for (int done = 0; kIsPlain ? work.may_come() : true; work.advance()) {
       if (kIsPlain && !work.is_left()) continue;
       auto& assigned = Memory::assignment(shared_memory, done);
       [[maybe_unused]] uint32_t following;
@@ -457,7 +458,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
   int number;
-  for (int done = 0; may_come(done, number); ++work.turn) {
+  for (int done = 0; may_come(done, number); work.advance()) {
     if (kIsPlain && !work.is_left()) continue;
     const Block block(params, kQueries, kIsPlain ? work.number() : number);
     const auto& assigned = Memory::assignment(shared_memory, done);
