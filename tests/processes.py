@@ -13,7 +13,12 @@ from megasoftmax import dispatch
 
 Worker = Callable[[int, int, str, Path], Any]
 # What takes seconds to import. A package that is not installed is left out.
-PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "transformers", "megatron.core.models.gpt"]
+PRELOADED = [
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "transformers",
+    "megatron.core.models.gpt",
+]
 
 
 def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
