@@ -245,7 +245,7 @@ def _of_any_call(
     return (
         *_of_any_tensor(scores),
         _dtype(f"dtype of {name}", scores.dtype),
-        None if dtype is None else _dtype("dtype", dtype),
+        None if dtype is None else _result_dtype(dtype, scores.dtype),
         _scale(scale),
     )
 
@@ -305,6 +305,14 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def _dtype(name: str, dtype: torch.dtype) -> Reason | None:
     return None if dtype in DTYPES else Reason(name, str(dtype), "float16, bfloat16 or float32")
+
+
+def _result_dtype(dtype: torch.dtype, of_scores: torch.dtype) -> Reason | None:
+    """Kernels do not turn one 16-bit type into the other."""
+    is_other_half = dtype != of_scores and torch.float32 not in (dtype, of_scores)
+    if is_other_half and dtype in DTYPES and of_scores in DTYPES:
+        return Reason("dtype", str(dtype), f"{of_scores}, as of the scores, or float32")
+    return _dtype("dtype", dtype)
 
 
 def _scale(scale: float) -> Reason | None:

@@ -21,6 +21,11 @@ KEPT_BYTES = 1 << 30  # of the GPU's memory, by a worker between tests
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-like", help="compute capability whose kernels tests take, such as 8.6")
+    parser.addoption(
+        "--fast-float16",
+        action="store_true",
+        help="kernels of float16 are compiled without optimisation, and their spills not looked at",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,13 @@ from megasoftmax.limits import kernel_limits
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32]
+# Of scores and of the probabilities that kernels make of them.
+DTYPES_OF_KERNELS = [
+    (dtype, out)
+    for dtype in DTYPES
+    for out in DTYPES
+    if dtype == out or torch.float32 in (dtype, out)
+]
 
 
 def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

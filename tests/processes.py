@@ -12,6 +12,13 @@ import torch.multiprocessing
 from megasoftmax import dispatch
 
 Worker = Callable[[int, int, str, Path], Any]
+# What takes seconds to import. A package that is not installed is left out.
+PRELOADED = [
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "transformers",
+    "megatron.core.models.gpt",
+]
 
 
 def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
@@ -24,8 +31,14 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
         device: "cpu", see `let_ops_serve_cpus`; or "cuda", of which each process gets its own.
         folder: an empty one for all.
     """
-    torch.multiprocessing.spawn(_run, args=(worker, world, device, folder), nprocs=world)
+    start(_run, (worker, world, device, folder), world)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def start(function: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
+    """Runs function(rank, *args) in so many processes, whose imports one process has made."""
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(function, args, count, start_method="forkserver")
 
 
 def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:

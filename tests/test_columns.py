@@ -7,7 +7,7 @@ import op_checks
 import oracle
 import pytest
 import torch
-from inputs import DTYPES
+from inputs import DTYPES, DTYPES_OF_KERNELS
 from torch import Tensor
 
 import megasoftmax
@@ -187,8 +187,9 @@ def test_of_the_specification(dim: int) -> None:
 # The rules
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", [*DTYPES, None])
+@pytest.mark.parametrize(
+    ("dtype", "out"), [*DTYPES_OF_KERNELS, *((dtype, None) for dtype in DTYPES)]
+)
 def test_type_of_probabilities(path: Path, dtype: torch.dtype, out: torch.dtype | None) -> None:
     path.check(path.normal(2, 19, 6, dtype=dtype), 1, dtype=out)
     path.check(path.normal(2, 19, 6, dtype=dtype), 0, dtype=out, lse_gradient=False)

@@ -73,6 +73,18 @@ def test_no_reason(as_if_fused, dtype, shape):
     assert names(scores, mask=scores.bool(), bias=scores.double().requires_grad_()) == []
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_half_of_the_other_type(as_if_fused, dtype, out):
+    scores = torch.zeros(2, 3, dtype=dtype)
+    expected = f"{dtype}, as of the scores, or float32"
+    found = why_not_fused(megasoftmax.softmax, scores, dtype=out)
+    assert found == (Reason("dtype", str(out), expected),)
+    assert names(scores.float(), dtype=out) == topk_names(scores.float(), 2, dtype=out) == []
+    assert topk_names(scores, 2, dtype=out) == ["dtype"]
+
+
 @pytest.fixture
 def capabilities(monkeypatch):
     """Pretends that a GPU has one compute capability and its kernels, if any, are for another."""

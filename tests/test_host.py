@@ -479,6 +479,14 @@ def test_what_only_python_serves_is_declined(options: dict[str, Any], served: li
     torch.testing.assert_close(found, megasoftmax.softmax(scores, **options, fused=False))
 
 
+def test_half_of_the_other_type_is_declined(served: list[bool]):
+    scores = torch.randn(2, 3, dtype=torch.bfloat16)
+    for dtype in (torch.float16, torch.float32):
+        megasoftmax.softmax(scores, dtype=dtype)
+        megasoftmax.softmax(scores.float(), dtype=dtype)
+    assert served == [False, True, True, True]
+
+
 SIXTEEN_BITS = functools.partial(torch.zeros, dtype=torch.bfloat16)
 
 

@@ -10,6 +10,7 @@ import weakref
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+import processes
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
@@ -958,7 +959,7 @@ def tensor_parallel_rank(rank, folder):
 
 
 def test_two_ranks_agree_with_one(tmp_path):
-    torch.multiprocessing.spawn(tensor_parallel_rank, args=(str(tmp_path),), nprocs=2)
+    processes.start(tensor_parallel_rank, (str(tmp_path),), 2)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     model = gpt(MegasoftmaxCoreAttention, **SHARDED)
     expected = one_step(model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inputs import DTYPES, HALVES, bits_equal, coin, normal
+from inputs import DTYPES, DTYPES_OF_KERNELS, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
@@ -179,12 +179,18 @@ def test_type_of_bias(dtype: torch.dtype, bias_dtype: torch.dtype, device: str) 
     check(normal(*SHAPE, device=device, dtype=dtype), bias=bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize(("dtype", "out"), DTYPES_OF_KERNELS)
 def test_type_of_probabilities(dtype: torch.dtype, out: torch.dtype, device: str) -> None:
     scores = normal(*SHAPE, device=device, dtype=dtype)
     check(scores, dtype=out)
     check(scores, dtype=out, mask=coin(*SHAPE, device=device), causal=True)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [HALVES, HALVES[::-1]])
+def test_half_of_the_other_type(dtype: torch.dtype, out: torch.dtype, device: str) -> None:
+    """Not for the kernels."""
+    scores = normal(*SHAPE, device=device, dtype=dtype)
+    oracle.check(megasoftmax.softmax, scores, dtype=out, causal=True)
 
 
 @pytest.mark.parametrize(
@@ -818,8 +824,7 @@ def test_many_rows_share_a_bias_with_dropout(columns: int, dtype: torch.dtype) -
         check(scores, bias=bias, causal=True, **dropped(scores))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize(("dtype", "out"), DTYPES_OF_KERNELS)
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 def test_types_with_dropout(
     dtype: torch.dtype, out: torch.dtype, bias_dtype: torch.dtype, device: str
@@ -925,8 +930,7 @@ def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) ->
 
 @gpu
 @pytest.mark.parametrize("keys", [4500, 4503])
-@pytest.mark.parametrize("result", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "result"), DTYPES_OF_KERNELS)
 def test_zeros_beside_a_window(dtype: torch.dtype, result: torch.dtype, keys: int) -> None:
     """On both sides more than one bulk copy writes, where memory held NaN."""
     scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()

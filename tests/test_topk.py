@@ -10,7 +10,7 @@ import oracle
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, HALVES, bits_equal, coin, normal
+from inputs import DTYPES, DTYPES_OF_KERNELS, HALVES, bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
@@ -468,8 +468,7 @@ def test_offset_of_all_logits(offset: float, scale: float, device: str) -> None:
         check(logits, 5, scale=scale, mask=coin(4, columns, device=device), lse_gradient=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize(("dtype", "out"), DTYPES_OF_KERNELS)
 def test_type_of_probabilities(dtype: torch.dtype, out: torch.dtype, device: str) -> None:
     logits = normal(*SHAPE, device=device, dtype=dtype)
     check(logits, 9, dtype=out)

@@ -63,6 +63,14 @@ inline DType dtype_of(ScalarType type, const char* argument) {
   }
 }
 
+// Of a result that kernels compute of `source`.
+inline DType result_dtype_of(ScalarType type, DType source) {
+  const DType result = dtype_of(type, "dtype");
+  check(result == source || result == DType::kFloat32 || source == DType::kFloat32,
+        "dtype must be that of the input or float32");
+  return result;
+}
+
 // Not torch::stable::empty, which looks its operator up by name at every call.
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                          ScalarType type, const Tensor& on_device_of) {

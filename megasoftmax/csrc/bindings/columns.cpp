@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> columns_forward(Tensor scores, double scale, ScalarTy
   params.scores_type = dtype_of(scores.scalar_type(), "scores");
   params.scale = static_cast<float>(scale);
   params.probabilities = probabilities.data_ptr();
-  params.probabilities_type = dtype_of(dtype, "dtype");
+  params.probabilities_type = result_dtype_of(dtype, params.scores_type);
   if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
   check_cuda(softmax_columns_forward(params, current_stream(scores)), "softmax_columns_forward");
   return {std::move(probabilities), std::move(log_sum_exp)};
@@ -66,7 +66,7 @@ Tensor columns_backward(Tensor gradient, Tensor probabilities, std::optional<Ten
   }
   params.scale = static_cast<float>(scale);
   params.scores_gradient = scores_gradient.data_ptr();
-  params.scores_gradient_type = dtype_of(dtype, "dtype");
+  params.scores_gradient_type = result_dtype_of(dtype, params.probabilities_type);
   check_cuda(softmax_columns_backward(params, current_stream(probabilities)),
              "softmax_columns_backward");
   return scores_gradient;

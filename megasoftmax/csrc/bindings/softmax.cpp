@@ -28,7 +28,7 @@ Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor
   if (mask) params.mask = strided_mask(*mask, scores);
   params.scale = static_cast<float>(scale);
   params.probabilities = probabilities.data_ptr();
-  params.probabilities_type = dtype_of(dtype, "dtype");
+  params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   const cudaStream_t stream = current_stream(scores);
   Tensor workspace;
   if (const int64_t bytes = softmax_forward_workspace(params, stream); bytes > 0) {
@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
   params.visible = visible_of(first, end, probabilities);
   params.scale = static_cast<float>(scale);
   params.scores_gradient = scores_gradient.data_ptr();
-  params.scores_gradient_type = dtype_of(dtype, "dtype");
+  params.scores_gradient_type = result_dtype_of(dtype, params.probabilities.type);
 
   Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
   if (bias_gradient) {

@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   params.renormalize = renormalize;
   params.candidates = candidates;
   params.probabilities = values.data_ptr();
-  params.probabilities_type = dtype_of(dtype, "dtype");
+  params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   params.indices = static_cast<int64_t*>(indices.data_ptr());
   params.statistics = static_cast<float*>(statistics.data_ptr());
   const cudaStream_t stream = current_stream(logits);
@@ -98,13 +98,13 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   params.k = static_cast<int>(k);
   params.renormalize = renormalize;
   params.probabilities = selected.data_ptr();
-  params.probabilities_type = dtype_of(type, "probabilities");
+  params.probabilities_type = result_dtype_of(type, params.scores.type);
   params.indices = static_cast<int64_t*>(columns.data_ptr());
   params.statistics = static_cast<float*>(row_statistics.data_ptr());
   params.gradient = gradients.data_ptr();
   params.factor = static_cast<float>(factor);
   params.logits_gradient = logits_gradient.data_ptr();
-  params.logits_gradient_type = dtype_of(dtype, "dtype");
+  params.logits_gradient_type = result_dtype_of(dtype, params.scores.type);
   check_cuda(topk_backward(params, current_stream(logits)), "softmax_topk_backward");
   return logits_gradient;
 }

@@ -211,7 +211,9 @@ ScalarType Reader::type_of_probabilities(PyObject* object, const Tensor& scores)
     type = reinterpret_cast<THPDtype*>(object)->scalar_type;
   else if (scores.is_cuda() && autocast_type(scores.device()))
     type = at::kFloat;
-  decline_unless(is_of_rows(type));
+  const ScalarType of_scores = scores.scalar_type();
+  decline_unless(is_of_rows(type) &&
+                 (type == of_scores || type == at::kFloat || of_scores == at::kFloat));
   return type;
 }
 

@@ -175,6 +175,16 @@ __host__ __device__ decltype(auto) with_dtype(DType type, Body&& body) {
   }
 }
 
+// The same for a result of what is computed of T: T or float32, and of float32 any type.
+template <class T, class Body>
+__device__ decltype(auto) with_result_dtype(DType type, Body&& body) {
+  if constexpr (sizeof(T) == 2) {
+    return type == DType::kFloat32 ? body(float{}) : body(T{});
+  } else {
+    return with_dtype(type, body);
+  }
+}
+
 __host__ __device__ inline float to_float(float x) { return x; }
 __host__ __device__ inline float to_float(Tf32 x) { return x.value; }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }

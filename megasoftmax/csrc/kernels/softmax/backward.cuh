@@ -137,7 +137,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     if (!is_row) continue;
     // Except in narrow rows, zeros leave with the gradients beside them, so that memory gets
     // whole lines at a time.
-    with_dtype(params.scores_gradient_type, [&](auto tag) {
+    with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
@@ -313,7 +313,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
     const float d = finish_dot(params, row.row, row.index.head, owner.sum(part) * factor,
                                owner.is_first_thread());
 
-    with_dtype(params.scores_gradient_type, [&](auto tag) {
+    with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
           params.scores_gradient, row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kColumnsThreads,
              });
 
   const Exponent with_sign{params.scale * kLog2E};
-  with_dtype(params.probabilities_type, [&](auto tag) {
+  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     for (int row = 0; row < tile.rows; row += Tile::kBatch) {
       typename Tile::Batch strips;
       tile.load(slots, scores, row, true, missing, strips);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kColumnsThreads,
                return total;
              });
 
-  with_dtype(params.scores_gradient_type, [&](auto tag) {
+  with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
     for (int row = 0; row < tile.rows; row += Tile::kBatch) {
       typename Tile::Batch g, p;
       tile.load(g_slots, gradient, row, true, 0.f, g);

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatT
     // Of an empty row it is infinite, and 0 times that is NaN.
     const float factor = denominator.is_empty() && params.can_exclude ? 0.f : denominator.factor;
     owner.for_values([&](int k, int j) { z[k][j] *= factor; });
-    with_dtype(params.probabilities_type, [&](auto tag) {
+    with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
       auto* const output = reinterpret_cast<decltype(tag)*>(shared + tiles.output_offset);
       owner.write(output + row * owner.columns, z);
     });
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatT
     owner.for_values([&](int k, int j) {
       g[k][j] = p[k][j] != 0.f ? p[k][j] * (g[k][j] - d) * params.scale : 0.f;
     });
-    with_dtype(params.scores_gradient_type, [&](auto tag) {
+    with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
       auto* const output = reinterpret_cast<decltype(tag)*>(shared + tiles.output_offset);
       owner.write(output + row * owner.columns, g);
     });

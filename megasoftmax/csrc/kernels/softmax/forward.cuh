@@ -92,7 +92,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   if (!is_row) return;
   // Except in narrow rows, zeros leave with the probabilities beside them, so that memory gets
   // whole lines at a time.
-  with_dtype(params.probabilities_type, [&](auto tag) {
+  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   const float log2_factor = log2f(denominator.factor * entries.factor(params));
   const bool is_regular = denominator.is_regular();
 
-  with_dtype(params.probabilities_type, [&](auto tag) {
+  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
                                                      columns);
     const auto probability = [&](float z) {

@@ -18,8 +18,7 @@
 // who has all results of a row knows that every warp has read those of the row before, and may
 // send those of the next row to where they stood.
 
-#include <cooperative_groups.h>
-
+#include "../common/grid.cuh"
 #include "../common/integers.h"
 #include "../common/reduce.cuh"
 #include "chunks.cuh"
@@ -322,7 +321,7 @@ class UnitRow {
       }
     }
     if (is_spread()) {
-      cooperative_groups::this_grid().sync();
+      sync_grid();
     } else {
       __syncthreads();
     }

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(
   const auto read_entry = [&](int i) {
     TopkEntry entry;
     const int64_t at = row * params.k + i, column = params.indices[at];
-    with_dtype(params.probabilities_type, [&](auto tag) {
+    with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
       using P = decltype(tag);
       entry.selected = to_float(static_cast<const P*>(params.probabilities)[at]);
       entry.gradient = to_float(static_cast<const P*>(params.gradient)[at]);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(
   constexpr int kReads = kIsPlain ? 1 : kChunks;
   [[maybe_unused]] __shared__ float staged[kIsStaged ? kChunks : 1][kIsStaged ? kBlock : 1]
                                           [kElements];
-  with_dtype(params.logits_gradient_type, [&](auto tag) {
+  with_result_dtype<T>(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
     const RowWriter<Out, kElements> writer(params.logits_gradient, place.first_element, columns);
     const auto weigh = [&](int column, float (&z)[kElements]) {

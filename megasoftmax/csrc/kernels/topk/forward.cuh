@@ -7,8 +7,7 @@
 // again, and what reaches it in them is ranked. A row of V logits costs little more than V reads,
 // and writes of k probabilities and columns.
 
-#include <cooperative_groups.h>
-
+#include "../common/grid.cuh"
 #include "row.cuh"
 #include "select.cuh"
 
@@ -352,7 +351,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
         arrive_at_cluster();
         wait_for_cluster();
       } else {
-        cooperative_groups::this_grid().sync();
+        sync_grid();
       }
       if (rank != 0) continue;
       MaxAndSum of_lane{kLowest, 0.f};

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kTileThreads)
       *indices = columns[i];
     }
   }
-  with_dtype(params.probabilities_type, [&](auto tag) {
+  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     using Out = decltype(tag);
     constexpr int kOut = kPackElements<Out>;
     auto* const out = static_cast<Out*>(params.probabilities) + first;
