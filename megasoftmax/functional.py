@@ -1287,17 +1287,40 @@ _OPTIONS = {
 }
 
 
+def served_softmax(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    dtype: torch.dtype | None,
+) -> Tensor | None:
+    """`softmax` of scores of 4 dimensions where the C++ part has this call, without autocast.
+
+    Else None. For modules, which would give these options by name: Python takes long to sort them.
+    Compiled code does not call it.
+    """
+    if host.calls is None or torch._C._is_any_autocast_enabled():
+        return None
+    dim = 3  # declined unless it is the last
+    served: Tensor | None = host.calls.softmax(
+        scores, scale, mask, None, causal, window, None, None, 0.0, None, dtype, False, dim, None
+    )
+    return served
+
+
 def served_attention(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
 ) -> Tensor | None:
     """`attention` where the C++ part has this call, so that it runs fused; else None.
 
-    For adapters, which would ask and call. `options` has bias, mask, scale, causal, window, visible
-    and sink: merging it with defaults would take longer than to name them.
+    For adapters, which would ask and call, and go on with [batch, queries, heads, value_dim], which
+    this returns, contiguous. `options` has bias, mask, scale, causal, window, visible and sink:
+    merging it with defaults would take longer than to name them.
     """
     if torch.compiler.is_compiling() or host.calls is None:
         return None
-    served: Tensor | None = host.calls.attention(
+    served: Tensor | None = host.calls.attention_transposed(
         query,
         key,
         value,
