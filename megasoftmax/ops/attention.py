@@ -143,6 +143,14 @@ IMPLEMENTATION = _defined("attention", has_kernels=True)
 IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)
 
 
+def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """The output without anything else and without gradients, for compiled code."""
+    options = -1, -1, None, None, False, None, None, None, 1, 0.0, None, False
+    return torch.ops.megasoftmax.attention_forward_below_autograd.default(
+        query, key, value, None, None, scale, causal, *options
+    )[0]
+
+
 def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
     """Without kernels, which alone read a note."""
     return _fake_tile_note(mask, block, queries, keys).zero_()
@@ -163,3 +171,4 @@ def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor
 tile_note = define("tile_note(Tensor mask, int block, int queries, int keys) -> Tensor")
 implement(tile_note, _tile_note)
 fake(tile_note, _fake_tile_note)
+
