@@ -1060,7 +1060,7 @@ def _traced_attention(
         and value.size(3) <= most
         and 0 < query.numel() < 2**30
         and 0 < key.numel() < 2**30
-        and 0 < value.numel()
+        and value.numel() > 0
         and query.size(1) % key.size(1) == 0
         and (scale is None or (type(scale) is float and 1e-30 < scale < 1))
     ):

@@ -214,7 +214,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     _options: tuple[Any, ...] | None = None
     """Those of `functional.served_softmax`; () without fusion; None: not derived."""
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_options"] = None
         super().__setattr__(name, value)
 

@@ -151,9 +151,9 @@ IN_BLOCKS, _ = _defined("attention_in_blocks", has_kernels=False)
 def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
     """The output of these alone, in compiled code that needs no gradient."""
     options = -1, -1, None, None, False, None, None, None, 1, 0.0, None, False
-    output: Tensor = _forward_without_rules(
-        query, key, value, None, None, scale, causal, *options
-    )[0]
+    output: Tensor = _forward_without_rules(query, key, value, None, None, scale, causal, *options)[
+        0
+    ]
     return output
 
 
@@ -177,4 +177,3 @@ def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor
 tile_note = define("tile_note(Tensor mask, int block, int queries, int keys) -> Tensor")
 implement(tile_note, _tile_note)
 fake(tile_note, _fake_tile_note)
-
