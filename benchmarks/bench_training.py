@@ -71,6 +71,8 @@ class Training:
             self.model = case.build()
             self.inputs = case.inputs()
         self.drops = case.drops
+        if case.compiled:
+            self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, fused=True)
 
     def switch(self, implementation: str) -> None:

@@ -51,6 +51,7 @@ class Case:
     checkpointed: layers are computed once more in the backward pass, in every implementation.
     drops: the model has dropout.
     documents: of equal lengths in each example, told by position ids.
+    compiled: by torch.compile, in every implementation.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case:
     checkpointed: bool = False
     drops: bool = False
     documents: int = 1
+    compiled: bool = False
     implementations: tuple[str, ...] = ALL
 
     @property
@@ -84,10 +86,14 @@ class Case:
     @property
     def mask_bytes(self) -> int:
         """Of a bool mask of queries x keys, as "sdpa" has for windows and documents."""
-        return self.batch * self.length**2
+        has_mask = self.documents > 1 or "sliding_window" in self.sizes
+        return self.batch * self.length**2 if has_mask else 0
 
     def tiny(self) -> "Case":
-        """The same with sizes that a CPU computes in no time; windows still exclude keys."""
+        """The same with sizes that a CPU computes in no time; windows still exclude keys.
+
+        Not compiled: that takes long whatever the sizes are.
+        """
         small = {
             "head_dim": 16,
             "num_key_value_heads": 2,
@@ -107,6 +113,7 @@ class Case:
             length=40,
             targets=targets,
             sizes=sizes,
+            compiled=False,
         )
 
     def build(self) -> PreTrainedModel:
@@ -236,6 +243,25 @@ def cases() -> list[Case]:
             bars=no_slower,
             implementations=PEERS,
             sizes=no_tokens,
+        ),
+        replace(
+            gpt2,
+            name="GPT-2 medium, 4 layers, 1024 tokens, compiled",
+            layers=4,
+            compiled=True,
+            bars=no_slower,
+            implementations=("sdpa", NAME),
+        ),
+        replace(
+            gpt2,
+            name="GPT-2, 12 layers of width 256, 128 tokens",  # the host takes longer than the GPU
+            layers=12,
+            width=256,
+            heads=4,
+            batch=1,
+            length=128,
+            bars=no_slower,
+            implementations=PEERS,
         ),
         llama_1b,
         replace(

@@ -229,6 +229,35 @@ def reasons_against_sdpa(
     return _given(found)
 
 
+def runs_fused_traced(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether softmax on a device, of scores and with results of a type, runs fused when compiled.
+
+    False under autocast, in torch.export and under transforms, where others decide.
+    """
+    return (
+        device.type == "cuda"
+        and dtype in DTYPES
+        and library.load().available
+        and not torch._C._is_any_autocast_enabled()
+        and not torch.compiler.is_exporting()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def head_dim_traced(device: torch.device, dtype: torch.dtype) -> int:
+    """The largest head dimension of attention that runs fused there, likewise; 0: none."""
+    is_served = dtype != torch.float32 and runs_fused_traced(device, dtype)
+    if not is_served or _too_old_capability(device.index, _first_with_attention()) is not None:
+        return 0
+    return _attention_limit("kMaxHeadDim")
+
+
+# torch.compile calls them while tracing and keeps the answers, as those of library.load.
+runs_fused_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+head_dim_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _given(found: tuple[Reason | None, ...]) -> tuple[Reason, ...]:
     return tuple([reason for reason in found if reason is not None])  # faster than a generator
 

@@ -154,7 +154,18 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
-    if not torch.compiler.is_compiling() and host.calls is not None:
+    if torch.compiler.is_compiling():
+        if (
+            (mask is None and bias is None and window is None and visible is None and sink is None)
+            and dropout == 0
+            and return_lse is False
+            and dim == -1
+            and fused is not False
+        ):
+            traced = _traced_softmax(scores, scale, causal, dtype)
+            if traced is not None:
+                return traced
+    elif host.calls is not None:
         served = host.calls.softmax(
             scores,
             scale,
@@ -567,7 +578,17 @@ def attention(
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
-    if not torch.compiler.is_compiling() and host.calls is not None:
+    if torch.compiler.is_compiling():
+        if (
+            (bias is None and mask is None and window is None and visible is None and sink is None)
+            and dropout == 0
+            and return_lse is False
+            and fused is not False
+        ):
+            traced = _traced_attention(query, key, value, scale, causal)
+            if traced is not None:
+                return traced
+    elif host.calls is not None:
         served = host.calls.attention(
             query,
             key,
@@ -992,6 +1013,62 @@ def ring_attention(
     )
 
 
+def _traced_softmax(
+    scores: Tensor, scale: float, causal: bool, dtype: torch.dtype | None
+) -> Tensor | None:
+    """`softmax` of scores alone in compiled code, as one op; None where that is not certain.
+
+    What torch.compile reads while it traces it guards at each call of what it compiled. The way
+    that checks and decides everything is 270 guards, of which this leaves 50.
+    """
+    if (
+        type(scores) is Tensor
+        and not scores.requires_grad
+        and dispatch.runs_fused_traced(scores.device, dtype or scores.dtype)
+        and dispatch.runs_fused_traced(scores.device, scores.dtype)
+        and (causal is False or causal is True)
+        and 1 + causal <= scores.dim() <= 4
+        and 0 < scores.numel() < 2**30  # far below the limits of all sizes
+        and type(scale) is float
+        and 1e-30 < scale < 1e30  # far within theirs
+    ):
+        return ops.softmax.forward_alone(scores, scale, None, causal, dtype or scores.dtype)
+    return None
+
+
+def _traced_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool
+) -> Tensor | None:
+    """The same for `attention` of these alone, which has 310 guards."""
+    if not (
+        type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.device == key.device == value.device
+        and query.dtype == key.dtype == value.dtype
+        and (causal is False or causal is True)
+    ):
+        return None
+    most = dispatch.head_dim_traced(query.device, query.dtype)
+    if (
+        key.size(0) == value.size(0) == query.size(0)
+        and key.size(1) == value.size(1)
+        and key.size(2) == value.size(2)
+        and key.size(3) == query.size(3) <= most
+        and value.size(3) <= most
+        and 0 < query.numel() < 2**30
+        and 0 < key.numel() < 2**30
+        and value.numel() > 0
+        and query.size(1) % key.size(1) == 0
+        and (scale is None or (type(scale) is float and 1e-30 < scale < 1))
+    ):
+        factor = query.size(3) ** -0.5 if scale is None else scale
+        return ops.attention.forward_alone(query, key, value, factor, causal)
+    return None
+
+
 def _softmax_over_last(
     scores: Tensor,
     scale: float,
@@ -1287,17 +1364,42 @@ _OPTIONS = {
 }
 
 
+def served_softmax(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    dtype: torch.dtype | None,
+) -> Tensor | None:
+    """`softmax` of scores of 4 dimensions where the C++ part has this call, without autocast.
+
+    Else None. For modules, which would give these options by name: Python takes long to sort them.
+    Compiled code does not call it.
+    """
+    if host.calls is None or torch._C._is_any_autocast_enabled():
+        return None
+    dim = 3  # declined unless it is the last
+    served: Tensor | None = host.calls.softmax(
+        scores, scale, mask, None, causal, window, None, None, 0.0, None, dtype, False, dim, None
+    )
+    return served
+
+
 def served_attention(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
 ) -> Tensor | None:
     """`attention` where the C++ part has this call, so that it runs fused; else None.
 
-    For adapters, which would ask and call. `options` has bias, mask, scale, causal, window, visible
-    and sink: merging it with defaults would take longer than to name them.
+    For adapters, which would ask and call, and go on with [batch, queries, heads, value_dim], which
+    this returns, contiguous. `options` has bias, mask, scale, causal, window, visible and sink:
+    merging it with defaults would take longer than to name them.
     """
-    if torch.compiler.is_compiling() or host.calls is None:
+    if torch.compiler.is_compiling():
+        return _traced_with_options(query, key, value, options, dropout)
+    if host.calls is None:
         return None
-    served: Tensor | None = host.calls.attention(
+    served: Tensor | None = host.calls.attention_transposed(
         query,
         key,
         value,
@@ -1314,6 +1416,22 @@ def served_attention(
         None,
     )
     return served
+
+
+def _traced_with_options(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
+) -> Tensor | None:
+    if (
+        options["bias"] is None
+        and options["mask"] is None
+        and options["window"] is None
+        and options["visible"] is None
+        and options["sink"] is None
+        and dropout == 0
+    ):
+        traced = _traced_attention(query, key, value, options["scale"], options["causal"])
+        return None if traced is None else traced.transpose(1, 2)
+    return None
 
 
 def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:

@@ -37,7 +37,7 @@ def read(path):
 def test_quick_run_measures_every_implementation(device, tmp_path):
     rows = run(tmp_path / "training.csv", device=device)
     expected = [(case.tiny(), name) for case in cases() for name in case.implementations]
-    assert len(expected) == 39
+    assert len(expected) == 44
     for row, (case, implementation) in zip(rows, expected, strict=True):
         assert (row["case"], row["implementation"]) == (case.name, implementation)
         assert (row["commit"], row["torch"], row["note"]) == ("abc", torch.__version__, "")

@@ -3,6 +3,7 @@
 Here ops serve CPU tensors, which they compute by the reference.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import dispatch, host
+from megasoftmax import dispatch, functional, host
 from megasoftmax.build import library
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
@@ -293,10 +294,94 @@ def test_transformers_adapter_calls_it_without_asking(served: list[bool]):
         served.clear()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        name
+        for name, options in of_attention().items()
+        if not {"dropout", "seed", "return_lse"} & options.keys()
+    ],
+)
+def test_layers_get_attention_as_they_go_on_with_it(
+    case: str, served: list[bool], in_python: Callable[..., Any]
+):
+    """[batch, queries, heads, dim]: the same bits, gradients too, and no view."""
+    options = of_attention()[case]
+    names = ("bias", "mask", "scale", "causal", "window", "visible", "sink")
+    given = dict.fromkeys(names) | {"causal": False, "scale": 8**-0.5} | options
+    torch.manual_seed(1)
+    leaves = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
+    weights = normal(4, 6, 4, 8, grad=False)
+    output = functional.served_attention(*leaves, given, 0.0)
+    assert served == [True]
+    assert output is not None
+    assert (output.is_contiguous(), output._is_view()) == (True, False)
+    expected = in_python(lambda: megasoftmax.attention(*leaves, **given, fused=True))
+    assert output.equal(expected.transpose(1, 2))
+    grads = [
+        torch.autograd.grad((each.float() * weights).sum(), leaves)
+        for each in (output, expected.transpose(1, 2))
+    ]
+    for actual, wanted in zip(*grads, strict=True):
+        assert actual.equal(wanted)
+
+
+def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
+    leaf = normal(1, 2, 3, 8, dtype=torch.bfloat16)
+    options = dict.fromkeys(("bias", "mask", "window", "visible", "sink"))
+    output = functional.served_attention(*[leaf] * 3, options | {"scale": 1, "causal": True}, 0.0)
+    assert output is not None
+    output.mul_(2)  # it is kept for the backward pass, which notices
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 def test_adapters_ask_python_then(served: list[bool]):
     query = normal(4, 4, 6, 8)
     assert not runs_fused(query, query, query, {"causal": True})
     assert served == [False]
+
+
+def test_module_of_megatron_calls_it_with_what_was_set_last(served: list[bool]):
+    module = megasoftmax.FusedScaleMaskSoftmax(
+        *(False, False, "padding", True, lambda scores, mask: scores.masked_fill(mask, -1e4)),
+        *(True, 0.5),
+    )
+    scores, mask = normal(2, 3, 4, 5), bools(2, 1, 4, 5)
+
+    def check(given: Tensor | None = None, **options: Any) -> None:
+        served.clear()
+        found = module(scores, given)
+        assert served == [True]
+        expected = megasoftmax.softmax(scores, mask=given, **options, fused=False)
+        torch.testing.assert_close(found, expected, check_dtype=True)
+
+    check(mask, scale=0.5)
+    module.scale = None
+    check(mask)
+    module.attn_mask_type = "causal"
+    check(causal=True)
+    module.window_size = (1, 0)
+    check(mask, causal=True, window=(1, 0))
+    module.input_in_bf16 = True
+    check(causal=True, window=(1, 0), dtype=torch.bfloat16)
+    module.scaled_masked_softmax_fusion = False
+    served.clear()
+    module(scores, None)
+    assert served == []
+
+
+def test_module_of_megatron_leaves_the_rest_to_python(served: list[bool]):
+    module = megasoftmax.FusedScaleMaskSoftmax(False, True, "padding", True, None, True, None)
+    with pytest.raises(ValueError, match="input"):
+        module(normal(3, 4, 5), None)
+    with pytest.raises(TypeError, match="input"):
+        module([1.0], None)
+    assert served == [False] * 2
+    served.clear()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert module(normal(2, 3, 4, 5), None).dtype == torch.float16
+    assert copy.deepcopy(module)(normal(2, 3, 4, 5), None).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -11,6 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import megasoftmax
 from megasoftmax import autograd, dispatch, ops
@@ -395,6 +396,115 @@ def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
     names = [each.name() for each in found if getattr(each, "namespace", "") == "megasoftmax"]
     assert len(set(names)) == 2, names  # forward and backward
     assert all(name.endswith("_below_autograd") for name in names), names
+
+
+def let_compiled_code_run_ops_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if kernels ran there, for head dimensions up to 8."""
+    processes.let_ops_serve_cpus(monkeypatch.setattr)
+    for name, answer in (("runs_fused_traced", True), ("head_dim_traced", 8)):
+
+        def constant(*_: Any, answer: Any = answer) -> Any:
+            return answer
+
+        constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        monkeypatch.setattr(dispatch, name, constant)
+
+
+def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[str], int]:
+    """The result of a compiled call, the names of its ops, and the number of guards."""
+    names: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [node.target for node in graph.graph.nodes]
+        names.extend(each.name() for each in nodes if hasattr(each, "_schema"))
+        return graph
+
+    def call(*inputs: Tensor) -> Tensor:
+        return function(*inputs, fused=True)
+
+    torch.compiler.reset()
+    result = torch.compile(call, fullgraph=True, dynamic=False, backend=keep)(*inputs)
+    (entry,) = _debug_get_cache_entry_list(call)
+    return result, names, str(entry.guard_manager).count("+- ")
+
+
+TRACED = {
+    "softmax": (megasoftmax.softmax, [SHAPE]),
+    "row": (megasoftmax.softmax, [(5,)]),
+    "causal softmax": (partial(megasoftmax.softmax, causal=True, scale=0.5), [SHAPE]),
+    "another type": (partial(megasoftmax.softmax, dtype=torch.float32), [SHAPE]),
+    "attention": (megasoftmax.attention, [(2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 7)]),
+    "causal attention": (partial(megasoftmax.attention, causal=True, scale=0.3), [SHAPE] * 3),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_compiled_calls_of_plain_tensors_are_one_op_with_few_guards(case, device, monkeypatch):
+    """Guards cost the host at each call: all that is read in tracing is compared then."""
+    if device == "cpu":
+        let_compiled_code_run_ops_on_cpus(monkeypatch)
+    function, shapes = TRACED[case]
+    inputs = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+    result, names, guards = traced(function, *inputs)
+    op = "softmax_forward.alone" if "attention" not in case else "attention_forward_below_autograd"
+    assert names == [f"megasoftmax::{op}"]
+    assert guards < 110
+    expected = function(*inputs, fused=False)
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+
+
+NOT_PLAIN = {
+    "gradient": (megasoftmax.softmax, [torch.ones(2, 3, requires_grad=True)]),
+    "integer as scale": (partial(megasoftmax.softmax, scale=1), [torch.ones(2, 3)]),
+    "scale below 0": (partial(megasoftmax.softmax, scale=-1.0), [torch.ones(2, 3)]),
+    "no rows": (megasoftmax.softmax, [torch.ones(0, 3)]),
+    "five dimensions": (megasoftmax.softmax, [torch.ones(2, 1, 1, 1, 3)]),
+    "parameter": (megasoftmax.softmax, [torch.nn.Parameter(torch.ones(2, 3), False)]),
+    "sink": (partial(megasoftmax.softmax, sink=0.0), [torch.ones(2, 3)]),
+    "mask": (lambda x, **o: megasoftmax.softmax(x, mask=x > 1, **o), [torch.ones(2, 3)]),
+    "log-sum-exp": (
+        lambda x, **o: megasoftmax.softmax(x, return_lse=True, **o)[0],
+        [torch.ones(2, 3)],
+    ),
+    "wide heads": (megasoftmax.attention, [torch.ones(1, 1, 2, 9)] * 3),
+    "gradient of keys": (
+        megasoftmax.attention,
+        [torch.ones(SHAPE), torch.ones(SHAPE, requires_grad=True), torch.ones(SHAPE)],
+    ),
+    "no keys": (megasoftmax.attention, [torch.ones(1, 1, n, 4) for n in (2, 0, 0)]),
+    "scale of 2": (partial(megasoftmax.attention, scale=2.0), [torch.ones(SHAPE)] * 3),
+    "range": (
+        lambda q, **o: megasoftmax.attention(
+            q, q, q, visible=(None, q.new_ones(QUERIES, dtype=torch.int32)), **o
+        ),
+        [torch.ones(SHAPE)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_other_compiled_calls_go_the_long_way(case, monkeypatch):
+    let_compiled_code_run_ops_on_cpus(monkeypatch)
+    function, inputs = NOT_PLAIN[case]
+    result, _, guards = traced(function, *inputs)
+    assert guards > 150
+    torch.testing.assert_close(result, function(*inputs, fused=False), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("misfit", "message"),
+    [
+        ({"causal": 1}, "causal"),
+        ({"key": torch.ones(1, 2, 2, 4)}, "key"),
+        ({"value": torch.ones(1, 1, 3, 4)}, "value"),
+        ({"key": torch.ones(1, 1, 2, 4, dtype=torch.float64)}, "key"),
+    ],
+)
+def test_misfits_are_refused_when_compiled(misfit, message, monkeypatch):
+    let_compiled_code_run_ops_on_cpus(monkeypatch)
+    given = dict.fromkeys(("query", "key", "value"), torch.ones(1, 1, 2, 4)) | misfit
+    with pytest.raises(Exception, match=message):
+        traced(lambda query, **options: megasoftmax.attention(**(given | options)), given["query"])
 
 
 @pytest.mark.gpu

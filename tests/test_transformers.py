@@ -336,6 +336,7 @@ def test_bfloat16_is_as_accurate_as_eager(implementation, family, autocast, devi
         (integration.NAME, "llama", {"num_hidden_layers": 1}),
         (integration.NAME, "gemma2", {}),  # two kinds of layers
         (integration.NAME, "bloom", {"n_layer": 1}),
+        (integration.NAME, "gpt_oss", {"num_hidden_layers": 1}),
         (integration.SOFTMAX_NAME, "gpt2", {"n_layer": 1}),
         (integration.SOFTMAX_NAME, "llama", {"num_hidden_layers": 1}),
     ],

@@ -85,12 +85,6 @@ from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with
 from megasoftmax.integrations.products import between_products, capped, takes_attention
 from megasoftmax.integrations.sharing import made_once, with_tiles
 
-# Arguments of other implementations that change the result and are not computed here. Models with
-# sparse attention give the keys as indices to all implementations but "eager" and "sdpa", which get
-# them in the mask.
-_SPARSE = ("indices", "block_indices")
-_UNSUPPORTED = (*_SPARSE, "cache", "sinks")
-
 # Models that compute with their mask, packed sequences included, and so need a tensor.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
@@ -287,14 +281,14 @@ def attention_forward(
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     dropout = dropout if module.training else 0.0
-    if not _against_attention(module, softcap, kwargs):
+    if softcap is None and not _writes_scores(module, kwargs):
+        served = served_attention(query, key, value, options, dropout) if fused is None else None
+        if served is not None:
+            return served, None
         tensors = as_autocast(query, key, value)
-        output = served_attention(*tensors, options, dropout) if fused is None else None
-        if output is None:
-            dropping = options | {"dropout": dropout}
-            if fused is False or takes_attention(*tensors, dropping):
-                output = megasoftmax.attention(*tensors, **dropping, fused=fused)
-        if output is not None:
+        dropping = options | {"dropout": dropout}
+        if fused is False or takes_attention(*tensors, dropping):
+            output = megasoftmax.attention(*tensors, **dropping, fused=fused)
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, dropout, softcap, upcast)
@@ -347,7 +341,7 @@ def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What "eager" computes: the function that the module itself gives as a default."""
-    _refuse(module, _SPARSE, kwargs)
+    _refuse(module, {name: kwargs.get(name) for name in ("indices", "block_indices")})
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
     eager = next((name for name in names if name.endswith("eager_attention_forward")), None)
@@ -362,13 +356,13 @@ def _eager_forward(
 _eager_forward.is_eager = True  # type: ignore[attr-defined]
 
 
-def _refuse(module: torch.nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, given: dict[str, Any]) -> None:
     """Raise where one of these arguments is given."""
-    for name in names:
-        if kwargs.get(name) is not None:
+    for name, value in given.items():
+        if value is not None:
             raise ValueError(
                 f"{name}: not supported by attention implementation {NAME!r}, expected None, "
-                f"got {type(kwargs[name]).__name__} from {type(module).__name__}; "
+                f"got {type(value).__name__} from {type(module).__name__}; "
                 "use 'eager' for this model"
             )
 
@@ -384,6 +378,10 @@ def _read(
     sliding_window: int | None = None,
     position_bias: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: Any = None,
+    block_indices: Any = None,
+    cache: Any = None,
+    sinks: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The keys and values in use, and the options that attention and softmax have in common.
@@ -397,16 +395,21 @@ def _read(
         position_bias: float, broadcastable to [batch, heads, queries, keys], added to the scaled
             scores. Gets a gradient.
         s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
+        indices, block_indices, cache, sinks: None, else refused: they change the result and are not
+            computed here. Models with sparse attention give the keys as indices to all
+            implementations but "eager" and "sdpa", which get them in the mask.
+        kwargs: whatever else models pass, which changes nothing.
     """
-    if kwargs:
-        _refuse(module, _UNSUPPORTED, kwargs)
-    queries = query.shape[2]
+    if not (indices is None and block_indices is None and cache is None and sinks is None):
+        sparse = {"indices": indices, "block_indices": block_indices}
+        _refuse(module, sparse | {"cache": cache, "sinks": sinks})
+    queries = query.size(2)  # reading a shape takes longer
     causal, window, visible = False, None, None
     excluded: Any = None
     bias = None if position_bias is None else _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and 1 < queries < key.shape[2]:  # filling a static cache: its end is unused
+        if causal and 1 < queries < key.size(2):  # filling a static cache: its end is unused
             key, value = key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
@@ -423,7 +426,7 @@ def _read(
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
     options = {
-        "scale": query.shape[3] ** -0.5 if scaling is None else scaling,
+        "scale": query.size(3) ** -0.5 if scaling is None else scaling,
         "mask": excluded,
         "bias": bias,
         "causal": causal,
@@ -432,6 +435,11 @@ def _read(
         "sink": s_aux,
     }
     return key, value, options
+
+
+def _writes_scores(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether scores or probabilities are wanted as tensors."""
+    return _reorders_and_upcasts(module) or _is_asked_for_probabilities(kwargs)
 
 
 def _against_attention(

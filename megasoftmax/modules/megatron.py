@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,11 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
+        if softmax_offset is None and not torch.compiler.is_compiling():
+            options = self._options or self._derive_options()
+            served = functional.served_softmax(input, mask, *options) if options else None
+            if served is not None:
+                return served
         if not isinstance(input, Tensor) or input.dim() != 4:
             arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
         if self.scaled_masked_softmax_fusion and (mask is None or mask.dtype == torch.bool):
@@ -202,7 +208,24 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         mask_type = _name(self.attn_mask_type)
         return f"attn_mask_type={mask_type}, scale={self.scale}, window_size={self.window_size}"
 
-    # Attributes may be set after construction, as Megatron code does: nothing is derived earlier
+    # Attributes may be set after construction, as Megatron code does: what is derived of them
+    # lasts until one is set.
+
+    _options: tuple[Any, ...] | None = None
+    """Those of `functional.served_softmax`; () without fusion; None: not derived."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["_options"] = None
+        super().__setattr__(name, value)
+
+    def _derive_options(self) -> tuple[Any, ...]:
+        options: tuple[Any, ...] = ()
+        if self.scaled_masked_softmax_fusion:
+            scale = 1.0 if self.scale is None else self.scale
+            dtype = self._half_dtype() if self.softmax_in_fp32 else None
+            options = (scale, self._is_causal(), self.window_size, dtype)
+        vars(self)["_options"] = options
+        return options
 
     def _is_causal(self) -> bool:
         return _name(self.attn_mask_type) in _CAUSAL_MASK_TYPES

@@ -26,6 +26,7 @@ from megasoftmax.ops.registration import (
     implement,
     implement_everywhere,
     trace,
+    without_rules,
 )
 from megasoftmax.reference.attention import (
     BackwardArguments,
@@ -112,8 +113,11 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 _BACKWARD = Rules(BackwardArguments._fields, _save_nothing, _refuse, attention.batch_backward)
 
 
-def _defined(name: str, *, has_kernels: bool) -> Implementation:
-    """Defines a pair of ops, which the reference computes where there are no kernels."""
+def _defined(name: str, *, has_kernels: bool) -> tuple[Implementation, Any]:
+    """Defines a pair of ops, which the reference computes where there are no kernels.
+
+    Returns them below autograd, and that of the forward without rules.
+    """
     forward = define_differentiable(
         f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
         "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
@@ -134,13 +138,23 @@ def _defined(name: str, *, has_kernels: bool) -> Implementation:
     trace(forward, _fake_forward, attention.FORWARD, traced)
     compute(backward, _backward_in_its_layout)
     trace(backward, _fake_backward, _BACKWARD, traced)
-    return Implementation(
+    implementation = Implementation(
         below_autograd(forward), partial(_call_backward, below_autograd(backward))
     )
+    return implementation, without_rules(forward)
 
 
-IMPLEMENTATION = _defined("attention", has_kernels=True)
-IN_BLOCKS = _defined("attention_in_blocks", has_kernels=False)
+IMPLEMENTATION, _forward_without_rules = _defined("attention", has_kernels=True)
+IN_BLOCKS, _ = _defined("attention_in_blocks", has_kernels=False)
+
+
+def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """The output of these alone, in compiled code that needs no gradient."""
+    options = -1, -1, None, None, False, None, None, None, 1, 0.0, None, False
+    output: Tensor = _forward_without_rules(query, key, value, None, None, scale, causal, *options)[
+        0
+    ]
+    return output
 
 
 def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:

@@ -41,6 +41,11 @@ def _with_other(op: Any) -> tuple[Any, ...]:
     return (op, _below_autograd[op]) if op in _below_autograd else (op,)
 
 
+def without_rules(op: Any) -> Any:
+    """The op of the same arguments without rules of autograd."""
+    return _below_autograd[op]
+
+
 def implement(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function compute an op on CPUs, and on GPUs where no kernels can be loaded.
 

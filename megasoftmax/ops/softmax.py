@@ -34,8 +34,8 @@ _forward = define_differentiable(
     "-> (Tensor, Tensor)",
 )
 # Where only probabilities are wanted, of few arguments: each argument and each result costs the
-# host. Only csrc/host calls it, below autograd.
-_forward_alone = define(
+# host. csrc/host calls it, below autograd, and compiled code that needs no gradient.
+forward_alone = define(
     "softmax_forward.alone(Tensor scores, float scale, Tensor? mask, bool causal, "
     "ScalarType dtype) -> Tensor",
 )
@@ -128,8 +128,8 @@ _traced_with_dropout = Implementation(_forward, _dropout_backward)
 _FORWARD = Rules(ForwardArguments._fields, _save, _gradients, softmax.batch_forward)
 implement(_forward, softmax_forward)
 trace(_forward, _fake_forward, _FORWARD, _traced)
-implement(_forward_alone, partial(_alone, softmax_forward))
-fake(_forward_alone, partial(_alone, _fake_forward))
+implement(forward_alone, partial(_alone, softmax_forward))
+fake(forward_alone, partial(_alone, _fake_forward))
 implement(_backward, softmax_backward)
 trace(_backward, _fake_backward, softmax.BACKWARD, _traced)
 implement(_dropout_backward, softmax_dropout_backward)

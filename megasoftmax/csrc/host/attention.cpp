@@ -34,14 +34,24 @@ struct AttentionOptions {
   Bounds visible;
   double dropout;
   std::optional<Tensor> seed;
+  bool is_transposed;  // the output: [batch, queries, heads, dim]
 };
+
+// Exchanges heads and queries of a tensor that nothing else refers to: a view would be another
+// tensor, which autograd would not let users change in place.
+void transpose(Tensor& tensor) {
+  std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
+  std::swap(sizes[1], sizes[2]);
+  std::swap(strides[1], strides[2]);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+}
 
 std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const std::optional<Tensor>& bias,
                                   const std::optional<Tensor>& sink,
                                   const AttentionOptions& options) {
-  const auto& [mask, scale, is_causal, window, sink_value, is_relative, visible, dropout, seed] =
-      options;
+  const auto& [mask, scale, is_causal, window, sink_value, is_relative, visible, dropout, seed,
+               is_transposed] = options;
   const Stack results = run(kAttentionForward, {query,
                                                 key,
                                                 value,
@@ -61,7 +71,9 @@ std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const 
                                                 dropout,
                                                 seed,
                                                 false});  // of 16 bits alone, see fit
-  return {results[0].toTensor(), results[1].toTensor()};
+  Tensor output = results[0].toTensor();
+  if (is_transposed) transpose(output);
+  return {output, results[1].toTensor()};
 }
 
 // What is saved, in this order.
@@ -83,7 +95,8 @@ struct Attention : torch::autograd::Function<Attention> {
     context->saved_data["options"] = c10::ivalue::Tuple::create(
         {options.scale, options.is_causal, options.window.left, options.window.right,
          options.sink_value, options.is_relative, options.dropout, query.requires_grad(),
-         key.requires_grad(), value.requires_grad(), wants_gradient(bias), wants_gradient(sink)});
+         key.requires_grad(), value.requires_grad(), wants_gradient(bias), wants_gradient(sink),
+         options.is_transposed});
     return {output, statistics};
   }
 
@@ -94,8 +107,9 @@ struct Attention : torch::autograd::Function<Attention> {
         std::tie(given[0], given[1], given[2], given[3], given[4], given[5], given[6]);
     const bool wants_bias = given[10].toBool(), wants_sink = given[11].toBool();
     const auto argument = [&](Saved which) { return as_argument(saved[which]); };
-    const Tensor d_output =
-        gradients[0].defined() ? gradients[0] : zeros_like_expanded(saved[kOutput]);
+    Tensor output = saved[kOutput];
+    Tensor d_output = gradients[0].defined() ? gradients[0] : zeros_like_expanded(output);
+    if (given[12].toBool()) output = output.transpose(1, 2), d_output = d_output.transpose(1, 2);
     const c10::IValue d_lse = gradients[1].defined() ? gradients[1].select(0, 2) : c10::IValue();
     const Stack results =
         run_backward(kAttentionBackward, {d_output,
@@ -103,7 +117,7 @@ struct Attention : torch::autograd::Function<Attention> {
                                           saved[kQuery],
                                           saved[kKey],
                                           saved[kValue],
-                                          saved[kOutput],
+                                          output,
                                           saved[kStatistics],
                                           argument(kBias),
                                           argument(kMask),
@@ -169,7 +183,7 @@ struct AttentionCall {
   bool return_lse;
 };
 
-std::optional<AttentionCall> read(PyObject* const* arguments) {
+std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed) {
   const auto [query_, key_, value_, bias_, mask_, scale_, causal_, window_, visible_, sink_,
               dropout_, seed_, return_lse_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
@@ -185,6 +199,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments) {
   const at::IntArrayRef target(shape);
 
   AttentionOptions options;
+  options.is_transposed = is_transposed;
   options.is_relative = is_relative(bias_);
   const std::optional<Tensor> bias =
       options.is_relative ? reader.table(bias_) : reader.floating(bias_);
@@ -213,14 +228,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments) {
   return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse};
 }
 
-}  // namespace
-
-PyObject* serves_attention(PyObject* const* arguments) {
-  return PyBool_FromLong(read(arguments).has_value());
-}
-
-PyObject* attention(PyObject* const* arguments) {
-  std::optional<AttentionCall> call = read(arguments);
+PyObject* attend(PyObject* const* arguments, bool is_transposed) {
+  std::optional<AttentionCall> call = read(arguments, is_transposed);
   if (!call) Py_RETURN_NONE;
   Tensor output, lse;
   {
@@ -249,5 +258,15 @@ PyObject* attention(PyObject* const* arguments) {
   }
   return call->return_lse ? to_python({output, lse}) : to_python(output);
 }
+
+}  // namespace
+
+PyObject* serves_attention(PyObject* const* arguments) {
+  return PyBool_FromLong(read(arguments, false).has_value());
+}
+
+PyObject* attention(PyObject* const* arguments) { return attend(arguments, false); }
+
+PyObject* attention_transposed(PyObject* const* arguments) { return attend(arguments, true); }
 
 }  // namespace megasoftmax::host

@@ -15,6 +15,9 @@ inline constexpr int kSoftmaxArguments = 14;
 PyObject* attention(PyObject* const* arguments);
 inline constexpr int kAttentionArguments = 14;
 
+// The same with the output as layers go on with it, [batch, queries, heads, dim], contiguous.
+PyObject* attention_transposed(PyObject* const* arguments);
+
 // Whether attention of the same arguments would be served.
 PyObject* serves_attention(PyObject* const* arguments);
 

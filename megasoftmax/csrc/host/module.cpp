@@ -49,6 +49,7 @@ PyMethodDef methods[] = {
     method<admit_device, 3>("admit"),
     method<softmax, kSoftmaxArguments>("softmax"),
     method<attention, kAttentionArguments>("attention"),
+    method<attention_transposed, kAttentionArguments>("attention_transposed"),
     method<serves_attention, kAttentionArguments>("serves_attention"),
     method<softmax_topk, kTopkArguments>("softmax_topk"),
     {nullptr, nullptr, 0, nullptr},
