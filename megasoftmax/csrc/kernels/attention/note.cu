@@ -19,8 +19,48 @@ __device__ TileBits bits_below(int count) {
   return count <= 0 ? 0 : count >= 64 ? ~TileBits{0} : (TileBits{1} << count) - 1;
 }
 
-// Where the mask excludes the keys of query lane and query lane + 32 of a tile. Lanes read
-// neighbours, whatever strides and alignment are.
+// A bit for each byte of a word that is not 0, the lowest first.
+__device__ uint32_t bits_of_bytes(uint32_t bytes) {
+  constexpr uint32_t kLow = 0x7f7f7f7f;
+  const uint32_t ones = (((bytes & kLow) + kLow) | bytes) >> 7 & 0x01010101;
+  return ones * 0x01020408 >> 24;  // each of the four has a place of its own in the product
+}
+
+// Whether read_wide_mask may read a tile of a mask, which begins at `tile`.
+__device__ bool is_wide(const AttentionParams& params, const bool* tile, int first_key) {
+  const Strided& mask = params.mask;
+  return mask.column_stride == 1 && first_key + kNoteTile <= params.keys &&
+         (reinterpret_cast<uintptr_t>(tile) | mask.query_stride) % sizeof(uint4) == 0;
+}
+// Where a tile of a mask excludes the keys of query lane and query lane + 32. Four lanes read the
+// 64 keys of a query.
+__device__ void read_wide_mask(const AttentionParams& params, const bool* tile, int first_query,
+                               TileBits (&excluded)[2]) {
+  constexpr int kLanes = kNoteTile / sizeof(uint4), kRows = 32 / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  uint4 bytes[kNoteTile / kRows];
+#pragma unroll
+  for (int i = 0; i < kNoteTile / kRows; ++i) {
+    const int row = i * kRows + lane / kLanes;
+    bytes[i] = {0, 0, 0, 0};
+    if (first_query + row < params.queries)
+      bytes[i] = __ldg(reinterpret_cast<const uint4*>(tile + row * params.mask.query_stride) +
+                       lane % kLanes);
+  }
+#pragma unroll
+  for (int i = 0; i < kNoteTile / kRows; ++i) {
+    const uint32_t mine = bits_of_bytes(bytes[i].x) | bits_of_bytes(bytes[i].y) << 4 |
+                          bits_of_bytes(bytes[i].z) << 8 | bits_of_bytes(bytes[i].w) << 12;
+    const uint32_t pair = mine << lane % 2 * 16;
+    const uint32_t word = pair | __shfl_xor_sync(~0u, pair, 1);
+    const int first = lane % kRows * kLanes;
+    const uint32_t left = __shfl_sync(~0u, word, first);
+    const uint32_t right = __shfl_sync(~0u, word, first + 2);
+    if (lane / kRows == i % (32 / kRows)) excluded[i / (32 / kRows)] = TileBits{right} << 32 | left;
+  }
+}
+
+// The same of any mask. Lanes read neighbours, whatever strides and alignment are.
 __device__ void read_mask(const AttentionParams& params, int batch, int head, int first_query,
                           int first_key, TileBits (&excluded)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -31,8 +71,13 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
     excluded[0] = excluded[1] = is_excluded ? ~TileBits{0} : 0;
     return;
   }
-  const bool* const rows = mask.row<const bool>(batch, head, first_query) +
-                           int64_t{first_key + lane} * mask.column_stride;
+  const bool* const tile =
+      mask.row<const bool>(batch, head, first_query) + int64_t{first_key} * mask.column_stride;
+  if (mask.query_stride != 0 && is_wide(params, tile, first_key)) {
+    read_wide_mask(params, tile, first_query, excluded);
+    return;
+  }
+  const bool* const rows = tile + int64_t{lane} * mask.column_stride;
   const bool has_left = first_key + lane < params.keys;
   const bool has_right = first_key + lane + 32 < params.keys;
   const auto read = [&](int row) -> TileBits {
