@@ -243,8 +243,13 @@ class TilesOfBlock {
   }
 
  private:
-  // Of the key behind the last tile that is noted, the tile may begin before the end.
-  __device__ void go_to(int seen) { key = seen < end ? seen / kKeys * kKeys : end; }
+  // Of the key behind the last tile that is noted, the tile may begin before the end. The compiler
+  // does not see that all lanes take the same steps. Unless it is told, it computes in registers of
+  // the lanes, between the products, where their matrices lie.
+  __device__ void go_to(int seen) {
+    key = seen < end ? seen / kKeys * kKeys : end;
+    if constexpr (!kIsPlain) key = uniform(key);
+  }
 
   [[maybe_unused]] KeyTiles<kQueries> tiles_;
 };
@@ -467,24 +472,18 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // By length, window and range: of these keys all queries of the warpgroup see all; and these
     // some see, none where it has no queries.
     int all_visible_begin = 0, all_visible_end = 0;
-    [[maybe_unused]] KeyRange seen_by_any{0, 0};
+    KeyRange seen{0, 0};
     if constexpr (!kIsPlain) {
-      all_visible_begin = assigned.whole[warpgroup].begin;
-      all_visible_end = assigned.whole[warpgroup].end - kKeys;
+      all_visible_begin = uniform(assigned.whole[warpgroup].begin);
+      all_visible_end = uniform(assigned.whole[warpgroup].end) - kKeys;
+      seen = {uniform(assigned.seen[warpgroup].begin), uniform(assigned.seen[warpgroup].end)};
     } else if (group_query < params.queries) {
       const KeyRange of_first = visible_keys(params, group_query),
                      of_last = visible_keys(params, min(group_query + 64, params.queries) - 1);
       all_visible_begin = of_last.begin;
       all_visible_end = of_first.end - kKeys;
-      seen_by_any = {of_first.begin, of_last.end};
+      seen = {of_first.begin, of_last.end};
     }
-    const auto seen = [&]() -> const KeyRange& {
-      if constexpr (kIsPlain) {
-        return seen_by_any;
-      } else {
-        return assigned.seen[warpgroup];
-      }
-    };
 
     float output[1][kColumns][4] = {};
     float scores[1][kN][4];
@@ -636,26 +635,31 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         release_by_all(memory.values_are_used(stage));
       }
     };
-    pass_tiles(seen().begin - kKeys + 1);
+    pass_tiles(seen.begin - kKeys + 1);
     // What is assigned is needed up to the last tile, and results may take the place of queries.
     bool are_queries_used = false;
     const auto release_queries = [&] {
       are_queries_used = Memory::kHasOwnResults && (kIsPlain || !tiles.are_left());
       if (are_queries_used) release_by_all(memory.queries_are_used());
     };
-    if (tiles.are_left() && tiles.key < seen().end) {
+    // For the same reason.
+    const auto step_of = [](const Tiles& tiles) {
+      return kIsPlain ? tiles.step : uniform(tiles.step);
+    };
+    if (tiles.are_left() && tiles.key < seen.end) {
+      const uint32_t first = step_of(tiles);
       load_masked(tiles);
-      wait_for(keys_are_there, tiles.step);
-      start_scores(tiles.step % kStages);
+      wait_for(keys_are_there, first);
+      start_scores(first % kStages);
       wait_for_products<0>();
       touch(scores[0]);
       weigh(tiles);
       round_weights();
-      for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
+      for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen.end;
            tiles.advance(params, block, assigned)) {
-        const uint32_t stage = tiles.step % kStages, before = tiles.step - 1;
+        const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
         load_masked(tiles);
-        wait_for(keys_are_there, tiles.step);
+        wait_for(keys_are_there, step);
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
@@ -673,7 +677,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         round_weights();
       }
       release_queries();
-      const uint32_t last = tiles.step - 1;
+      const uint32_t last = step_of(tiles) - 1;
       wait_for(values_are_there, last);
       start_output(last % kStages);
       wait_for_products<0>();
@@ -687,8 +691,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       if (!are_queries_used) release_by_all(memory.queries_are_used());
     };
     if constexpr (Memory::kHasOwnResults) release_queries_at_last();
-    // The compiler does not see that it is. Of a step that it cannot keep in registers of the warp,
-    // each product would compute anew where its matrices lie.
     first_step = uniform(tiles.step);
 
     const int64_t first_row = params.row_index(block.batch, head, warp_query);
