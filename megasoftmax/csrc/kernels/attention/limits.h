@@ -153,6 +153,9 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 2;
 // Where a block has no room for so many, half as many.
 constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
+constexpr int decode_warps_of_sm(int head_dim) {
+  return head_dim > 128 ? 6 : head_dim > 64 ? 12 : 16;
+}
 // The compiler's register budget.
 constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
 // No part has fewer keys than the warps of a block have on their way.

@@ -6,6 +6,8 @@
 // blocks among which the keys of a head are split, add up what they have. Keys and values are read
 // once.
 
+#include <cooperative_groups.h>
+
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../exclusion.cuh"
@@ -93,14 +95,47 @@ __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float sc
   }
 }
 
+// Of a row, whose parts each have some of the keys: a lane knows the end of one of them.
+struct PartsOfRow {
+  float max, sum;
+
+  __device__ explicit PartsOfRow(const PartEnd& mine)
+      : max(warp_max<32>(mine.max)), share_(exp2_approximate((mine.max - max) * kLog2E)) {
+    sum = warp_sum<32>(mine.sum * share_);
+  }
+  // Adds what a part has, by all lanes of the warp.
+  __device__ void add(float4& total, int part, const float4& more) const {
+    const float share = __shfl_sync(~0u, share_, part);
+    total.x += more.x * share;
+    total.y += more.y * share;
+    total.z += more.z * share;
+    total.w += more.w * share;
+  }
+
+ private:
+  float share_;
+};
+
+// Calls body(column, is_column) for every fourth column, by all lanes of a warp as often; where a
+// lane has none, for the first.
+template <class Body>
+__device__ __forceinline__ void for_columns(int columns, Body&& body) {
+  const int mine = static_cast<int>(threadIdx.x) % 32 * 4;
+#pragma unroll 1
+  for (int first = 0; first < columns; first += 128) {
+    const int column = first + mine;
+    body(column < columns ? column : 0, column < columns);
+  }
+}
+
 // As many warps as the block has room for. Without parts it writes rows of the output.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
+__global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   if (!kIsAmpere) return;
   using Rows = Tile<T, kDecodeKeys, kDim>;
-  constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
-  constexpr DecodeLayout kLayout(kDim, kMaxWarps);
+  constexpr int kStages = kDecodeStages;
+  constexpr DecodeLayout kLayout(kDim, 1);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -135,24 +170,6 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
     end = part.end;
   }
 
-  // Queries, as matrices `a`.
-  uint32_t queries[kDim / 16][4];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
-    const T* const source = params.query.row<const T>(batch, row.head, row.query);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-#pragma unroll
-      for (int right = 0; right < 2; ++right) {
-        const int column = mine.column + column_offset(2 * step + right, 0);
-        queries[step][2 * right + half] = row.is_row && column < params.head_dim
-                                              ? *reinterpret_cast<const uint32_t*>(source + column)
-                                              : 0;
-      }
-    }
-  }
-
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
   const auto start_copy = [&](int step) {
     const int key = begin + (step * warps + warp) * kDecodeKeys;
@@ -170,6 +187,24 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   };
 #pragma unroll
   for (int step = 0; step < kStages - 1; ++step) start_copy(step);
+
+  // Queries, as matrices `a`.
+  uint32_t queries[kDim / 16][4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
+    const T* const source = params.query.row<const T>(batch, row.head, row.query);
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const int column = mine.column + column_offset(2 * step + right, 0);
+        queries[step][2 * right + half] = row.is_row && column < params.head_dim
+                                              ? *reinterpret_cast<const uint32_t*>(source + column)
+                                              : 0;
+      }
+    }
+  }
 
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
@@ -206,73 +241,69 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   // What the warps have of each row.
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + warps * 16 * kPitch;  // largest logit and sum of weights
+  auto* const ends = reinterpret_cast<PartEnd*>(sums + warps * 16 * kPitch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
     const float sum = sum_of_row(softmax.sum[0][half]);
-    if (mine.column == 0) {
-      ends[2 * row] = softmax.max[0][half];
-      ends[2 * row + 1] = sum;
-    }
+    if (mine.column == 0) ends[row] = {softmax.max[0][half], sum};
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
       *reinterpret_cast<float2*>(sums + row * kPitch + mine.column + column_offset(n, 0)) = {
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  // total_of(column): sums of values times weights, of it and the next column.
+  // total_of(column): sums of values times weights, of it and the next three columns.
   const auto store_row = [&](const DecodeRow& place, const PartEnd& end_of_row, auto&& total_of) {
     const RowEnd row_end(end_of_row.max, end_of_row.sum, sink_logit(params.sink, place.head),
                          params.can_exclude);
     if (lane == 0) row_end.store(params, params.row_index(batch, place.head, place.query));
     T* const out = params.output.row<T>(batch, place.head, place.query);
-    for (int column = 2 * lane; column < params.value_dim; column += 64) {
-      const float2 total = total_of(column);
-      *reinterpret_cast<uint32_t*>(out + column) =
-          round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
-    }
+    for_columns(params.value_dim, [&](int column, bool is_column) {
+      const float4 total = total_of(column);
+      const float factor = row_end.factor;
+      if (is_column)
+        *reinterpret_cast<Pack<T, 4>*>(out + column) = Pack<T, 4>::round(
+            {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
+    });
   };
   for (int row = warp; row < 16; row += warps) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kMaxWarps];
-#pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i < warps) max = fmaxf(max, ends[2 * (i * 16 + row)]);
-    }
-#pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i >= warps) continue;
-      shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
-      sum += ends[2 * (i * 16 + row) + 1] * shares[i];
-    }
+    // Each lane has the end of the warp of its number.
+    const PartsOfRow of_warps(lane < warps ? ends[lane * 16 + row] : PartEnd{kLowest, 0.f});
     const int64_t row_of_all = params.row_index(batch, place.head, place.query);
     const auto total_of = [&](int column) {
-      float2 total = {};
-#pragma unroll
-      for (int i = 0; i < kMaxWarps; ++i) {
-        if (i >= warps) continue;
-        const float2 more =
-            *reinterpret_cast<const float2*>(sums + (i * 16 + row) * kPitch + column);
-        total.x += more.x * shares[i];
-        total.y += more.y * shares[i];
-      }
+      float4 total = {};
+#pragma unroll 4
+      for (int i = 0; i < warps; ++i)
+        of_warps.add(total, i,
+                     *reinterpret_cast<const float4*>(sums + (i * 16 + row) * kPitch + column));
       return total;
     };
+    const auto keep_total = [&](float* kept) {
+      for_columns(params.value_dim, [&](int column, bool is_column) {
+        const float4 total = total_of(column);
+        if (is_column) *reinterpret_cast<float4*>(kept + column) = total;
+      });
+    };
+    const PartEnd end_of_row = {of_warps.max, of_warps.sum};
     if (params.parts != nullptr) {
-      if (lane == 0) params.part_end(split, row_of_all) = {max, sum};
-      float* const part = params.part(split, row_of_all);
-      for (int column = 2 * lane; column < params.value_dim; column += 64)
-        *reinterpret_cast<float2*>(part + column) = total_of(column);
+      if (lane == 0) params.part_end(split, row_of_all) = end_of_row;
+      keep_total(params.part(split, row_of_all));
     } else if (is_cluster) {
-      // In the place of what the first warp has of the row.
-      for (int column = 2 * lane; column < params.value_dim; column += 64)
-        *reinterpret_cast<float2*>(sums + row * kPitch + column) = total_of(column);
-      __syncwarp();  // all lanes have read the ends of all warps
-      if (lane == 0) reinterpret_cast<float2*>(ends)[row] = {max, sum};
+      keep_total(sums + row * kPitch);  // in the place of what the first warp has of the row
+      __syncwarp();                     // all lanes have read the ends of all warps
+      if (lane == 0) ends[row] = end_of_row;
     } else {
-      store_row(place, {max, sum}, total_of);
+      store_row(place, end_of_row, total_of);
+    }
+  }
+  if (params.parts != nullptr && params.bias_stages == 2) {
+    cooperative_groups::this_grid().sync();
+    for (int64_t row = blockIdx.x; row < params.rows(); row += gridDim.x) {
+      add_parts<T>(params, row, true, warp, warps, reinterpret_cast<float4*>(shared_memory));
+      __syncthreads();
     }
   }
   if (!is_cluster) return;
@@ -284,31 +315,27 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   for (int row = warp * params.splits + split; row < 16; row += warps * params.splits) {
     const DecodeRow place(params, key_head, first_row + row);
     if (!place.is_row) continue;
-    // All loads are on their way at once; those of the last block again take the place of others.
-    const auto load_all = [&](float2(&loaded)[kMaxClusterOfSplits], const float* mine) {
-#pragma unroll
-      for (int i = 0; i < kMaxClusterOfSplits; ++i)
-        loaded[i] =
-            load_from_cluster(reinterpret_cast<const float2*>(mine), min(i, params.splits - 1));
-    };
-    float2 parts[kMaxClusterOfSplits];
-    load_all(parts, ends + 2 * row);
-    float max = kLowest, sum = 0.f, shares[kMaxClusterOfSplits];
-#pragma unroll
-    for (const float2& part : parts) max = fmaxf(max, part.x);
-#pragma unroll
-    for (int i = 0; i < kMaxClusterOfSplits; ++i) {
-      shares[i] = exp2_approximate((parts[i].x - max) * kLog2E);
-      if (i < params.splits) sum += parts[i].y * shares[i];
+    PartEnd mine{kLowest, 0.f};
+    if (lane < params.splits) {
+      const float2 end = load_from_cluster<float2>(ends + row, lane);
+      mine = {end.x, end.y};
     }
-    store_row(place, {max, sum}, [&](int column) {
-      float2 of_blocks[kMaxClusterOfSplits], total = {};
-      load_all(of_blocks, sums + row * kPitch + column);
+    const PartsOfRow of_blocks(mine);
+    store_row(place, {of_blocks.max, of_blocks.sum}, [&](int column) {
+      float4 total = {};
+      // So many loads are on their way at once; the last block's again take the place of others.
+      constexpr int kAtOnce = 8;
+#pragma unroll 1
+      for (int first = 0; first < params.splits; first += kAtOnce) {
+        float4 loaded[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kMaxClusterOfSplits; ++i) {
-        if (i >= params.splits) continue;
-        total.x += of_blocks[i].x * shares[i];
-        total.y += of_blocks[i].y * shares[i];
+        for (int i = 0; i < kAtOnce; ++i)
+          loaded[i] = load_from_cluster<float4>(sums + row * kPitch + column,
+                                                min(first + i, params.splits - 1));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i < params.splits) of_blocks.add(total, first + i, loaded[i]);
+        }
       }
       return total;
     });
