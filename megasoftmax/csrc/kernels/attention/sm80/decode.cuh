@@ -26,28 +26,31 @@ struct DecodeRow {
   __device__ DecodeRow(const AttentionParams& params, int key_head, int row) {
     const int heads = static_cast<int>(params.heads_per_key_head.divisor);
     is_row = row < heads * params.queries;
-    const int of_group = min(row / params.queries, heads - 1);
+    const int of_group = min(params.queries == 1 ? row : row / params.queries, heads - 1);
     head = key_head * heads + of_group;
     query = is_row ? row - of_group * params.queries : 0;
   }
 };
 
-// What the two rows of a lane see, from number `lane_row` and 8 further on; and the first and the
-// last key that a row of the warp sees.
+// What the two rows of a lane see, from number `lane_row` and 8 further on; and of all rows of the
+// warp the keys that some row sees, and those that all see.
 __device__ inline void find_visible(const AttentionForwardParams& params, int batch, int key_head,
-                                    int lane_row, KeyRange (&visible)[2], int& first_seen,
-                                    int& last_seen) {
-  first_seen = params.keys;
-  last_seen = 0;
+                                    int lane_row, KeyRange (&visible)[2], KeyRange& seen,
+                                    KeyRange& seen_by_all) {
+  seen = seen_by_all = visible[0] = visible[1] = {0, params.keys};
+  if (params.window_left < 0 && params.window_right < 0 && !params.visible.are_given()) return;
+  seen = {params.keys, 0};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
-    visible[half] = row.is_row ? visible_keys(params, batch, row.head, row.query) : KeyRange{0, 0};
-    first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
-    last_seen = max(last_seen, visible[half].end);
+    if (!row.is_row) continue;
+    visible[half] = visible_keys(params, batch, row.head, row.query);
+    seen = {min(seen.begin, visible[half].begin), max(seen.end, visible[half].end)};
+    seen_by_all = {max(seen_by_all.begin, visible[half].begin),
+                   min(seen_by_all.end, visible[half].end)};
   }
-  first_seen = min(max(smallest_of_lanes(first_seen), 0), params.keys);
-  last_seen = largest_of_lanes(last_seen);
+  seen = {min(max(smallest_of_lanes(seen.begin), 0), params.keys), largest_of_lanes(seen.end)};
+  seen_by_all = {largest_of_lanes(seen_by_all.begin), smallest_of_lanes(seen_by_all.end)};
 }
 
 // Which pairs of these rows and of keys from `key` on are excluded, and their biases. An entry of
@@ -143,50 +146,77 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
   const FirstElement mine(threadIdx.x);
   if (params.parts != nullptr) let_next_launch_begin();
   const bool is_cluster = params.parts == nullptr && params.splits > 1;
-  int split, first_row, key_head, batch;
+  const int split = params.splits > 1 ? static_cast<int>(blockIdx.x) : 0;
+  int first_row, key_head, batch;
   {
-    const int block = static_cast<int>(blockIdx.x);
+    const unsigned block = params.splits > 1 ? blockIdx.y : blockIdx.x;
     int row_tile;
-    if (is_cluster) {
-      params.order.place(block / params.splits, row_tile, key_head, batch);
-      split = block % params.splits;
-    } else {
-      int tile;
-      params.order.place(block, tile, key_head, batch);
-      params.row_tiles.split(tile, split, row_tile);
-    }
+    params.order.place(static_cast<int>(block), row_tile, key_head, batch);
     first_row = row_tile * 16;
   }
   const int lane_row = first_row + mine.row;
   // What the rows of a lane see, and what of the keys that any row sees is this split's.
-  KeyRange visible[2];
+  KeyRange visible[2], whole;  // the keys of the split that are seen by all rows
   int begin, end;
   {
-    int first_seen, last_seen;
-    find_visible(params, batch, key_head, lane_row, visible, first_seen, last_seen);
+    KeyRange seen;
+    find_visible(params, batch, key_head, lane_row, visible, seen, whole);
     const KeyRange part =
-        part_of<kDecodeKeys>(params, {first_seen / kDecodeKeys * kDecodeKeys, last_seen}, split);
+        part_of<kDecodeKeys>(params, {seen.begin / kDecodeKeys * kDecodeKeys, seen.end}, split);
     begin = part.begin;
     end = part.end;
+    whole.end = min(whole.end, end);
+    if (params.mask.data != nullptr) whole.end = 0;
   }
 
+  // A lane copies the same chunk of every so many rows of keys and of values.
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
-  const auto start_copy = [&](int step) {
+  constexpr int kRowsAtATime = 32 / Rows::kChunks;
+  const int first_of_lane = lane / Rows::kChunks, column_of_lane = lane % Rows::kChunks * 8;
+  const auto source_of = [&](const Strided& tensor) {
+    return tensor.row<const T>(batch, key_head, begin + warp * kDecodeKeys + first_of_lane) +
+           column_of_lane;
+  };
+  const T* key_source = source_of(params.key);
+  const T* value_source = source_of(params.value);
+  const bool is_dense = params.head_dim == kDim && params.value_dim == kDim;
+  const auto start_copy_of_step = [&](int step) {
     const int key = begin + (step * warps + warp) * kDecodeKeys;
     if (key < end) {
-      const Rows keys{ring + step % kStages * kLayout.stage_bytes};
-      const Rows values{keys.address + Rows::kBytes};
-      const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
-        tile.start_copy_of_warp(tensor.row<const T>(batch, key_head, key), tensor.query_stride,
-                                params.keys - key, columns);
+      const uint32_t stage = ring + step % kStages * kLayout.stage_bytes;
+      const T* key_row = key_source;
+      const T* value_row = value_source;
+      const auto advance = [&](int rows) {
+        key_row += rows * params.key.query_stride;
+        value_row += rows * params.value.query_stride;
       };
-      copy(keys, params.key, params.head_dim);
-      copy(values, params.value, params.value_dim);
+      if (is_dense && key + kDecodeKeys <= params.keys) {
+#pragma unroll
+        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
+          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
+          start_copy(place, key_row);
+          start_copy(place + Rows::kBytes, value_row);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
+          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
+          const auto copy = [&](uint32_t there, const T* row, const Strided& tensor, int columns) {
+            const bool is_inside = key + first_of_lane + i < params.keys && column_of_lane < columns;
+            start_copy_of(there, is_inside ? row : static_cast<const T*>(tensor.data),
+                          is_inside ? 16 : 0);
+          };
+          copy(place, key_row, params.key, params.head_dim);
+          copy(place + Rows::kBytes, value_row, params.value, params.value_dim);
+        }
+      }
+      key_source += warps * kDecodeKeys * params.key.query_stride;
+      value_source += warps * kDecodeKeys * params.value.query_stride;
     }
     end_copies();
   };
-#pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) start_copy(step);
+#pragma unroll 1
+  for (int step = 0; step < kStages; ++step) start_copy_of_step(step);
 
   // Queries, as matrices `a`.
   uint32_t queries[kDim / 16][4];
@@ -211,12 +241,12 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
 #pragma unroll 1
   for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
     const int key = begin + (step * warps + warp) * kDecodeKeys;
-    start_copy(step + kStages - 1);
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
     Excluded<1, kN> excluded;
-    find_excluded<T, kHasBias>(params, batch, key_head, lane_row, key, end, 1, visible, excluded,
-                               biases);
+    if (kHasBias || key < whole.begin || key + kDecodeKeys > whole.end)
+      find_excluded<T, kHasBias>(params, batch, key_head, lane_row, key, end, 1, visible, excluded,
+                                 biases);
     wait_for_older_copies<kStages - 1>();
     __syncwarp();
     const Rows keys{ring + step % kStages * kLayout.stage_bytes};
@@ -234,6 +264,7 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
     softmax.template step<kHasBias>(scores, output);
     multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));
     __syncwarp();  // the stage is used up
+    start_copy_of_step(step + kStages);
   }
   wait_for_copies();
   __syncthreads();
