@@ -131,9 +131,9 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = combine_warps(params.splits);
   const int64_t number = int64_t{blockIdx.x} * (kCombineThreads / 32 / warps) + warp / warps;
   wait_for_launch_before();
-  add_parts<T>(params, min(number, params.rows() - 1), number < params.rows(), warp % warps, warps,
-               reinterpret_cast<float4*>(shared_memory) +
-                   warp / warps * warps * (params.value_dim / 4));
+  add_parts<T>(
+      params, min(number, params.rows() - 1), number < params.rows(), warp % warps, warps,
+      reinterpret_cast<float4*>(shared_memory) + warp / warps * warps * (params.value_dim / 4));
 }
 
 }  // namespace megasoftmax

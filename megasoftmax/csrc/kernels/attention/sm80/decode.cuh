@@ -131,20 +131,19 @@ __device__ __forceinline__ void for_columns(int columns, Body&& body) {
   }
 }
 
-// As many warps as the block has room for. Without parts it writes rows of the output.
+// Without parts it writes rows of the output, and more than one split is a cluster; with them the
+// blocks wait for each other.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
+__global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   if (!kIsAmpere) return;
   using Rows = Tile<T, kDecodeKeys, kDim>;
-  constexpr int kStages = kDecodeStages;
-  constexpr DecodeLayout kLayout(kDim, 1);
+  constexpr int kStages = kDecodeStages, kWarps = decode_warps(kDim);
+  constexpr DecodeLayout kLayout(kDim);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
   const FirstElement mine(threadIdx.x);
-  if (params.parts != nullptr) let_next_launch_begin();
   const bool is_cluster = params.parts == nullptr && params.splits > 1;
   const int split = params.splits > 1 ? static_cast<int>(blockIdx.x) : 0;
   int first_row, key_head, batch;
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
   const T* value_source = source_of(params.value);
   const bool is_dense = params.head_dim == kDim && params.value_dim == kDim;
   const auto start_copy_of_step = [&](int step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     if (key < end) {
       const uint32_t stage = ring + step % kStages * kLayout.stage_bytes;
       const T* key_row = key_source;
@@ -202,7 +201,8 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
         for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
           const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
           const auto copy = [&](uint32_t there, const T* row, const Strided& tensor, int columns) {
-            const bool is_inside = key + first_of_lane + i < params.keys && column_of_lane < columns;
+            const bool is_inside =
+                key + first_of_lane + i < params.keys && column_of_lane < columns;
             start_copy_of(there, is_inside ? row : static_cast<const T*>(tensor.data),
                           is_inside ? 16 : 0);
           };
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
           copy(place + Rows::kBytes, value_row, params.value, params.value_dim);
         }
       }
-      key_source += warps * kDecodeKeys * params.key.query_stride;
-      value_source += warps * kDecodeKeys * params.value.query_stride;
+      key_source += kWarps * kDecodeKeys * params.key.query_stride;
+      value_source += kWarps * kDecodeKeys * params.value.query_stride;
     }
     end_copies();
   };
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
 #pragma unroll 1
-  for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
+  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
     Excluded<1, kN> excluded;
@@ -269,14 +269,16 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
   wait_for_copies();
   __syncthreads();
 
-  // What the warps have of each row.
+  // What the warps have of each row. Of 16 rows the last ones may be none.
+  const int rows = static_cast<int>(params.heads_per_key_head.divisor) * params.queries - first_row;
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  auto* const ends = reinterpret_cast<PartEnd*>(sums + warps * 16 * kPitch);
+  auto* const ends = reinterpret_cast<PartEnd*>(sums + kWarps * 16 * kPitch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
     const float sum = sum_of_row(softmax.sum[0][half]);
+    if (mine.row + row_offset(0, 2 * half) >= rows) continue;
     if (mine.column == 0) ends[row] = {softmax.max[0][half], sum};
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
@@ -298,16 +300,15 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
             {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
     });
   };
-  for (int row = warp; row < 16; row += warps) {
+  for (int row = warp; row < min(rows, 16); row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
-    if (!place.is_row) continue;
     // Each lane has the end of the warp of its number.
-    const PartsOfRow of_warps(lane < warps ? ends[lane * 16 + row] : PartEnd{kLowest, 0.f});
+    const PartsOfRow of_warps(lane < kWarps ? ends[lane * 16 + row] : PartEnd{kLowest, 0.f});
     const int64_t row_of_all = params.row_index(batch, place.head, place.query);
     const auto total_of = [&](int column) {
       float4 total = {};
 #pragma unroll 4
-      for (int i = 0; i < warps; ++i)
+      for (int i = 0; i < kWarps; ++i)
         of_warps.add(total, i,
                      *reinterpret_cast<const float4*>(sums + (i * 16 + row) * kPitch + column));
       return total;
@@ -330,10 +331,11 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
       store_row(place, end_of_row, total_of);
     }
   }
-  if (params.parts != nullptr && params.bias_stages == 2) {
+  if (params.parts != nullptr) {
     cooperative_groups::this_grid().sync();
-    for (int64_t row = blockIdx.x; row < params.rows(); row += gridDim.x) {
-      add_parts<T>(params, row, true, warp, warps, reinterpret_cast<float4*>(shared_memory));
+    const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;
+    for (int64_t row = number; row < params.rows(); row += gridDim.x * gridDim.y) {
+      add_parts<T>(params, row, true, warp, kWarps, reinterpret_cast<float4*>(shared_memory));
       __syncthreads();
     }
   }
@@ -343,9 +345,8 @@ __global__ void __launch_bounds__(32 * decode_warps_of_sm(kDim), 1)
   __syncwarp();
   arrive_at_cluster();
   wait_for_cluster();
-  for (int row = warp * params.splits + split; row < 16; row += warps * params.splits) {
+  for (int row = warp * params.splits + split; row < min(rows, 16); row += kWarps * params.splits) {
     const DecodeRow place(params, key_head, first_row + row);
-    if (!place.is_row) continue;
     PartEnd mine{kLowest, 0.f};
     if (lane < params.splits) {
       const float2 end = load_from_cluster<float2>(ends + row, lane);
