@@ -284,8 +284,9 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
   Tensor parts, tiles_taken;
-  params.splits = attention_forward_splits(params);
-  if (attention_forward_takes_parts(params)) {
+  const KeySplits splits = attention_forward_splits(params, current_stream(query));
+  params.splits = splits.count;
+  if (splits.take_workspace) {
     parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
     params.parts = static_cast<float*>(parts.data_ptr());
   }

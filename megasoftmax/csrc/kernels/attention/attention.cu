@@ -46,13 +46,13 @@ int hopper_backward(const AttentionBackwardParams& params) {
 
 }  // namespace
 
-int attention_forward_splits(const AttentionParams& params) {
-  return forward_splits(params, current_device(), hopper_forward(params));
-}
-
-bool attention_forward_takes_parts(const AttentionForwardParams& params) {
-  return params.splits > 1 &&
-         !adds_parts_in_clusters(params, current_device(), hopper_forward(params));
+KeySplits attention_forward_splits(const AttentionParams& params, cudaStream_t stream) {
+  const int tile = hopper_forward(params);
+  const KeySplits splits = forward_splits(params, current_device(), tile);
+  // Blocks that wait for each other need room at the same time; the driver takes a while to tell.
+  return splits.count > 1 && is_decode(params, tile)
+             ? forward_splits(params, device_at_hand(stream), tile)
+             : splits;
 }
 
 bool attention_forward_finds_ranges(const AttentionForwardParams& params) {
@@ -70,7 +70,9 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
     } else if constexpr (sizeof(T) == 2) {
       MEGASOFTMAX_RETURN_IF_ERROR(attention_hopper_forward_instance<T>(params, tile, stream));
     }
-    return params.parts == nullptr ? cudaSuccess : attention_combine_instance<T>(params, stream);
+    return params.parts == nullptr || is_decode(params, tile)
+               ? cudaSuccess
+               : attention_combine_instance<T>(params, stream);
   });
 }
 

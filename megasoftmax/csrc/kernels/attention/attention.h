@@ -11,11 +11,9 @@ namespace megasoftmax {
 cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
                            cudaStream_t stream);
 
-// Into how many parts the forward wants the keys split.
-int attention_forward_splits(const AttentionParams& params);
-
-// Whether the forward, with params.splits, needs the workspace for parts.
-bool attention_forward_takes_parts(const AttentionForwardParams& params);
+// Into how many parts the forward wants the keys split, and whether it needs the workspace for
+// them.
+KeySplits attention_forward_splits(const AttentionParams& params, cudaStream_t stream);
 
 // Whether the forward needs no note of ranges without a mask, and takes `tiles_taken` where a mask
 // or ranges are given.

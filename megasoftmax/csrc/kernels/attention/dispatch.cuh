@@ -41,20 +41,22 @@ cudaError_t with_tile(int index, Body&& body) {
   });
 }
 
-// Launches so many blocks for each head and batch, or clusters of `cluster` blocks.
+// Launches so many blocks for each head and batch. With `splits` there are as many times more in x,
+// and few enough in y.
 template <class Params>
 cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, int64_t batches,
                          int threads, int shared_bytes, cudaStream_t stream, Params params,
-                         int cluster = 1) {
-  const int64_t blocks = tiles * heads * batches * cluster;
+                         int splits = 1, Together together = Together::kNot) {
+  const int64_t blocks = tiles * heads * batches;
   if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (blocks > (splits == 1 ? INT32_MAX : UINT16_MAX)) return cudaErrorInvalidValue;
   params.order = TileOrder(tiles, batches,
                            heads_of_section(params, heads, batches, bytes_of_head(params),
                                             current_device().cache_bytes));
-  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
-                stream, params);
+  const auto count = static_cast<unsigned>(blocks);
+  return launch(kernel, splits == 1 ? dim3(count) : dim3(static_cast<unsigned>(splits), count),
+                dim3(static_cast<unsigned>(threads)), shared_bytes, together, splits, stream,
+                params);
 }
 
 // Launches a thread for each of `count` items.
@@ -69,17 +71,16 @@ cudaError_t launch_flat(void (*kernel)(Params), int64_t count, int threads, cuda
 }
 
 template <class T, bool kHasBias>
-cudaError_t launch_decode(AttentionForwardParams params, cudaStream_t stream) {
-  params.row_tiles = Divider(decode_row_tiles(params));
+cudaError_t launch_decode(const AttentionForwardParams& params, cudaStream_t stream) {
   const int index = tile_for(kAttentionForwardTiles, params);
   return with_regime(kAttentionForwardTiles, index, [&]<int kIndex>() {
-    constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim;
-    const int cluster = params.parts == nullptr ? params.splits : 1;
-    const int warps = decode_warps(kDim, current_device().shared_bytes);
-    return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>,
-                        params.splits / cluster * params.row_tiles.divisor, params.key_heads,
-                        params.batches, 32 * warps, DecodeLayout(kDim, warps).bytes, stream, params,
-                        cluster);
+    constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim, kWarps = decode_warps(kDim);
+    const Together together = params.splits == 1        ? Together::kNot
+                              : params.parts == nullptr ? Together::kInClusters
+                                                        : Together::kAll;
+    return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>, decode_row_tiles(params),
+                        params.key_heads, params.batches, 32 * kWarps, DecodeLayout(kDim).bytes,
+                        stream, params, params.splits, together);
   });
 }
 

@@ -58,19 +58,19 @@ void explain_portable_forward(const AttentionForwardParams& params, const Device
   }
   found.tile_queries = kMaxDecodeQueries;
   found.tile_keys = kDecodeKeys;
-  const int warps = decode_warps(tile.head_dim, device.shared_bytes);
-  found.threads = 32 * warps;
-  found.shared_bytes = DecodeLayout(tile.head_dim, warps).bytes;
+  found.threads = 32 * decode_warps(tile.head_dim);
+  found.shared_bytes = DecodeLayout(tile.head_dim).bytes;
   found.blocks = params.batches * params.key_heads * params.splits * decode_row_tiles(params);
 }
 
 void explain_forward(AttentionForwardParams params, const Device& device,
                      AttentionExplanation& found) {
   const int tile = device.major == kHopperMajor ? hopper_forward_tile(params) : -1;
-  params.splits = forward_splits(params, device, tile);
+  const KeySplits splits = forward_splits(params, device, tile);
+  params.splits = splits.count;
   found.splits = params.splits;
   found.slices = 1;
-  if (params.splits > 1 && !adds_parts_in_clusters(params, device, tile))
+  if (splits.take_workspace)
     found.workspace_bytes = params.part_floats() * static_cast<int64_t>(sizeof(float));
   if (tile >= 0)
     explain_hopper_forward(params, kAttentionHopperTiles[tile], device.multiprocessors, found);
@@ -147,7 +147,10 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   device.shared_bytes = static_cast<int>(call->shared_bytes);
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = static_cast<int>(call->major);
-  device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
+  const bool has_large_clusters = device.major == 9 || device.major == 10;
+  device.max_cluster = has_large_clusters             ? kMaxCluster
+                       : device.major >= kHopperMajor ? kPortableCluster
+                                                      : 1;
   if (call->is_backward != 0) {
     const int tile = device.major == kHopperMajor ? hopper_backward_tile(params) : -1;
     explain_backward(params, tile, device, *explanation);

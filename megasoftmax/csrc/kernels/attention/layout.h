@@ -77,10 +77,11 @@ struct InOrderLayout {
 struct DecodeLayout {
   int pitch, stage_bytes, bytes;
 
-  constexpr DecodeLayout(int head_dim, int warps)
+  constexpr explicit DecodeLayout(int head_dim)
       : pitch(head_dim + 4),
         stage_bytes(2 * tile_bytes(kDecodeKeys, head_dim)),
-        bytes(warps * std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
+        bytes(decode_warps(head_dim) *
+              std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
 };
 
 // Of head dimensions beyond kMaxHeadDim: queries, keys and values of two steps, weights; of each

@@ -149,15 +149,16 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // clang-format on
 
 // Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
-// at a time, through a ring of kDecodeStages steps.
+// at a time, through a ring of kDecodeStages steps. Blocks have 96 KB of rings at most, which every
+// GPU has room for.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 2;
-// Where a block has no room for so many, half as many.
-constexpr int max_decode_warps(int head_dim) { return head_dim > 128 ? 4 : 8; }
-// The compiler's register budget.
-constexpr int decode_blocks_per_sm(int head_dim) { return head_dim > 64 ? 1 : 2; }
-// No part has fewer keys than the warps of a block have on their way.
+constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 3 : head_dim > 64 ? 6 : 8; }
+// The compiler's register budget. While one block begins or ends, the other one reads, and blocks
+// of a cluster find room.
+inline constexpr int kDecodeBlocksPerSm = 2;
+// No part has fewer keys than the warps of a block take at a time.
 constexpr int fewest_keys_of_decode_split(int head_dim) {
-  return max_decode_warps(head_dim) * kDecodeKeys * (kDecodeStages - 1);
+  return decode_warps(head_dim) * kDecodeKeys;
 }
 // Each 16 rows read all keys. Of more queries than these, heads that share keys take Hopper's
 // kernels, where a block reads keys once for several heads.
@@ -182,10 +183,10 @@ inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 
 // Of few queries, up to so many blocks with the same queries are a cluster, which adds up parts in
-// shared memory: no second launch. The GPU must have room for clusters: at most one of their blocks
-// for each multiprocessor.
-inline constexpr int kMaxClusterOfSplits = 8;
-
+// shared memory. Clusters find room where their blocks are at most kClusterShare of what the GPU
+// has room for: they do not fill the parts of it that they must fit in. Where clusters are too few,
+// because each would have more blocks, all blocks wait for each other before they add parts up.
+inline constexpr int kMaxClusterOfSplits = 16;
 // A warp adds up at least four parts of a row where there are as many.
 inline constexpr int kCombineThreads = 256;
 constexpr int combine_warps(int splits) {

@@ -80,6 +80,12 @@ struct AttentionParams {
   __host__ __device__ int64_t bias_heads() const { return heads / heads_per_bias.divisor; }
 };
 
+// Into how many parts keys are split, which wait in the workspace or are added up in clusters.
+struct KeySplits {
+  int count = 1;
+  bool take_workspace = false;
+};
+
 // Of a row and a part of the keys: the largest logit, and the sum of weights relative to it.
 struct alignas(8) PartEnd {
   float max, sum;

@@ -43,23 +43,15 @@ __device__ inline void store_parts(const AttentionForwardParams& params, int spl
   }
 }
 
-// A row from its parts, by as many warps as have enough of them.
+// A row from its parts, by `warps` warps of a block, of which this is number `warp`. All threads of
+// the block come here at once, each warp with its row, or, where it has none, any. `totals`: in
+// shared memory, of these warps, [warps, value_dim] floats.
 template <class T>
-__global__ void __launch_bounds__(kCombineThreads)
-    attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
-  if (!kIsAmpere) return;
+__device__ inline void add_parts(const AttentionForwardParams& params, int64_t row, bool is_row,
+                                 int warp, int warps, float4* totals) {
   constexpr int kColumns = 4, kLanes = 32;  // a lane's columns at a time
-  extern __shared__ __align__(1024) char shared_memory[];
-  auto* const totals = reinterpret_cast<float4*>(shared_memory);  // [warps, value_dim / kColumns]
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kLanes;
-  const int warps = combine_warps(params.splits), chunks = params.value_dim / kColumns;
-  const int64_t rows = params.rows();
-  const int64_t number = int64_t{blockIdx.x} * (kCombineThreads / kLanes / warps) + warp / warps;
-  const int64_t row = min(number, rows - 1);
-  const int first_split = warp % warps;
-
-  wait_for_launch_before();
+  const int chunks = params.value_dim / kColumns;
   // Of the first chunk a warp has as many parts on their way as most warps have at all, before it
   // knows their shares.
   constexpr int kAhead = 4;
@@ -69,7 +61,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   float4 ahead[kAhead] = {};
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
-    const int split = first_split + i * warps;
+    const int split = warp + i * warps;
     if (split < params.splits && lane < chunks) ahead[i] = part_of_chunk(split, lane);
   }
 
@@ -95,7 +87,7 @@ __global__ void __launch_bounds__(kCombineThreads)
       total.z += part.z * share;
       total.w += part.w * share;
     };
-    int split = first_split;
+    int split = warp;
     if (chunk == lane) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i, split += warps) {
@@ -107,7 +99,7 @@ __global__ void __launch_bounds__(kCombineThreads)
     totals[warp * chunks + chunk] = total;
   }
   __syncthreads();
-  if (first_split != 0 || number >= rows) return;
+  if (warp != 0 || !is_row) return;
   const int64_t of_all = row / params.queries;
   const int query = static_cast<int>(row - of_all * params.queries);
   const int64_t batch = of_all / params.heads;
@@ -117,9 +109,9 @@ __global__ void __launch_bounds__(kCombineThreads)
   const float factor = row_end.factor * params.dropout.factor;
   T* const out = params.output.row<T>(batch, head, query);
   for (int chunk = lane; chunk < chunks; chunk += kLanes) {
-    float4 total = totals[warp * chunks + chunk];
+    float4 total = totals[chunk];
     for (int other = 1; other < warps; ++other) {
-      const float4 more = totals[(warp + other) * chunks + chunk];
+      const float4 more = totals[other * chunks + chunk];
       total.x += more.x;
       total.y += more.y;
       total.z += more.z;
@@ -128,6 +120,20 @@ __global__ void __launch_bounds__(kCombineThreads)
     *reinterpret_cast<Pack<T, kColumns>*>(out + chunk * kColumns) = Pack<T, kColumns>::round(
         {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
   }
+}
+
+// Adds up the parts of all rows, by as many warps a row as it has enough parts for.
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads)
+    attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {
+  if (!kIsAmpere) return;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = combine_warps(params.splits);
+  const int64_t number = int64_t{blockIdx.x} * (kCombineThreads / 32 / warps) + warp / warps;
+  wait_for_launch_before();
+  add_parts<T>(
+      params, min(number, params.rows() - 1), number < params.rows(), warp % warps, warps,
+      reinterpret_cast<float4*>(shared_memory) + warp / warps * warps * (params.value_dim / 4));
 }
 
 }  // namespace megasoftmax

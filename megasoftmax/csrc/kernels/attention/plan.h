@@ -112,15 +112,6 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
              : 1;
 }
 
-// Warps of a block of few queries.
-constexpr int decode_warps(int head_dim, int shared_bytes) {
-  int warps = max_decode_warps(head_dim);
-  while (warps > 1 && DecodeLayout(head_dim, warps).bytes > shared_bytes) warps /= 2;
-  return warps;
-}
-static_assert(DecodeLayout(kMaxHeadDim, decode_warps(kMaxHeadDim, kLeastBytes)).bytes <=
-              kLeastBytes);
-
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
 // or a mask of blocks, and not in float32: the forward splits the keys of those, too.
 inline bool takes_few_queries(int64_t queries, DType type, bool has_dropout, int64_t mask_block) {
@@ -151,36 +142,50 @@ inline int64_t wide_row_tiles(const AttentionParams& params) {
 inline int64_t decode_row_tiles(const AttentionParams& params) {
   return divide_up<int64_t>(params.heads_per_key_head.divisor * params.queries, kMaxDecodeQueries);
 }
+static_assert(DecodeLayout(32).bytes <= kLeastBytes && DecodeLayout(64).bytes <= kLeastBytes &&
+              DecodeLayout(128).bytes <= kLeastBytes && DecodeLayout(256).bytes <= kLeastBytes);
 
-// Blocks among which keys may be split: how many there are, of how many rows of queries each; how
-// many a multiprocessor has room for; and the fewest keys of a part.
-struct BlocksOfKeys {
-  int64_t blocks;
-  int rows, per_sm, fewest_keys;
-};
-
-// Into how many parts their keys are split.
-inline int splits_for(const AttentionParams& params, const BlocksOfKeys& of_keys,
-                      int multiprocessors) {
-  const int64_t blocks = of_keys.blocks, per_sm = of_keys.per_sm;
-  if (blocks == 0) return 1;
-  // From what the first query sees to the last key; blocks find their parts of what they see.
+// From what the first query sees to the last key; blocks find their parts of what they see.
+inline int64_t keys_seen(const AttentionParams& params) {
   const int64_t seen =
       params.window_left < 0 ? int64_t{params.keys} : int64_t{params.window_left} + params.queries;
-  const int64_t keys = std::min<int64_t>(seen, params.keys), of_wave = per_sm * multiprocessors;
-  const int64_t most = std::max<int64_t>(keys / of_keys.fewest_keys, 1);
-  const bool hides_starts = per_sm > 1;
+  return std::min<int64_t>(seen, params.keys);
+}
+
+// Of few queries. Blocks wait for memory, so all that have room run at a time.
+inline KeySplits decode_splits(const AttentionParams& params, const Device& device) {
+  const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
+  const int64_t blocks = params.batches * params.key_heads * decode_row_tiles(params);
+  if (blocks == 0) return {};
+  const int bytes = DecodeLayout(head_dim).bytes + kReservedSharedBytes;
+  const int64_t room = int64_t{device.multiprocessors} *
+                       std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes);
+  const int64_t most =
+      std::max<int64_t>(keys_seen(params) / fewest_keys_of_decode_split(head_dim), 1);
+  const int64_t of_cluster = std::min<int64_t>(kMaxClusterOfSplits, device.max_cluster);
+  const int64_t in_clusters = std::min({most, of_cluster, room * 3 / 4 / blocks});
+  const int64_t together = std::min(most, device.multiprocessors / blocks);
+  if (in_clusters * 4 / 3 >= together) return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
+  return {static_cast<int>(together), true};
+}
+
+// Into how many parts the keys of blocks are split, of so many rows of queries each, of at least
+// `fewest_keys`. They compute: several on a multiprocessor would take longer.
+inline int splits_for(const AttentionParams& params, int64_t blocks, int rows, int fewest_keys,
+                      int multiprocessors) {
+  if (blocks == 0) return 1;
+  const int64_t keys = keys_seen(params);
+  const int64_t most = std::max<int64_t>(keys / fewest_keys, 1);
   const auto time_of = [&](int64_t splits) {
-    const int64_t waves = divide_up(blocks * splits, of_wave), is_split = splits > 1;
-    const int64_t of_block = divide_up(keys, splits) + is_split * kKeysOfPart * of_keys.rows +
-                             (hides_starts ? 0 : kKeysOfStart);
-    const int64_t once = is_split * kKeysOfLaunch + (hides_starts ? kKeysOfStart : 0);
-    return (kImbalance * waves + 1) * of_block + kImbalance * once / per_sm;
+    const int64_t waves = divide_up<int64_t>(blocks * splits, multiprocessors);
+    const int64_t of_block = divide_up(keys, splits) + kKeysOfStart;
+    if (splits == 1) return (kImbalance * waves + 1) * of_block;
+    return (kImbalance * waves + 1) * (of_block + kKeysOfPart * rows) + kImbalance * kKeysOfLaunch;
   };
   // For less than an eighth another launch is not worth the host's time.
   int64_t best = 1, least = time_of(1) * 7 / 8;
   for (int waves = 1; waves <= kMaxWavesOfSplits; ++waves) {
-    const int64_t splits = std::min(waves * of_wave / blocks, most);
+    const int64_t splits = std::min(int64_t{waves} * multiprocessors / blocks, most);
     if (splits <= 1) continue;
     if (const int64_t time = time_of(splits); time < least) {
       best = splits;
@@ -334,54 +339,32 @@ inline int hopper_forward_tile(const AttentionParams& params) {
   return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
 }
 
-// Into how many parts the forward splits keys. `hopper_tile`: -1 where its kernels do not run.
-inline int forward_splits(const AttentionParams& params, const Device& device, int hopper_tile) {
+// Whether the kernel of few queries runs; `hopper_tile`: -1 where Hopper's do not.
+inline bool is_decode(const AttentionParams& params, int hopper_tile) {
+  return hopper_tile < 0 && !is_wide(params) && takes_few_queries(params);
+}
+
+// How the forward splits keys. `hopper_tile` as above.
+inline KeySplits forward_splits(const AttentionParams& params, const Device& device,
+                                int hopper_tile) {
+  if (is_decode(params, hopper_tile)) return decode_splits(params, device);
+  const auto splits_of = [&](int64_t blocks, int rows, int fewest_keys) -> KeySplits {
+    const int count = splits_for(params, blocks, rows, fewest_keys, device.multiprocessors);
+    return {count, count > 1};
+  };
   if (is_wide(params))
-    return splits_for(params,
-                      {.blocks = params.batches * params.key_heads * wide_row_tiles(params),
-                       .rows = kWideRows,
-                       .per_sm = 1,
-                       .fewest_keys = 2 * kWideKeys},
-                      device.multiprocessors);
-  if (hopper_tile < 0 && takes_few_queries(params)) {
-    // They wait for memory: all that have room run at a time.
-    const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
-    const int warps = decode_warps(head_dim, device.shared_bytes);
-    const int bytes = DecodeLayout(head_dim, warps).bytes + kReservedSharedBytes;
-    return splits_for(
-        params,
-        {.blocks = params.batches * params.key_heads * decode_row_tiles(params),
-         .rows = kMaxDecodeQueries,
-         .per_sm = std::min(decode_blocks_per_sm(head_dim), device.shared_bytes_per_sm / bytes),
-         .fewest_keys = fewest_keys_of_decode_split(head_dim)},
-        device.multiprocessors);
-  }
-  // They compute: several on a multiprocessor take longer.
-  const auto splits_of = [&](const auto& tile, int64_t heads) {
-    return splits_for(params,
-                      {.blocks = params.batches * heads * divide_up(params.queries, tile.queries()),
-                       .rows = tile.queries(),
-                       .per_sm = 1,
-                       .fewest_keys = kFewestKeysOfSplit},
-                      device.multiprocessors);
+    return splits_of(params.batches * params.key_heads * wide_row_tiles(params), kWideRows,
+                     2 * kWideKeys);
+  const auto splits_of_tile = [&](const auto& tile, int64_t heads) {
+    return splits_of(params.batches * heads * divide_up(params.queries, tile.queries()),
+                     tile.queries(), kFewestKeysOfSplit);
   };
   if (hopper_tile >= 0) {
     const AttentionHopperTile& tile = kAttentionHopperTiles[hopper_tile];
-    return splits_of(tile, hopper_blocks_of_heads(params, tile));
+    return splits_of_tile(tile, hopper_blocks_of_heads(params, tile));
   }
-  return splits_of(kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)],
-                   params.heads);
-}
-
-// Whether the blocks of a decoding launch that share queries add up their parts in a cluster.
-// `hopper_tile` as above.
-inline bool adds_parts_in_clusters(const AttentionForwardParams& params, const Device& device,
-                                   int hopper_tile) {
-  const int64_t blocks =
-      params.batches * params.key_heads * decode_row_tiles(params) * params.splits;
-  return hopper_tile < 0 && !is_wide(params) && takes_few_queries(params) && params.splits > 1 &&
-         params.splits <= kMaxClusterOfSplits && device.max_cluster >= kMaxClusterOfSplits &&
-         blocks <= device.multiprocessors;
+  return splits_of_tile(kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params, device)],
+                        params.heads);
 }
 
 constexpr int max_head_dim(DType type) {

@@ -397,15 +397,26 @@ __device__ inline void store_to_cluster(void* shared, int block, uint64_t value)
 }
 
 // From another block's shared memory, which must not end before: after the barrier that follows.
-__device__ inline float2 load_from_cluster(const float2* shared, int block) {
-  float2 value = {};
+template <class Vector>
+__device__ inline Vector load_from_cluster(const void* shared, int block) {
+  Vector value = {};
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;"
-      "ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
-      : "=f"(value.x), "=f"(value.y)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(block)
-      : "memory");
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (sizeof(Vector) == 16) {
+    asm volatile(
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(address), "r"(block)
+        : "memory");
+  } else {
+    asm volatile(
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;"
+        "ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
+        : "=f"(value.x), "=f"(value.y)
+        : "r"(address), "r"(block)
+        : "memory");
+  }
 #endif
   return value;
 }

@@ -6,6 +6,8 @@
 // blocks among which the keys of a head are split, add up what they have. Keys and values are read
 // once.
 
+#include <cooperative_groups.h>
+
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../exclusion.cuh"
@@ -24,28 +26,31 @@ struct DecodeRow {
   __device__ DecodeRow(const AttentionParams& params, int key_head, int row) {
     const int heads = static_cast<int>(params.heads_per_key_head.divisor);
     is_row = row < heads * params.queries;
-    const int of_group = min(row / params.queries, heads - 1);
+    const int of_group = min(params.queries == 1 ? row : row / params.queries, heads - 1);
     head = key_head * heads + of_group;
     query = is_row ? row - of_group * params.queries : 0;
   }
 };
 
-// What the two rows of a lane see, from number `lane_row` and 8 further on; and the first and the
-// last key that a row of the warp sees.
+// What the two rows of a lane see, from number `lane_row` and 8 further on; and of all rows of the
+// warp the keys that some row sees, and those that all see.
 __device__ inline void find_visible(const AttentionForwardParams& params, int batch, int key_head,
-                                    int lane_row, KeyRange (&visible)[2], int& first_seen,
-                                    int& last_seen) {
-  first_seen = params.keys;
-  last_seen = 0;
+                                    int lane_row, KeyRange (&visible)[2], KeyRange& seen,
+                                    KeyRange& seen_by_all) {
+  seen = seen_by_all = visible[0] = visible[1] = {0, params.keys};
+  if (params.window_left < 0 && params.window_right < 0 && !params.visible.are_given()) return;
+  seen = {params.keys, 0};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
-    visible[half] = row.is_row ? visible_keys(params, batch, row.head, row.query) : KeyRange{0, 0};
-    first_seen = min(first_seen, row.is_row ? visible[half].begin : params.keys);
-    last_seen = max(last_seen, visible[half].end);
+    if (!row.is_row) continue;
+    visible[half] = visible_keys(params, batch, row.head, row.query);
+    seen = {min(seen.begin, visible[half].begin), max(seen.end, visible[half].end)};
+    seen_by_all = {max(seen_by_all.begin, visible[half].begin),
+                   min(seen_by_all.end, visible[half].end)};
   }
-  first_seen = min(max(smallest_of_lanes(first_seen), 0), params.keys);
-  last_seen = largest_of_lanes(last_seen);
+  seen = {min(max(smallest_of_lanes(seen.begin), 0), params.keys), largest_of_lanes(seen.end)};
+  seen_by_all = {largest_of_lanes(seen_by_all.begin), smallest_of_lanes(seen_by_all.end)};
 }
 
 // Which pairs of these rows and of keys from `key` on are excluded, and their biases. An entry of
@@ -93,47 +98,125 @@ __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float sc
   }
 }
 
-// As many warps as the block has room for. Without parts it writes rows of the output.
+// Of a row, whose parts each have some of the keys: a lane knows the end of one of them.
+struct PartsOfRow {
+  float max, sum;
+
+  __device__ explicit PartsOfRow(const PartEnd& mine)
+      : max(warp_max<32>(mine.max)), share_(exp2_approximate((mine.max - max) * kLog2E)) {
+    sum = warp_sum<32>(mine.sum * share_);
+  }
+  // Adds what a part has, by all lanes of the warp.
+  __device__ void add(float4& total, int part, const float4& more) const {
+    const float share = __shfl_sync(~0u, share_, part);
+    total.x += more.x * share;
+    total.y += more.y * share;
+    total.z += more.z * share;
+    total.w += more.w * share;
+  }
+
+ private:
+  float share_;
+};
+
+// Calls body(column, is_column) for every fourth column, by all lanes of a warp as often; where a
+// lane has none, for the first.
+template <class Body>
+__device__ __forceinline__ void for_columns(int columns, Body&& body) {
+  const int mine = static_cast<int>(threadIdx.x) % 32 * 4;
+#pragma unroll 1
+  for (int first = 0; first < columns; first += 128) {
+    const int column = first + mine;
+    body(column < columns ? column : 0, column < columns);
+  }
+}
+
+// Without parts it writes rows of the output, and more than one split is a cluster; with them the
+// blocks wait for each other.
 template <class T, bool kHasBias, int kDim>
-__global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per_sm(kDim))
+__global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   if (!kIsAmpere) return;
   using Rows = Tile<T, kDecodeKeys, kDim>;
-  constexpr int kStages = kDecodeStages, kMaxWarps = max_decode_warps(kDim);
-  constexpr DecodeLayout kLayout(kDim, kMaxWarps);
+  constexpr int kStages = kDecodeStages, kWarps = decode_warps(kDim);
+  constexpr DecodeLayout kLayout(kDim);
   constexpr int kColumns = kDim / 8, kN = kDecodeKeys / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
   const FirstElement mine(threadIdx.x);
-  if (params.parts != nullptr) let_next_launch_begin();
   const bool is_cluster = params.parts == nullptr && params.splits > 1;
-  int split, first_row, key_head, batch;
+  const int split = params.splits > 1 ? static_cast<int>(blockIdx.x) : 0;
+  int first_row, key_head, batch;
   {
-    const int block = static_cast<int>(blockIdx.x);
+    const unsigned block = params.splits > 1 ? blockIdx.y : blockIdx.x;
     int row_tile;
-    if (is_cluster) {
-      params.order.place(block / params.splits, row_tile, key_head, batch);
-      split = block % params.splits;
-    } else {
-      int tile;
-      params.order.place(block, tile, key_head, batch);
-      params.row_tiles.split(tile, split, row_tile);
-    }
+    params.order.place(static_cast<int>(block), row_tile, key_head, batch);
     first_row = row_tile * 16;
   }
   const int lane_row = first_row + mine.row;
   // What the rows of a lane see, and what of the keys that any row sees is this split's.
-  KeyRange visible[2];
+  KeyRange visible[2], whole;  // the keys of the split that are seen by all rows
   int begin, end;
   {
-    int first_seen, last_seen;
-    find_visible(params, batch, key_head, lane_row, visible, first_seen, last_seen);
+    KeyRange seen;
+    find_visible(params, batch, key_head, lane_row, visible, seen, whole);
     const KeyRange part =
-        part_of<kDecodeKeys>(params, {first_seen / kDecodeKeys * kDecodeKeys, last_seen}, split);
+        part_of<kDecodeKeys>(params, {seen.begin / kDecodeKeys * kDecodeKeys, seen.end}, split);
     begin = part.begin;
     end = part.end;
+    whole.end = min(whole.end, end);
+    if (params.mask.data != nullptr) whole.end = 0;
   }
+
+  // A lane copies the same chunk of every so many rows of keys and of values.
+  const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
+  constexpr int kRowsAtATime = 32 / Rows::kChunks;
+  const int first_of_lane = lane / Rows::kChunks, column_of_lane = lane % Rows::kChunks * 8;
+  const auto source_of = [&](const Strided& tensor) {
+    return tensor.row<const T>(batch, key_head, begin + warp * kDecodeKeys + first_of_lane) +
+           column_of_lane;
+  };
+  const T* key_source = source_of(params.key);
+  const T* value_source = source_of(params.value);
+  const bool is_dense = params.head_dim == kDim && params.value_dim == kDim;
+  const auto start_copy_of_step = [&](int step) {
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
+    if (key < end) {
+      const uint32_t stage = ring + step % kStages * kLayout.stage_bytes;
+      const T* key_row = key_source;
+      const T* value_row = value_source;
+      const auto advance = [&](int rows) {
+        key_row += rows * params.key.query_stride;
+        value_row += rows * params.value.query_stride;
+      };
+      if (is_dense && key + kDecodeKeys <= params.keys) {
+#pragma unroll
+        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
+          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
+          start_copy(place, key_row);
+          start_copy(place + Rows::kBytes, value_row);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
+          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
+          const auto copy = [&](uint32_t there, const T* row, const Strided& tensor, int columns) {
+            const bool is_inside =
+                key + first_of_lane + i < params.keys && column_of_lane < columns;
+            start_copy_of(there, is_inside ? row : static_cast<const T*>(tensor.data),
+                          is_inside ? 16 : 0);
+          };
+          copy(place, key_row, params.key, params.head_dim);
+          copy(place + Rows::kBytes, value_row, params.value, params.value_dim);
+        }
+      }
+      key_source += kWarps * kDecodeKeys * params.key.query_stride;
+      value_source += kWarps * kDecodeKeys * params.value.query_stride;
+    }
+    end_copies();
+  };
+#pragma unroll 1
+  for (int step = 0; step < kStages; ++step) start_copy_of_step(step);
 
   // Queries, as matrices `a`.
   uint32_t queries[kDim / 16][4];
@@ -153,35 +236,17 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
     }
   }
 
-  const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
-  const auto start_copy = [&](int step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
-    if (key < end) {
-      const Rows keys{ring + step % kStages * kLayout.stage_bytes};
-      const Rows values{keys.address + Rows::kBytes};
-      const auto copy = [&](const Rows& tile, const Strided& tensor, int columns) {
-        tile.start_copy_of_warp(tensor.row<const T>(batch, key_head, key), tensor.query_stride,
-                                params.keys - key, columns);
-      };
-      copy(keys, params.key, params.head_dim);
-      copy(values, params.value, params.value_dim);
-    }
-    end_copies();
-  };
-#pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) start_copy(step);
-
   float output[1][kColumns][4] = {};
   OnlineSoftmax<1> softmax(params.scale);
 #pragma unroll 1
-  for (int step = 0; begin + (step * warps + warp) * kDecodeKeys < end; ++step) {
-    const int key = begin + (step * warps + warp) * kDecodeKeys;
-    start_copy(step + kStages - 1);
+  for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
+    const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     float scores[1][kN][4] = {};
     [[maybe_unused]] float biases[1][kN][4] = {};
     Excluded<1, kN> excluded;
-    find_excluded<T, kHasBias>(params, batch, key_head, lane_row, key, end, 1, visible, excluded,
-                               biases);
+    if (kHasBias || key < whole.begin || key + kDecodeKeys > whole.end)
+      find_excluded<T, kHasBias>(params, batch, key_head, lane_row, key, end, 1, visible, excluded,
+                                 biases);
     wait_for_older_copies<kStages - 1>();
     __syncwarp();
     const Rows keys{ring + step % kStages * kLayout.stage_bytes};
@@ -199,80 +264,79 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
     softmax.template step<kHasBias>(scores, output);
     multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));
     __syncwarp();  // the stage is used up
+    start_copy_of_step(step + kStages);
   }
   wait_for_copies();
   __syncthreads();
 
-  // What the warps have of each row.
+  // What the warps have of each row. Of 16 rows the last ones may be none.
+  const int rows = static_cast<int>(params.heads_per_key_head.divisor) * params.queries - first_row;
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
-  float* const ends = sums + warps * 16 * kPitch;  // largest logit and sum of weights
+  auto* const ends = reinterpret_cast<PartEnd*>(sums + kWarps * 16 * kPitch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp * 16 + mine.row + row_offset(0, 2 * half);
     const float sum = sum_of_row(softmax.sum[0][half]);
-    if (mine.column == 0) {
-      ends[2 * row] = softmax.max[0][half];
-      ends[2 * row + 1] = sum;
-    }
+    if (mine.row + row_offset(0, 2 * half) >= rows) continue;
+    if (mine.column == 0) ends[row] = {softmax.max[0][half], sum};
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
       *reinterpret_cast<float2*>(sums + row * kPitch + mine.column + column_offset(n, 0)) = {
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  // total_of(column): sums of values times weights, of it and the next column.
+  // total_of(column): sums of values times weights, of it and the next three columns.
   const auto store_row = [&](const DecodeRow& place, const PartEnd& end_of_row, auto&& total_of) {
     const RowEnd row_end(end_of_row.max, end_of_row.sum, sink_logit(params.sink, place.head),
                          params.can_exclude);
     if (lane == 0) row_end.store(params, params.row_index(batch, place.head, place.query));
     T* const out = params.output.row<T>(batch, place.head, place.query);
-    for (int column = 2 * lane; column < params.value_dim; column += 64) {
-      const float2 total = total_of(column);
-      *reinterpret_cast<uint32_t*>(out + column) =
-          round_pair<T>(total.x * row_end.factor, total.y * row_end.factor);
-    }
+    for_columns(params.value_dim, [&](int column, bool is_column) {
+      const float4 total = total_of(column);
+      const float factor = row_end.factor;
+      if (is_column)
+        *reinterpret_cast<Pack<T, 4>*>(out + column) = Pack<T, 4>::round(
+            {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
+    });
   };
-  for (int row = warp; row < 16; row += warps) {
+  for (int row = warp; row < min(rows, 16); row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
-    if (!place.is_row) continue;
-    float max = kLowest, sum = 0.f, shares[kMaxWarps];
-#pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i < warps) max = fmaxf(max, ends[2 * (i * 16 + row)]);
-    }
-#pragma unroll
-    for (int i = 0; i < kMaxWarps; ++i) {
-      if (i >= warps) continue;
-      shares[i] = exp2_approximate((ends[2 * (i * 16 + row)] - max) * kLog2E);
-      sum += ends[2 * (i * 16 + row) + 1] * shares[i];
-    }
+    // Each lane has the end of the warp of its number.
+    const PartsOfRow of_warps(lane < kWarps ? ends[lane * 16 + row] : PartEnd{kLowest, 0.f});
     const int64_t row_of_all = params.row_index(batch, place.head, place.query);
     const auto total_of = [&](int column) {
-      float2 total = {};
-#pragma unroll
-      for (int i = 0; i < kMaxWarps; ++i) {
-        if (i >= warps) continue;
-        const float2 more =
-            *reinterpret_cast<const float2*>(sums + (i * 16 + row) * kPitch + column);
-        total.x += more.x * shares[i];
-        total.y += more.y * shares[i];
-      }
+      float4 total = {};
+#pragma unroll 4
+      for (int i = 0; i < kWarps; ++i)
+        of_warps.add(total, i,
+                     *reinterpret_cast<const float4*>(sums + (i * 16 + row) * kPitch + column));
       return total;
     };
+    const auto keep_total = [&](float* kept) {
+      for_columns(params.value_dim, [&](int column, bool is_column) {
+        const float4 total = total_of(column);
+        if (is_column) *reinterpret_cast<float4*>(kept + column) = total;
+      });
+    };
+    const PartEnd end_of_row = {of_warps.max, of_warps.sum};
     if (params.parts != nullptr) {
-      if (lane == 0) params.part_end(split, row_of_all) = {max, sum};
-      float* const part = params.part(split, row_of_all);
-      for (int column = 2 * lane; column < params.value_dim; column += 64)
-        *reinterpret_cast<float2*>(part + column) = total_of(column);
+      if (lane == 0) params.part_end(split, row_of_all) = end_of_row;
+      keep_total(params.part(split, row_of_all));
     } else if (is_cluster) {
-      // In the place of what the first warp has of the row.
-      for (int column = 2 * lane; column < params.value_dim; column += 64)
-        *reinterpret_cast<float2*>(sums + row * kPitch + column) = total_of(column);
-      __syncwarp();  // all lanes have read the ends of all warps
-      if (lane == 0) reinterpret_cast<float2*>(ends)[row] = {max, sum};
+      keep_total(sums + row * kPitch);  // in the place of what the first warp has of the row
+      __syncwarp();                     // all lanes have read the ends of all warps
+      if (lane == 0) ends[row] = end_of_row;
     } else {
-      store_row(place, {max, sum}, total_of);
+      store_row(place, end_of_row, total_of);
+    }
+  }
+  if (params.parts != nullptr) {
+    cooperative_groups::this_grid().sync();
+    const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;
+    for (int64_t row = number; row < params.rows(); row += gridDim.x * gridDim.y) {
+      add_parts<T>(params, row, true, warp, kWarps, reinterpret_cast<float4*>(shared_memory));
+      __syncthreads();
     }
   }
   if (!is_cluster) return;
@@ -281,34 +345,29 @@ __global__ void __launch_bounds__(32 * max_decode_warps(kDim), decode_blocks_per
   __syncwarp();
   arrive_at_cluster();
   wait_for_cluster();
-  for (int row = warp * params.splits + split; row < 16; row += warps * params.splits) {
+  for (int row = warp * params.splits + split; row < min(rows, 16); row += kWarps * params.splits) {
     const DecodeRow place(params, key_head, first_row + row);
-    if (!place.is_row) continue;
-    // All loads are on their way at once; those of the last block again take the place of others.
-    const auto load_all = [&](float2(&loaded)[kMaxClusterOfSplits], const float* mine) {
-#pragma unroll
-      for (int i = 0; i < kMaxClusterOfSplits; ++i)
-        loaded[i] =
-            load_from_cluster(reinterpret_cast<const float2*>(mine), min(i, params.splits - 1));
-    };
-    float2 parts[kMaxClusterOfSplits];
-    load_all(parts, ends + 2 * row);
-    float max = kLowest, sum = 0.f, shares[kMaxClusterOfSplits];
-#pragma unroll
-    for (const float2& part : parts) max = fmaxf(max, part.x);
-#pragma unroll
-    for (int i = 0; i < kMaxClusterOfSplits; ++i) {
-      shares[i] = exp2_approximate((parts[i].x - max) * kLog2E);
-      if (i < params.splits) sum += parts[i].y * shares[i];
+    PartEnd mine{kLowest, 0.f};
+    if (lane < params.splits) {
+      const float2 end = load_from_cluster<float2>(ends + row, lane);
+      mine = {end.x, end.y};
     }
-    store_row(place, {max, sum}, [&](int column) {
-      float2 of_blocks[kMaxClusterOfSplits], total = {};
-      load_all(of_blocks, sums + row * kPitch + column);
+    const PartsOfRow of_blocks(mine);
+    store_row(place, {of_blocks.max, of_blocks.sum}, [&](int column) {
+      float4 total = {};
+      // So many loads are on their way at once; the last block's again take the place of others.
+      constexpr int kAtOnce = 8;
+#pragma unroll 1
+      for (int first = 0; first < params.splits; first += kAtOnce) {
+        float4 loaded[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kMaxClusterOfSplits; ++i) {
-        if (i >= params.splits) continue;
-        total.x += of_blocks[i].x * shares[i];
-        total.y += of_blocks[i].y * shares[i];
+        for (int i = 0; i < kAtOnce; ++i)
+          loaded[i] = load_from_cluster<float4>(sums + row * kPitch + column,
+                                                min(first + i, params.splits - 1));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i < params.splits) of_blocks.add(total, first + i, loaded[i]);
+        }
       }
       return total;
     });

@@ -42,18 +42,7 @@ struct Tile {
   // 0.
   template <int kThreads>
   __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns) const {
-    start_copy_by<kThreads>(thread_index_anew(), source, row_stride, rows, columns);
-  }
-  // The same by a warp.
-  __device__ void start_copy_of_warp(const T* source, int64_t row_stride, int rows,
-                                     int columns) const {
-    start_copy_by<32>(thread_index_anew() % 32, source, row_stride, rows, columns);
-  }
-
- private:
-  template <int kThreads>
-  __device__ void start_copy_by(int thread, const T* source, int64_t row_stride, int rows,
-                                int columns) const {
+    const int thread = thread_index_anew();
     constexpr int kRowsAtATime = kThreads / kChunks;
     static_assert(kRows % kRowsAtATime == 0);
     const int chunk = thread % kChunks, first = thread / kChunks;

@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   // What the rows of a lane see, and what of the keys that any row sees is this split's.
   KeyRange visible[2] = {{0, 0}, {0, 0}};
   if (makes_weights) {
-    int first_seen = params.keys, last_seen = 0;
-    find_visible(params, batch, key_head, lane_row, visible, first_seen, last_seen);
-    if (lane == 0) seen[warp] = {first_seen, last_seen};
+    KeyRange of_warp, by_all;
+    find_visible(params, batch, key_head, lane_row, visible, of_warp, by_all);
+    if (lane == 0) seen[warp] = of_warp;
   }
   __syncthreads();
   int begin, end;
