@@ -496,7 +496,7 @@ def test_blocks_share_the_keys_of_queries(
     "lengths", [(1, 600), (1, 1030), (2, 1500), (5, 700), (16, 2111), (1, 9000)]
 )
 def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
-    """Up to 8 blocks are a cluster; some see nothing, or have rows that others lack."""
+    """In clusters, or blocks that wait for each other; some see nothing, or lack rows."""
     shape = {"batch": 2, "heads": (6, 2), "lengths": lengths, "dims": (dim, dim)}
     q, k, v = tensors("cuda", dtype, **shape)
     check(q, k, v)

@@ -200,50 +200,80 @@ def test_wider_values_choose_the_tile() -> None:
 
 
 def _fewest_keys(dim: int) -> int:
-    """Of a part of few queries: what a block has on its way."""
-    limits = kernel_limits().attention
+    """Of a part of few queries: what the warps of a block take at a time."""
     warps = explain_attention(1, 1, 1, dim).threads // 32
-    return warps * limits["kDecodeKeys"] * (limits["kDecodeStages"] - 1)
+    return warps * kernel_limits().attention["kDecodeKeys"]
 
 
 def test_few_queries_split_the_keys() -> None:
+    limits = kernel_limits().attention
     found = explain_attention(8, 32, 1, 128, keys=8192, key_heads=8)
-    # 64 blocks, 132 multiprocessors with room for one: a wave.
-    assert (found.kernel, found.splits) == ("decode", 2)
-    assert found.blocks == 2 * 8 * 8
-    assert found.workspace_bytes == 0  # two blocks with the same queries are a cluster
-    found = explain_attention(8, 32, 1, 128, keys=65536, key_heads=8)
-    assert found.splits == 8
-    assert found.workspace_bytes == found.splits * 8 * 32 * (128 + 2) * 4
+    # 64 blocks of 6 warps, of which a multiprocessor is to have 9.
+    assert (found.kernel, found.threads, found.splits) == ("decode", 192, 3)
+    assert found.blocks == 3 * 8 * 8
+    assert found.workspace_bytes == 0  # blocks with the same queries are a cluster
     assert "at most 16 queries: 1" in found.why
-    most = kernel_limits().attention["kMaxDecodeQueries"]
+    # Of 64 columns a block has 8 warps. Of more than a multiprocessor has room for none is split.
+    assert explain_attention(8, 32, 1, 64, keys=8192, key_heads=8).splits == 2
+    assert explain_attention(34, 32, 1, 64, keys=131_072, key_heads=8).splits == 1
+    # Clusters of 8 would be too few: blocks wait for each other, one for each multiprocessor.
+    found = explain_attention(1, 32, 1, 128, keys=65536, key_heads=4)
+    assert found.splits == 33
+    assert found.workspace_bytes == found.splits * 32 * (128 + 2) * 4
+    # Or so many parts, of two blocks for each.
+    found = explain_attention(1, 32, 1, 128, keys=65536, key_heads=8)
+    assert found.splits == limits["kMaxPartsBeside"]
+    most = limits["kMaxDecodeQueries"]
     assert explain_attention(1, 1, most, 64).kernel == "decode"
     assert explain_attention(1, 1, most + 1, 64).kernel == "forward"
     # No split has fewer keys than it is worth, and none needs no workspace.
-    fewest = _fewest_keys(64)
-    for keys, splits in ((fewest, 1), (2 * fewest - 1, 1), (4 * fewest, 4), (9 * fewest, 9)):
-        found = explain_attention(1, 1, 1, 64, keys=keys)
+    fewest, of_cluster = _fewest_keys(64), limits["kMaxClusterOfSplits"]
+    for parts, rest, splits in ((1, 0, 1), (2, -1, 1), (4, 0, 4), (9, 0, of_cluster), (17, 0, 17)):
+        found = explain_attention(1, 1, 1, 64, keys=parts * fewest + rest)
         assert found.splits == splits
-        # Up to 8 blocks add up their parts in a cluster.
-        assert found.workspace_bytes == (splits * (64 + 2) * 4 if splits > 8 else 0)
-        found = explain_attention(1, 1, 1, 64, keys=keys, major=8)
-        assert found.workspace_bytes == (splits * (64 + 2) * 4 if splits > 1 else 0)
+        assert found.workspace_bytes == (splits * (64 + 2) * 4 if splits > of_cluster else 0)
+        # Without clusters.
+        found = explain_attention(1, 1, 1, 64, keys=parts * fewest + rest, major=8)
+        assert found.workspace_bytes == (found.splits * (64 + 2) * 4 if found.splits > 1 else 0)
     # A window leaves fewer keys, also where it has no limit to the right.
     for window in ((9, 0), (9, -1)):
         assert explain_attention(1, 1, 2, 64, keys=9 * fewest, window=window).splits == 1
 
 
-@pytest.mark.parametrize("queries", [1, 16, 17, 64, 300])
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_blocks_of_few_queries_run_at_a_time(dim: int, major: int) -> None:
+    """Where keys are split: blocks of a cluster, or all blocks, wait for each other."""
+    room = 2 * H200.multiprocessors
+    for batches, key_heads in itertools.product((1, 2, 3, 5, 8, 13, 33, 64), (1, 2, 4, 8, 32)):
+        splits = []
+        for keys in (90, 300, 1024, 5000, 131_072):
+            call = {"keys": keys, "key_heads": key_heads, "major": major}
+            found = explain_attention(batches, 32, 1, dim, **call)
+            splits.append(found.splits)
+            row_tiles = -(-32 // key_heads // 16)
+            assert found.blocks == batches * key_heads * row_tiles * found.splits
+            if found.splits == 1:
+                assert found.workspace_bytes == 0
+                continue
+            assert keys // found.splits >= _fewest_keys(dim)
+            is_cluster = found.workspace_bytes == 0
+            assert not is_cluster or (major == 9 and found.splits <= 8)
+            assert found.blocks <= (room * 3 // 4 if is_cluster else room)
+        assert splits == sorted(splits)
+        # Half of the multiprocessors have a block, where keys are many.
+        assert 2 * batches * key_heads * splits[-1] > H200.multiprocessors or key_heads == 1
+
+
+@pytest.mark.parametrize("queries", [16, 17, 64, 300])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_splits_fill_whole_waves_of_blocks(dim: int, queries: int) -> None:
-    of_wave = H200.multiprocessors
-    fewest = _fewest_keys(dim) if queries == 1 else kernel_limits().attention["kFewestKeysOfSplit"]
+    of_wave, fewest = H200.multiprocessors, kernel_limits().attention["kFewestKeysOfSplit"]
     for batches, keys in itertools.product((1, 3, 8, 64), (300, 5000, 131_072)):
         found = explain_attention(batches, 32, queries, dim, keys=keys, key_heads=8)
         blocks = found.blocks // found.splits
         assert found.blocks == blocks * found.splits
-        is_cluster = queries == 1 and found.splits <= 8 and found.blocks <= H200.multiprocessors
-        assert (found.workspace_bytes > 0) == (found.splits > 1 and not is_cluster)
+        assert (found.workspace_bytes > 0) == (found.splits > 1)
         if found.splits > 1:
             assert keys // found.splits >= fewest
             # One more split would begin another wave, or would have too few keys.

@@ -147,10 +147,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
   device.shared_bytes = static_cast<int>(call->shared_bytes);
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = static_cast<int>(call->major);
-  const bool has_large_clusters = device.major == 9 || device.major == 10;
-  device.max_cluster = has_large_clusters             ? kMaxCluster
-                       : device.major >= kHopperMajor ? kPortableCluster
-                                                      : 1;
+  device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
   if (call->is_backward != 0) {
     const int tile = device.major == kHopperMajor ? hopper_backward_tile(params) : -1;
     explain_backward(params, tile, device, *explanation);

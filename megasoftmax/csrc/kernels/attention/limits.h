@@ -182,11 +182,15 @@ inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 
-// Of few queries, up to so many blocks with the same queries are a cluster, which adds up parts in
-// shared memory. Clusters find room where their blocks are at most kClusterShare of what the GPU
-// has room for: they do not fill the parts of it that they must fit in. Where clusters are too few,
-// because each would have more blocks, all blocks wait for each other before they add parts up.
-inline constexpr int kMaxClusterOfSplits = 16;
+// Of few queries, blocks with the same queries are a cluster of up to kMaxClusterOfSplits, which
+// adds up parts in shared memory, where so many clusters have at least half as many blocks as would
+// run without. kDecodeWarpsOfSm warps of a multiprocessor are enough. Clusters must fit in parts of
+// the GPU: they do not take more than three of four blocks that have room. Other blocks wait for
+// each other before they add up parts: one for each multiprocessor, or more up to kMaxPartsBeside
+// parts.
+inline constexpr int kMaxClusterOfSplits = 8, kDecodeWarpsOfSm = 9;
+inline constexpr int64_t kMaxPartsBeside = 32;
+
 // A warp adds up at least four parts of a row where there are as many.
 inline constexpr int kCombineThreads = 256;
 constexpr int combine_warps(int splits) {

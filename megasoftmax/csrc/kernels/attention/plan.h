@@ -152,20 +152,25 @@ inline int64_t keys_seen(const AttentionParams& params) {
   return std::min<int64_t>(seen, params.keys);
 }
 
-// Of few queries. Blocks wait for memory, so all that have room run at a time.
+// Of few queries. Blocks wait for memory: as many as make enough warps of a multiprocessor, in
+// clusters, or where those would be too few, all that have room. More parts than kMaxPartsBeside
+// have the blocks of a multiprocessor alone.
 inline KeySplits decode_splits(const AttentionParams& params, const Device& device) {
   const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
   const int64_t blocks = params.batches * params.key_heads * decode_row_tiles(params);
   if (blocks == 0) return {};
   const int bytes = DecodeLayout(head_dim).bytes + kReservedSharedBytes;
-  const int64_t room = int64_t{device.multiprocessors} *
-                       std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes);
+  const int64_t sms = device.multiprocessors;
+  const int64_t room = sms * std::min(kDecodeBlocksPerSm, device.shared_bytes_per_sm / bytes);
   const int64_t most =
       std::max<int64_t>(keys_seen(params) / fewest_keys_of_decode_split(head_dim), 1);
-  const int64_t of_cluster = std::min<int64_t>(kMaxClusterOfSplits, device.max_cluster);
-  const int64_t in_clusters = std::min({most, of_cluster, room * 3 / 4 / blocks});
-  const int64_t together = std::min(most, device.multiprocessors / blocks);
-  if (in_clusters * 4 / 3 >= together) return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
+  const int64_t enough = std::min(sms * kDecodeWarpsOfSm / decode_warps(head_dim), room * 3 / 4);
+  const int64_t in_clusters =
+      std::min({most, enough / blocks, int64_t{std::min(kMaxClusterOfSplits, device.max_cluster)}});
+  const int64_t together =
+      std::min(most, std::max(sms / blocks, std::min(room / blocks, kMaxPartsBeside)));
+  if (together <= 1 || 2 * in_clusters >= together)
+    return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
   return {static_cast<int>(together), true};
 }
 

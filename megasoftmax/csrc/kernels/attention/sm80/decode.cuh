@@ -183,35 +183,31 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     const int key = begin + (step * kWarps + warp) * kDecodeKeys;
     if (key < end) {
       const uint32_t stage = ring + step % kStages * kLayout.stage_bytes;
-      const T* key_row = key_source;
-      const T* value_row = value_source;
-      const auto advance = [&](int rows) {
-        key_row += rows * params.key.query_stride;
-        value_row += rows * params.value.query_stride;
-      };
-      if (is_dense && key + kDecodeKeys <= params.keys) {
+      const bool is_whole = is_dense && key + kDecodeKeys <= params.keys;
+      const auto copy = [&](uint32_t tile, const T*& source, const Strided& tensor, int columns) {
+        const auto place_of = [&](int i) {
+          return tile + Rows::offset(first_of_lane + i, column_of_lane / 8);
+        };
+        const T* row = source;
+        if (is_whole) {
 #pragma unroll
-        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
-          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
-          start_copy(place, key_row);
-          start_copy(place + Rows::kBytes, value_row);
-        }
-      } else {
+          for (int i = 0; i < kDecodeKeys;
+               i += kRowsAtATime, row += kRowsAtATime * tensor.query_stride)
+            start_copy(place_of(i), row);
+        } else {
 #pragma unroll 1
-        for (int i = 0; i < kDecodeKeys; i += kRowsAtATime, advance(kRowsAtATime)) {
-          const uint32_t place = stage + Rows::offset(first_of_lane + i, column_of_lane / 8);
-          const auto copy = [&](uint32_t there, const T* row, const Strided& tensor, int columns) {
+          for (int i = 0; i < kDecodeKeys;
+               i += kRowsAtATime, row += kRowsAtATime * tensor.query_stride) {
             const bool is_inside =
                 key + first_of_lane + i < params.keys && column_of_lane < columns;
-            start_copy_of(there, is_inside ? row : static_cast<const T*>(tensor.data),
+            start_copy_of(place_of(i), is_inside ? row : static_cast<const T*>(tensor.data),
                           is_inside ? 16 : 0);
-          };
-          copy(place, key_row, params.key, params.head_dim);
-          copy(place + Rows::kBytes, value_row, params.value, params.value_dim);
+          }
         }
-      }
-      key_source += kWarps * kDecodeKeys * params.key.query_stride;
-      value_source += kWarps * kDecodeKeys * params.value.query_stride;
+        source += kWarps * kDecodeKeys * tensor.query_stride;
+      };
+      copy(stage, key_source, params.key, params.head_dim);
+      copy(stage + Rows::kBytes, value_source, params.value, params.value_dim);
     }
     end_copies();
   };
