@@ -51,7 +51,7 @@ def by_attention(rows: list[Row], kind: str, direction: str) -> dict[str, Case]:
 
 
 def by_model(rows: list[Row]) -> dict[str, Case]:
-    """training.csv: {case: case}."""
+    """training.csv and generation.csv: {case: case}."""
     cases: dict[str, Case] = defaultdict(dict)
     for row in rows:
         cases[row["case"]][row["implementation"]] = row

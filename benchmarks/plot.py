@@ -14,6 +14,7 @@ from tables import (
     decode_table,
     families_tables,
     few_queries_table,
+    generation_table,
     gpu_tests_table,
     headline,
     host_table,
@@ -34,6 +35,7 @@ ORIGINS = {
     "ranges": ("ranges.csv", "bench_ranges.py"),
     "dropout": ("dropout.csv", "bench_dropout.py"),
     "training": ("training.csv", "bench_training.py"),
+    "generation": ("generation.csv", "bench_generation.py"),
     "reference": ("reference_cpu.csv", "bench_reference.py"),
     "host": ("host.csv", "bench_host.py"),
 }
@@ -54,6 +56,7 @@ def fill_pages(check: bool = False) -> None:
         "decode table": decode_table(attention),
         "few queries table": few_queries_table(read("decoding.csv")),
         "training table": training_table(read("training.csv")),
+        "generation table": generation_table(read("generation.csv")),
         "reference table": reference_table(read("reference_cpu.csv")),
         "ranges table": passes_table(read("ranges.csv"), ("case", "implementation")),
         "dropout table": passes_table(read("dropout.csv"), ("case", "implementation", "dropout")),

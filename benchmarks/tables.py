@@ -170,6 +170,15 @@ def trained(row: Row) -> str:
     return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
 
 
+def generation_table(rows: list[Row]) -> str:
+    """Tokens per second that each model generates, ours and sdpa's, and their ratio."""
+    lines = [f"| model | {OURS} | sdpa | ratio |", "|---|--:|--:|--:|"]
+    for name, case in by_model(rows).items():
+        ours, sdpa = (float(case[each]["tokens_per_second"]) for each in (OURS, "sdpa"))
+        lines.append(f"| {name} | {ours:.0f} | {sdpa:.0f} | {ours / sdpa:.2f} |")
+    return "\n".join(lines)
+
+
 def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
     """Both passes of each case, in microseconds, in the order of the file."""
     found: dict[tuple[str, ...], dict[str, str]] = {}

@@ -156,13 +156,13 @@ def softmax(
     """
     if torch.compiler.is_compiling():
         if (
-            (mask is None and bias is None and window is None and visible is None and sink is None)
+            (bias is None and window is None and visible is None and sink is None)
             and dropout == 0
             and return_lse is False
             and dim == -1
             and fused is not False
         ):
-            traced = _traced_softmax(scores, scale, causal, dtype)
+            traced = _traced_softmax(scores, mask, scale, causal, dtype)
             if traced is not None:
                 return traced
     elif host.calls is not None:
@@ -1014,12 +1014,12 @@ def ring_attention(
 
 
 def _traced_softmax(
-    scores: Tensor, scale: float, causal: bool, dtype: torch.dtype | None
+    scores: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype | None
 ) -> Tensor | None:
-    """`softmax` of scores alone in compiled code, as one op; None where that is not certain.
+    """`softmax` of these alone in compiled code, as one op; None where that is not certain.
 
     What torch.compile reads while it traces it guards at each call of what it compiled. The way
-    that checks and decides everything is 270 guards, of which this leaves 50.
+    that checks and decides everything is 280 guards, of which this leaves 75.
     """
     if (
         type(scores) is Tensor
@@ -1031,9 +1031,25 @@ def _traced_softmax(
         and 0 < scores.numel() < 2**30  # far below the limits of all sizes
         and type(scale) is float
         and 1e-30 < scale < 1e30  # far within theirs
+        and (mask is None or _masks(mask, scores))
     ):
-        return ops.softmax.forward_alone(scores, scale, None, causal, dtype or scores.dtype)
+        return ops.softmax.forward_alone(scores, scale, mask, causal, dtype or scores.dtype)
     return None
+
+
+def _masks(mask: Tensor, scores: Tensor) -> bool:
+    """Whether it is certainly a mask of these scores, without many guards."""
+    if not (
+        type(mask) is Tensor
+        and mask.dtype == torch.bool
+        and mask.device == scores.device
+        and mask.dim() <= scores.dim()
+    ):
+        return False
+    for dim in range(-mask.dim(), 0):
+        if mask.size(dim) != 1 and mask.size(dim) != scores.size(dim):
+            return False
+    return True
 
 
 def _traced_attention(
@@ -1362,28 +1378,6 @@ _OPTIONS = {
     for name, parameter in inspect.signature(attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-
-
-def served_softmax(
-    scores: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: Window | None,
-    dtype: torch.dtype | None,
-) -> Tensor | None:
-    """`softmax` of scores of 4 dimensions where the C++ part has this call, without autocast.
-
-    Else None. For modules, which would give these options by name: Python takes long to sort them.
-    Compiled code does not call it.
-    """
-    if host.calls is None or torch._C._is_any_autocast_enabled():
-        return None
-    dim = 3  # declined unless it is the last
-    served: Tensor | None = host.calls.softmax(
-        scores, scale, mask, None, causal, window, None, None, 0.0, None, dtype, False, dim, None
-    )
-    return served
 
 
 def served_attention(

@@ -56,7 +56,7 @@ LAYERS = {
         "ranges",
     },
     "layers": {"functional"},
-    "modules": {"arguments", "biases", "dispatch", "functional", "masks"},
+    "modules": {"arguments", "biases", "dispatch", "functional", "host", "masks"},
     "megasoftmax": {
         "biases",
         "dispatch",

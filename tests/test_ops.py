@@ -428,10 +428,23 @@ def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, li
     return result, names, str(entry.guard_manager).count("+- ")
 
 
+MODULE, UNFUSED = (
+    megasoftmax.FusedScaleMaskSoftmax(
+        *(False, True, "padding", fusion, lambda x, mask: x.masked_fill(mask, -torch.inf)),
+        *(True, 0.5),
+    )
+    for fusion in (True, False)
+)
 TRACED = {
     "softmax": (megasoftmax.softmax, [SHAPE]),
     "row": (megasoftmax.softmax, [(5,)]),
     "causal softmax": (partial(megasoftmax.softmax, causal=True, scale=0.5), [SHAPE]),
+    "mask": (lambda x, **o: megasoftmax.softmax(x, mask=x[:, :1] > 0, **o), [SHAPE]),
+    "mask of keys": (lambda x, **o: megasoftmax.softmax(x, mask=x[0, 0, 0] > 0, **o), [SHAPE]),
+    "module": (
+        lambda x, fused: (UNFUSED if fused is False else MODULE)(x, x[:1, :, :1] > 1.5),
+        [SHAPE],
+    ),
     "another type": (partial(megasoftmax.softmax, dtype=torch.float32), [SHAPE]),
     "attention": (megasoftmax.attention, [(2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 7)]),
     "causal attention": (partial(megasoftmax.attention, causal=True, scale=0.3), [SHAPE] * 3),
@@ -448,7 +461,7 @@ def test_compiled_calls_of_plain_tensors_are_one_op_with_few_guards(case, device
     result, names, guards = traced(function, *inputs)
     op = "softmax_forward.alone" if "attention" not in case else "attention_forward_below_autograd"
     assert names == [f"megasoftmax::{op}"]
-    assert guards < 110
+    assert guards < 150
     expected = function(*inputs, fused=False)
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
@@ -461,7 +474,6 @@ NOT_PLAIN = {
     "five dimensions": (megasoftmax.softmax, [torch.ones(2, 1, 1, 1, 3)]),
     "parameter": (megasoftmax.softmax, [torch.nn.Parameter(torch.ones(2, 3), False)]),
     "sink": (partial(megasoftmax.softmax, sink=0.0), [torch.ones(2, 3)]),
-    "mask": (lambda x, **o: megasoftmax.softmax(x, mask=x > 1, **o), [torch.ones(2, 3)]),
     "log-sum-exp": (
         lambda x, **o: megasoftmax.softmax(x, return_lse=True, **o)[0],
         [torch.ones(2, 3)],

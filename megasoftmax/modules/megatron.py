@@ -2,12 +2,12 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, functional
+from megasoftmax import arguments, functional, host
 from megasoftmax.arguments import Window
 from megasoftmax.dispatch import Reason
 
@@ -115,11 +115,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
-        if softmax_offset is None and not torch.compiler.is_compiling():
-            options = self._options or self._derive_options()
-            served = functional.served_softmax(input, mask, *options) if options else None
+        if (
+            softmax_offset is None
+            and not torch.compiler.is_compiling()
+            and (calls := host.calls) is not None
+        ):
+            served = calls.softmax_of_module(input, mask, self._options or self._derive_options())
             if served is not None:
-                return served
+                return cast(Tensor, served)
         if not isinstance(input, Tensor) or input.dim() != 4:
             arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
         if self.scaled_masked_softmax_fusion and (mask is None or mask.dtype == torch.bool):
@@ -212,7 +215,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     # lasts until one is set.
 
     _options: tuple[Any, ...] | None = None
-    """Those of `functional.served_softmax`; () without fusion; None: not derived."""
+    """What csrc/host/calls.h says of `softmax_of_module`; () without fusion; None: not derived."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_options"] = None

@@ -10,6 +10,11 @@ namespace megasoftmax::host {
 PyObject* softmax(PyObject* const* arguments);
 inline constexpr int kSoftmaxArguments = 14;
 
+// softmax_of_module(scores, mask, (scale, causal, window, dtype)): softmax of scores of 4
+// dimensions; None also under autocast.
+PyObject* softmax_of_module(PyObject* const* arguments);
+inline constexpr int kModuleArguments = 3;
+
 // attention(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, seed,
 // return_lse, fused).
 PyObject* attention(PyObject* const* arguments);

@@ -48,6 +48,7 @@ PyMethodDef methods[] = {
     method<bind_to_package, 5>("bind"),
     method<admit_device, 3>("admit"),
     method<softmax, kSoftmaxArguments>("softmax"),
+    method<softmax_of_module, kModuleArguments>("softmax_of_module"),
     method<attention, kAttentionArguments>("attention"),
     method<attention_transposed, kAttentionArguments>("attention_transposed"),
     method<serves_attention, kAttentionArguments>("serves_attention"),

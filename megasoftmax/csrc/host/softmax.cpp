@@ -1,6 +1,7 @@
 // softmax over the last dimension, without dropout. Its rules of autograd are those of
 // megasoftmax/autograd/softmax.py.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -164,6 +165,25 @@ PyObject* softmax(PyObject* const* arguments) {
     }
   }
   return to_python(return_lse ? results : variable_list{results[0]});
+}
+
+PyObject* softmax_of_module(PyObject* const* arguments) {
+  const auto [scores, mask, options] =
+      *reinterpret_cast<PyObject* const(*)[kModuleArguments]>(arguments);
+  const bool has_autocast =
+      at::autocast::is_autocast_enabled(at::kCUDA) || at::autocast::is_autocast_enabled(at::kCPU);
+  if (has_autocast || !PyTuple_CheckExact(options) || PyTuple_GET_SIZE(options) != 4)
+    Py_RETURN_NONE;
+  static PyObject* const no_dropout = PyFloat_FromDouble(0);
+  static PyObject* const last_of_four = PyLong_FromLong(3);  // declined where it is not the last
+  PyObject *const scale = PyTuple_GET_ITEM(options, 0),
+                  *const causal = PyTuple_GET_ITEM(options, 1),
+                  *const window = PyTuple_GET_ITEM(options, 2),
+                  *const dtype = PyTuple_GET_ITEM(options, 3);
+  PyObject* const all[kSoftmaxArguments] = {scores, scale,    mask,         Py_None,    causal,
+                                            window, Py_None,  Py_None,      no_dropout, Py_None,
+                                            dtype,  Py_False, last_of_four, Py_None};
+  return softmax(all);
 }
 
 }  // namespace megasoftmax::host
