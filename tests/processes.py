@@ -31,7 +31,11 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
         device: "cpu", see `let_ops_serve_cpus`; or "cuda", of which each process gets its own.
         folder: an empty one for all.
     """
-    start(_run, (worker, world, device, folder), world)
+    arguments = worker, world, device, folder
+    if device == "cpu":
+        start(_run, arguments, world)
+    else:  # a process that has asked for GPUs must not fork
+        torch.multiprocessing.spawn(_run, arguments, world)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 

@@ -475,6 +475,16 @@ def test_time_left():
 # The cache
 
 
+@pytest.mark.parametrize(("name", "is_kernel"), [("a.cu", True), ("b.cuh", True), ("c.h", False)])
+def test_change_of_kernels_alone_lets_the_host_be(monkeypatch, tmp_path, name, is_kernel):
+    monkeypatch.setattr(extension, "CSRC", tmp_path)
+    before = [extension.fingerprint("part", has_kernels=kind) for kind in (True, False)]
+    (tmp_path / name).write_text("changed")
+    after = [extension.fingerprint("part", has_kernels=kind) for kind in (True, False)]
+    assert after[0] != before[0]
+    assert (after[1] == before[1]) == is_kernel
+
+
 @pytest.fixture
 def cached(nothing_loaded, monkeypatch):
     """A library in the cache, which a process with these GPUs would load."""

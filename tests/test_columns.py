@@ -456,8 +456,7 @@ def test_gradients_per_example(path: Path, dim: int) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "dynamic"), [(False, False), (True, True)])
 def test_compile(path: Path, masked: bool, dynamic: bool) -> None:
     """All dimensions in one graph: most of the time is that of a graph."""
 

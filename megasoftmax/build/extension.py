@@ -220,11 +220,11 @@ def nvcc_flags(names: Iterable[str]) -> list[str]:
     return flags
 
 
-def fingerprint(*parts: str) -> str:
-    """A hash of all files of csrc and of `parts`."""
+def fingerprint(*parts: str, has_kernels: bool = True) -> str:
+    """A hash of `parts` and of all files of csrc, or of those without kernels."""
     digest = hashlib.sha256(repr(parts).encode())
     for path in sorted(CSRC.rglob("*")):
-        if path.is_file():
+        if path.is_file() and (has_kernels or path.suffix not in (".cu", ".cuh")):
             digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -109,7 +109,7 @@ def plans() -> ctypes.CDLL:
         with extension.programs():
             return _compile("megasoftmax_plans", sources, folder, extra_cflags=flags)
 
-    key = extension.fingerprint(torch.__version__, *flags)
+    key = extension.fingerprint(torch.__version__, *flags, has_kernels=False)
     return ctypes.CDLL(str(_kept("megasoftmax-plans", key, compile_into)))
 
 
@@ -147,7 +147,8 @@ _HOST = "megasoftmax-host"
 
 def _host_key() -> str:
     soabi = sysconfig.get_config_var("SOABI")
-    return extension.fingerprint(torch.__version__, soabi, _PACKAGE_NAME, *extension.HOST_FLAGS)
+    parts = torch.__version__, soabi, _PACKAGE_NAME, *extension.HOST_FLAGS
+    return extension.fingerprint(*parts, has_kernels=False)
 
 
 def _load() -> Status:

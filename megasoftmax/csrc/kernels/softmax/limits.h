@@ -105,8 +105,8 @@ inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
 // The last rows of each table are for blocks that have no room for the rings of 8 warps, on
-// compute capability 7.5: those of 2 warps fit several times. With dropout all GPUs
-// take them: so long rows are rare there, and these kernels take the longest to compile.
+// compute capability 7.5: those of 2 warps fit several times. With dropout all GPUs take them: so
+// long rows are rare there, and these kernels take the longest to compile.
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
