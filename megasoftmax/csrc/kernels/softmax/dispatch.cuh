@@ -72,7 +72,7 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     constexpr unsigned kPossible = Mask::kDrops     ? kDropped
-                                   : Mask::kPresent ? kMasked | kNarrow
+                                   : Mask::kPresent && !Bias::kPresent ? kMasked | kNarrow
                                    : Bias::kPresent || Mask::kMayHaveRange
                                        ? kLimited | kNarrow
                                        : kPlain | kUneven | kLimited | kNarrow | kTiny;

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "../common/host_device.h"
 #include "../common/limits.h"
 
 namespace megasoftmax {
@@ -43,7 +44,7 @@ struct KernelShape {
 enum Rows : unsigned {
   kPlain = 1,          // no mask, no window, a whole number of chunks
   kLimited = 2,        // causal, with a wide window, or with a bias, which registers read once
-  kMasked = 4,         // with a bool mask
+  kMasked = 4,         // with a bool mask and no bias
   kNarrow = 8,         // of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
   kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
@@ -98,6 +99,9 @@ inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
 // What a row shows begins at a multiple of so many chunks, 128 bytes of a 2-byte type: zeros ahead
 // of it end where a line of the caches ends, and no line is written in two parts.
 inline constexpr int kLineChunks = 8;
+// Uneven rows of at least so many chunks are cut along lines too, wherever they begin in memory.
+// Others are cut along 16 bytes.
+inline constexpr int kAlignedChunks = 32;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
@@ -122,9 +126,9 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked},
-    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
-    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
-    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited},
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited},
+    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kDroppedBiasGradient},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
@@ -143,6 +147,9 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"shared_32m",   Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kMasked | kLimited | kUneven},
+    {"shared_64m",   Storage::kShared,       64,   1,     4,       16,  false,         1,       1100,    1000, kMasked | kLimited},
+    {"shared_128m",  Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked | kLimited},
     {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
@@ -314,13 +321,21 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 
-// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need
-// not either.
+// The first chunk of a row begins at a multiple of so many elements of the tensor.
+__host__ __device__ constexpr int grid_elements(int64_t columns, int pack_elements) {
+  return columns % pack_elements == 0 || columns < kAlignedChunks * pack_elements
+             ? pack_elements
+             : kLineChunks * pack_elements;
+}
+
+// The most chunks that any row can need: a row need not start where chunks do, a window need not
+// either.
 constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
-  const int64_t straddling = 2 * (pack_elements - 1);
+  const int64_t end = pack_elements - 1;
+  const int64_t begin = grid_elements(columns, pack_elements) - 1;
   const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements
-                                                     : (columns + straddling) / pack_elements;
-  const int64_t visible = (visible_columns + straddling) / pack_elements;
+                                                     : (columns + begin + end) / pack_elements;
+  const int64_t visible = (visible_columns + 2 * end) / pack_elements;
   return visible_columns < columns && visible < whole ? visible : whole;
 }
 

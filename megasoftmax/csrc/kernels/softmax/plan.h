@@ -30,7 +30,7 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
                     bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
-  if (is_masked) return kMasked;
+  if (is_masked && !has_bias) return kMasked;
   if (is_limited || has_bias) return kLimited;
   const bool is_even = shape.columns % pack_elements == 0;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
