@@ -6,8 +6,9 @@ table gives it. Regimes that differ only in the rows that they are chosen for ar
 copy is one of a tensor of the same size, in the same rounds; fewest bytes are those of
 bench_rows.py.
 
-`timing` says how: "call" is a tensor of 64 MiB and a flushed L2 cache; "graph" are few long rows, a
-CUDA graph of 10 calls, of which each counts for a tenth.
+`timing` says how: "call" is a tensor of 64 MiB and a flushed L2 cache; "cold" are few long rows and a
+flushed L2 cache; "graph" are the same rows in a CUDA graph of 10 calls, of which each counts for a
+tenth.
 """
 
 import csv
@@ -68,7 +69,8 @@ def table(dtype: torch.dtype) -> list[Case]:
         for columns in LENGTHS
     ]
     return cases + [
-        Case(rows, columns, dtype, "graph")
+        Case(rows, columns, dtype, timing)
+        for timing in ("graph", "cold")
         for rows in FEW_ROWS
         for columns in LENGTHS
         if columns >= LONG
@@ -182,7 +184,7 @@ def microseconds(
     timer = measure.gpu_timer()
     for function in functions.values():
         function()
-    if case.timing == "call":
+    if case.timing != "graph":
         return measure.interleaved(functions, rounds, timer)
     graphs = {name: measure.captured(function, CALLS) for name, function in functions.items()}
     times = measure.interleaved(graphs, rounds, timer)
@@ -196,7 +198,7 @@ def report(lines: list[dict]) -> None:
         chosen = next(line for line in here if line["chosen"])
         best = min(here, key=lambda line: float(line["microseconds"]))
         print(
-            f"{chosen['rows']}x{chosen['columns']} {direction}: "
+            f"{chosen['rows']}x{chosen['columns']} {chosen['timing']} {direction}: "
             f"{chosen['regime']} {chosen['microseconds']} µs, {chosen['percent_of_copy']}%; "
             f"fastest {best['regime']} {best['microseconds']} µs, {best['percent_of_copy']}%"
         )
