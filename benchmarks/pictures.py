@@ -333,7 +333,7 @@ def draw_tuning(rows: list[Row]) -> None:
     for row in rows:
         few = "1 row" if row["rows"] == "1" else f"{row['rows']} rows"
         panel = {
-            "call": "tensor of 64 MiB",
+            "call": f"{row['kind']} rows, 64 MiB",
             "graph": f"{few}, CUDA graph",
             "cold": f"{few}, flushed cache",
         }[row["timing"]]

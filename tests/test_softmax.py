@@ -1187,7 +1187,8 @@ def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None
         p = megasoftmax.softmax(leaf, fused=True, **arguments)
         return p.detach(), *torch.autograd.grad(p, leaf, g[:, :, some])
 
-    whole, few = run(slice(rows)), 96  # as many as run at a time
+    # As many run at a time. Rows that begin in the same place of a line have the same bits.
+    whole, few = run(slice(rows)), 64
     for start in range(0, rows, few):
         some = slice(start, start + few)
         for a, b in zip(whole, run(some), strict=True):
