@@ -10,8 +10,8 @@
 
 namespace megasoftmax {
 
-// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase). The first chunks of a
-// row may end before column 0.
+// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase). The first chunks of
+// a row may end before column 0.
 template <int kElements>
 struct ChunkGrid {
   static constexpr int kChunkElements = kElements;
