@@ -332,7 +332,11 @@ def draw_tuning(rows: list[Row]) -> None:
     panels: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         few = "1 row" if row["rows"] == "1" else f"{row['rows']} rows"
-        panel = "tensor of 64 MiB" if row["timing"] == "call" else f"{few}, CUDA graph"
+        panel = {
+            "call": f"{row['kind']} rows, 64 MiB",
+            "graph": f"{few}, CUDA graph",
+            "cold": f"{few}, flushed cache",
+        }[row["timing"]]
         panels[panel][row["direction"]].append(row)
     figure, axes = plt.subplots(
         len(panels), 2, figsize=(13, 3.4 * len(panels)), sharey=True, squeeze=False

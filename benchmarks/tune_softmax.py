@@ -1,17 +1,21 @@
 """The row regimes of limits.h beside each other, on one GPU; writes benchmarks/results/tune.csv.
 
-Every regime that serves rows of a length, without mask, bias and window, is forced in turn, whether
-or not it would be chosen; `chosen` marks the one that is, and `longest` the most columns that the
-table gives it. Regimes that differ only in the rows that they are chosen for are timed once. The
-copy is one of a tensor of the same size, in the same rounds; fewest bytes are those of
-bench_rows.py.
+Every regime that serves rows of a length is forced in turn, whether or not it would be chosen;
+`chosen` marks the one that is, and `longest` the most columns that the table gives it. Regimes that
+differ only in the rows that they are chosen for are timed once. The copy is one of a tensor of the
+same size, in the same rounds; fewest bytes are those of bench_softmax.py.
 
-`timing` says how: "call" is a tensor of 64 MiB and a flushed L2 cache; "graph" are few long rows, a
-CUDA graph of 10 calls, of which each counts for a tenth.
+`kind`: rows are plain, uneven (one column less), causal or masked. The last two have as many
+queries as columns; heads share the mask, which only the forward pass reads.
+
+`timing` says how. "call" is a tensor of 64 MiB, or more where so many columns and queries need it,
+and a flushed L2 cache. "cold" are few long rows and a flushed L2 cache. "graph" are the same rows
+in a CUDA graph of 10 calls, of which each counts for a tenth.
 """
 
 import csv
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +28,16 @@ from rich.progress import track
 import megasoftmax
 from megasoftmax.build import library
 from megasoftmax.explain import DTYPES, PACK_BYTES, Gpu, current_gpu, explain
+from megasoftmax.explain.common import visible_entries
 from megasoftmax.limits import RowRegime, kernel_limits
 
 LIMITS = kernel_limits()
 RESULTS = Path(__file__).parent / "results" / "tune.csv"
 FIELDS = [
-    *("gpu", "torch", "commit", "date", "direction", "timing", "rows", "columns", "dtype"),
+    *("gpu", "torch", "commit", "date", "direction", "kind", "timing", "rows", "columns", "dtype"),
     *("regime", "chosen", "longest", "microseconds", "percent_of_copy"),
 ]
-SIZE = 64 * 2**20  # bytes of the scores
+SIZE = 64 * 2**20  # bytes of the scores, at least
 LENGTHS = sorted(
     [
         *(2**power for power in range(6, 21)),
@@ -43,32 +48,61 @@ LENGTHS = sorted(
 FEW_ROWS = (1, 4, 16, 64, 256)
 LONG = 4096  # columns, from which few rows are timed
 CALLS = 10  # in a graph
+KINDS = ("plain", "uneven", "causal", "masked")
+SQUARE = (64, 16384)  # columns of causal and masked rows
+MASKED = 0.25  # of the entries
 
 Force = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Scores [rows, columns] and how they are timed."""
+    """Scores [heads, queries, columns] and how they are timed."""
 
-    rows: int
+    heads: int
+    queries: int
     columns: int
     dtype: torch.dtype
+    kind: str
     timing: str
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.queries
 
     @property
     def bytes(self) -> int:
         return self.rows * self.columns * self.dtype.itemsize
 
+    @property
+    def is_causal(self) -> bool:
+        return self.kind == "causal"
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns} {self.kind} {self.timing}"
+
+    def fewest_bytes(self, backward: bool) -> int:
+        """What a pass reads and writes at least."""
+        window = (-1, 0) if self.is_causal else (-1, -1)
+        seen = self.heads * visible_entries(window, self.queries, self.columns)
+        mask = self.queries * self.columns if self.kind == "masked" and not backward else 0
+        return seen * self.dtype.itemsize * (2 if backward else 1) + mask + self.bytes
+
 
 def table(dtype: torch.dtype) -> list[Case]:
     """The cases."""
-    cases = [
-        Case(max(SIZE // (columns * dtype.itemsize), 1), columns, dtype, "call")
-        for columns in LENGTHS
-    ]
+    cases = []
+    for kind in KINDS:
+        for length in LENGTHS:
+            columns = length - 1 if kind == "uneven" else length
+            rows = max(SIZE // (length * dtype.itemsize), 1)
+            if kind in ("plain", "uneven"):
+                cases.append(Case(1, rows, columns, dtype, kind, "call"))
+            elif SQUARE[0] <= columns <= SQUARE[1]:
+                cases.append(Case(-(-rows // columns), columns, columns, dtype, kind, "call"))
     return cases + [
-        Case(rows, columns, dtype, "graph")
+        Case(1, rows, columns, dtype, "plain", timing)
+        for timing in ("graph", "cold")
         for rows in FEW_ROWS
         for columns in LENGTHS
         if columns >= LONG
@@ -110,6 +144,9 @@ def candidates(case: Case, backward: bool, gpu: Gpu) -> list[Candidate]:
         case.rows,
         case.columns,
         case.dtype,
+        queries=case.queries,
+        causal=case.is_causal,
+        masked=case.kind == "masked",
         backward=backward,
         multiprocessors=gpu.multiprocessors,
         max_cluster=gpu.max_cluster,
@@ -126,25 +163,30 @@ def candidates(case: Case, backward: bool, gpu: Gpu) -> list[Candidate]:
         longest = usual.regime.max_chunks if chosen else regime.max_chunks
         columns = None if longest is None else longest * PACK_BYTES // case.dtype.itemsize
         if regime.storage == "tile":
-            columns = LIMITS.constants["kTinyColumns"] - 1
+            is_uneven = case.kind == "uneven"
+            columns = LIMITS.constants["kTinyUnevenColumns" if is_uneven else "kTinyColumns"]
+            columns -= not is_uneven
         found.setdefault(launch, Candidate(index, regime, chosen, columns))
     return list(found.values())
 
 
 def run_case(case: Case, rounds: int, force: Force, gpu: Gpu) -> Iterator[dict]:
     """The lines of one case: every regime forward, then backward."""
-    scores = torch.randn(case.rows, case.columns, device="cuda", dtype=case.dtype)
+    shape = (case.heads, case.queries, case.columns)
+    scores = torch.randn(shape, device="cuda", dtype=case.dtype)
+    mask = torch.rand(shape[1:], device="cuda") < MASKED if case.kind == "masked" else None
     gradient, target = torch.randn_like(scores), torch.empty_like(scores)
     leaf = scores.detach().requires_grad_()
-    output = megasoftmax.softmax(leaf, fused=True)
+    call = functools.partial(megasoftmax.softmax, mask=mask, causal=case.is_causal, fused=True)
+    output = call(leaf)
 
     def forward() -> object:
-        return megasoftmax.softmax(scores, fused=True)
+        return call(scores)
 
     def backward() -> object:
         return torch.autograd.grad(output, leaf, gradient, retain_graph=True)
 
-    for direction, function, share in (("forward", forward, 1.0), ("backward", backward, 1.5)):
+    for direction, function in (("forward", forward), ("backward", backward)):
         is_backward = direction == "backward"
         found = {str(regime.index): regime for regime in candidates(case, is_backward, gpu)}
         functions: dict[str, measure.Function] = {"copy": lambda: target.copy_(scores)}
@@ -160,9 +202,11 @@ def run_case(case: Case, rounds: int, force: Force, gpu: Gpu) -> Iterator[dict]:
 
             functions[name] = forced
         times = microseconds(case, functions, rounds)
+        share = case.fewest_bytes(is_backward) / (2 * case.bytes)
         for name, candidate in found.items():
             yield {
                 "direction": direction,
+                "kind": case.kind,
                 "timing": case.timing,
                 "rows": case.rows,
                 "columns": case.columns,
@@ -182,7 +226,7 @@ def microseconds(
     timer = measure.gpu_timer()
     for function in functions.values():
         function()
-    if case.timing == "call":
+    if case.timing != "graph":
         return measure.interleaved(functions, rounds, timer)
     graphs = {name: measure.captured(function, CALLS) for name, function in functions.items()}
     times = measure.interleaved(graphs, rounds, timer)
@@ -195,8 +239,9 @@ def report(lines: list[dict]) -> None:
         here = [line for line in lines if line["direction"] == direction]
         chosen = next(line for line in here if line["chosen"])
         best = min(here, key=lambda line: float(line["microseconds"]))
+        case = " ".join(str(chosen[field]) for field in ("columns", "kind", "timing"))
         print(
-            f"{chosen['rows']}x{chosen['columns']} {direction}: "
+            f"{chosen['rows']}x{case} {direction}: "
             f"{chosen['regime']} {chosen['microseconds']} µs, {chosen['percent_of_copy']}%; "
             f"fastest {best['regime']} {best['microseconds']} µs, {best['percent_of_copy']}%"
         )
@@ -207,16 +252,14 @@ def main(
 ) -> None:
     """Runs the sweep.
 
-    `dtype` is fp16, bf16 or fp32; `only` keeps the cases of which "rowsxcolumns timing" contains
-    it; `commit` is for a copy without git.
+    `dtype` is fp16, bf16 or fp32; `only` keeps the cases of which "rowsxcolumns kind timing"
+    contains it; `commit` is for a copy without git.
     """
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     gpu, force = current_gpu(), force_regimes()
     common = measure.provenance(commit)
-    cases = [
-        case for case in table(DTYPES[dtype]) if only in f"{case.rows}x{case.columns} {case.timing}"
-    ]
+    cases = [case for case in table(DTYPES[dtype]) if only in str(case)]
     out.parent.mkdir(parents=True, exist_ok=True)
     # Graphs cannot capture the default stream, on which backward passes would run otherwise.
     with out.open("w", newline="") as file, torch.cuda.stream(torch.cuda.Stream()):

@@ -218,7 +218,7 @@ def table_of(header: str, name: str) -> list[list[str]]:
 
 LIMITS = kernel_limits()
 BIAS_DTYPES = (None, "fp32", "same")
-KINDS = ("plain", "uneven", "limited", "masked", "narrow")
+KINDS = ("plain", "uneven", "limited", "masked", "costly", "narrow")
 REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))
 TILE_LANES = (1, 2, 4, 8, 16, 32)  # of a row, see flat.cuh
 TILE_ELEMENTS = range(8, 17, 2)  # of a lane
@@ -253,7 +253,9 @@ def is_regime(
     direction: str, dtype: str, mask: bool, bias: str | None, kind: str, regime: str
 ) -> bool:
     """Whether such rows exist, as in plan.h, and the regime serves them."""
-    kinds = ("masked",) if mask else ("limited",) if bias else ("plain", "uneven", "limited")
+    kinds = (
+        ("costly",) if bias else ("masked", "costly") if mask else ("plain", "uneven", "limited")
+    )
     return (
         has_kernels(dtype, mask, bias, direction)
         and (direction == "forward" or bias is None)
@@ -279,9 +281,11 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
         chunks = (
             regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
         )
-    lengths = {*LENGTHS[1:], (chunks - 1) * pack + 1, chunks * pack}
-    if kind in ("plain", "uneven"):
-        lengths = {length for length in lengths if (length % pack == 0) == (kind == "plain")}
+    # Long rows that are no multiple of a chunk may need a line more, others a chunk.
+    uneven = [(chunks - more) * pack + 1 for more in (1, constants["kLineChunks"]) if more < chunks]
+    lengths = {*LENGTHS[1:], *uneven, chunks * pack}
+    if kind in ("plain", "uneven", "masked"):
+        lengths = {length for length in lengths if (length % pack == 0) == (kind != "uneven")}
     found = {n: explain(1, n, DTYPES[dtype], backward=direction == "backward") for n in lengths}
     return sorted(n for n in lengths if found[n].chunks <= chunks)
 

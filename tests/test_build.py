@@ -598,9 +598,9 @@ def test_limits_are_those_of_the_header():
 def test_kinds_of_rows_are_those_of_the_header():
     kinds = kernel_limits().kinds
     basic = {"plain", "uneven", "limited", "masked", "narrow", "bias gradient", "tiny"}
-    basic |= {"dropped", "dropped bias gradient"}
+    basic |= {"dropped", "dropped bias gradient", "costly"}
     assert {name for name, parts in kinds.items() if parts == (name,)} == basic
-    assert kinds["spread"] == ("plain", "uneven", "limited", "masked")
+    assert kinds["spread"] == ("plain", "uneven", "limited", "masked", "costly")
     assert kinds["any"] == (*kinds["spread"], "bias gradient")
 
 

@@ -42,9 +42,14 @@ def _first_that_serves(
     [
         ((1000, 100, HALF), {}, "tiny", 14),
         ((100, 200, HALF), {}, "plain", 25),
-        # Rows of 66 chunks of 8 elements may touch 67, if they are odd.
-        ((4000, 529, HALF), {}, "uneven", 67),
-        ((100, 100, HALF), {"masked": True}, "masked", 14),
+        # Rows of 32 chunks of 8 elements may touch 33, if they are odd.
+        ((4000, 255, HALF), {"causal": True}, "limited", 33),
+        # From 32 chunks on they are cut along lines of 8 chunks, and may begin at the end of one.
+        ((4000, 257, HALF), {"causal": True}, "limited", 40),
+        ((4000, 529, HALF), {}, "uneven", 74),
+        ((4000, 529, FLOAT), {}, "uneven", 140),
+        ((100, 100, HALF), {"masked": True}, "costly", 14),
+        ((100, 104, HALF), {"masked": True}, "masked", 13),
         ((96, 96, HALF), {"causal": True, "queries": 24}, "limited", 12),
         ((8192, 8192, HALF), {}, "plain", 1024),
         ((8192, 8192, HALF), {"backward": True}, "plain", 1024),

@@ -189,8 +189,8 @@ def test_softmax_fits(gpu: Gpu) -> None:
 def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
     """Rows of 49 units still fit 99 KB, and rows of 31 units 64 KB."""
     for kilobytes, units, largest, reread in (
-        (99, 49, "shared_512", "reread_1"),
-        (64, 31, "shared_256", "reread_64"),
+        (99, 49, "shared_512", "whole_gpu"),
+        (64, 31, "shared_256", "whole_gpu_64"),
     ):
         for chunks, regime in ((units * 128, largest), (units * 128 + 1, reread)):
             found = explain(400, 8 * chunks, HALF, shared_bytes=kilobytes * 1024, max_cluster=1)
@@ -202,8 +202,8 @@ def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
 def test_bias_gradients_fit_the_smallest_blocks() -> None:
     """Backward, rows keep two tensors: 15 units in 64 KB."""
     given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1}
-    for bias_gradient in (False, True):
-        for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, "reread_64")):
+    for bias_gradient, reread in ((False, "whole_gpu_64"), (True, "reread_64")):
+        for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, reread)):
             found = explain(400, 8 * chunks, HALF, bias_gradient=bias_gradient, **given)
             assert found.regime.name == regime
 

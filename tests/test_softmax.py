@@ -714,19 +714,26 @@ def _pack(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
+def _straddled(columns: int, dtype: torch.dtype) -> int:
+    """How many columns before an edge that of rows comes which are no multiple of a chunk."""
+    is_long = columns >= LIMITS.constants["kAlignedChunks"] * _pack(dtype)
+    return _pack(dtype) * (LIMITS.constants["kLineChunks"] if is_long else 1)
+
+
 @gpu
 @pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= LONG_EDGE])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges_of_regimes(chunks: int, dtype: torch.dtype) -> None:
     """Rows that fill a regime, and one column less and more.
 
-    A row that is no multiple of a chunk may need one chunk more, so its edge comes a chunk earlier.
+    A row that is no multiple of a chunk may need one chunk or line more, so its edge comes earlier.
     """
-    full, pack = chunks * _pack(dtype), _pack(dtype)
+    full = chunks * _pack(dtype)
+    less = _straddled(full, dtype)
     queries = 19 if chunks <= 80 else 5
     variants = list(VARIANTS)
     turn = DTYPES.index(dtype)
-    for columns in (full - pack + 1, full - pack + 2, full - 1, full, full + 1):
+    for columns in (full - less + 1, full - less + 2, full - 1, full, full + 1):
         for _ in range(5):  # 25 turns for 12 variants: each meets either side of the edge
             check_variant(variants[turn % len(variants)], (2, 3, queries, columns), dtype, "cuda")
             turn += 1
@@ -737,8 +744,8 @@ def test_edges_of_regimes(chunks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_edges_of_regimes_of_long_rows(chunks: int, dtype: torch.dtype) -> None:
     """As above, with few rows and few variants."""
-    full, pack = chunks * _pack(dtype), _pack(dtype)
-    for columns in (full - pack + 2, full, full + 1):
+    full = chunks * _pack(dtype)
+    for columns in (full - _straddled(full, dtype) + 2, full, full + 1):
         for variant in ("plain", "full bias", "everything"):
             check_variant(variant, (1, 2, 2, columns), dtype, "cuda")
 
@@ -1191,7 +1198,8 @@ def test_rows_that_blocks_take_in_turn(variant: str, dtype: torch.dtype) -> None
         p = megasoftmax.softmax(leaf, fused=True, **arguments)
         return p.detach(), *torch.autograd.grad(p, leaf, g[:, :, some])
 
-    whole, few = run(slice(rows)), 96  # as many as run at a time
+    # As many run at a time. Rows that begin in the same place of a line have the same bits.
+    whole, few = run(slice(rows)), 64
     for start in range(0, rows, few):
         some = slice(start, start + few)
         for a, b in zip(whole, run(some), strict=True):

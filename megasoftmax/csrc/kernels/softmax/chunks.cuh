@@ -10,14 +10,17 @@
 
 namespace megasoftmax {
 
-// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase).
+// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase). The first chunks of
+// a row may end before column 0.
 template <int kElements>
 struct ChunkGrid {
   static constexpr int kChunkElements = kElements;
   int phase;
 
-  __device__ static ChunkGrid aligned_to(int64_t first_element) {
-    return {static_cast<int>(static_cast<uint32_t>(first_element) % kElements)};
+  // Of a row that begins at `first_element` of the tensor; chunks begin at a multiple of `unit`, a
+  // power of two.
+  __device__ static ChunkGrid aligned_to(int64_t first_element, int unit = kElements) {
+    return {static_cast<int>(static_cast<uint32_t>(first_element) & (unit - 1))};
   }
   __device__ int column(int chunk) const { return chunk * kElements - phase; }
   // Where the line of the first chunk that meets the bounds begins, and where the last one ends.
@@ -65,6 +68,7 @@ struct RowReader {
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }
 
+  // Of a chunk that holds a column of the row, or behind it.
   __device__ bool is_whole(int column) const {
     return column <= last_whole && (kMayOverhang || column >= 0);
   }
@@ -85,8 +89,9 @@ struct RowReader {
     const T* const source = keep_in_register(row + column);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (is_whole(column + i * kStride))
-        packs[i] = load_streaming<T, kElements>(source + i * kStride);
+      const int at = column + i * kStride;
+      const bool is_of_row = i * kStride >= (kLineChunks - 1) * kElements || at > -kElements;
+      if (is_of_row && is_whole(at)) packs[i] = load_streaming<T, kElements>(source + i * kStride);
     }
     if (!needs_partial()) return;
 #pragma unroll
@@ -110,6 +115,7 @@ struct RowReader {
 #pragma unroll 1
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
+      if (at <= -kElements) continue;
       if (is_whole(at)) {
         start_copy(shared + i * shared_stride, row + at);
       } else if (at < bounds.end) {

@@ -72,8 +72,9 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
     constexpr unsigned kPossible = Mask::kDrops     ? kDropped
-                                   : Mask::kPresent ? kMasked | kNarrow
-                                   : Bias::kPresent || Mask::kMayHaveRange
+                                   : Bias::kPresent ? kCostly | kNarrow
+                                   : Mask::kPresent ? kMasked | kCostly | kNarrow
+                                   : Mask::kMayHaveRange
                                        ? kLimited | kNarrow
                                        : kPlain | kUneven | kLimited | kNarrow | kTiny;
     if constexpr ((kRegime.serves & kPossible) == 0) {

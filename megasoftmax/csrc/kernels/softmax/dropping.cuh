@@ -43,7 +43,7 @@ struct AllEntries {
 // a row that is not aligned so do those behind the phase.
 template <int kElements>
 struct BlockGrid : ChunkGrid<kElements> {
-  __device__ static BlockGrid aligned_to(int64_t first_element) {
+  __device__ static BlockGrid aligned_to(int64_t first_element, int) {
     return {ChunkGrid<kElements>::aligned_to(first_element)};
   }
   __device__ int begin(const Bounds& bounds) const {

@@ -46,7 +46,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const int columns = static_cast<int>(params.shape.columns);
   const int64_t row = index.row(params.shape), first_element = row * columns;
   const Bounds bounds = Bounds::of<kMayHaveRange<Mask, Bias>>(params, index);
-  const auto grid = Entries::template Grid<kElements>::aligned_to(first_element);
+  const auto grid = Entries::template Grid<kElements>::aligned_to(
+      first_element, grid_elements(columns, kElements));
   const Extent extent = extent_of<kIsPair>(grid, bounds);
   const int first_column = extent.first_column, end = extent.end;
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "../common/host_device.h"
 #include "../common/limits.h"
 
 namespace megasoftmax {
@@ -42,15 +43,16 @@ struct KernelShape {
 // What a launch asks of its rows; a regime may serve several.
 enum Rows : unsigned {
   kPlain = 1,          // no mask, no window, a whole number of chunks
-  kLimited = 2,        // causal, with a wide window, or with a bias, which registers read once
-  kMasked = 4,         // with a bool mask
+  kLimited = 2,        // causal, or with a wide window
+  kMasked = 4,         // with a bool mask, a whole number of chunks
   kNarrow = 8,         // of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
   kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
   kUneven = 64,        // as kPlain, but not a whole number of chunks
   kDropped = 128,      // with dropout, whatever else; backward without a bias gradient
   kDroppedBiasGradient = 256,
-  kSpread = kPlain | kUneven | kLimited | kMasked,  // may lie over several blocks
+  kCostly = 512,  // with a bias, or uneven with a mask: what registers read once
+  kSpread = kPlain | kUneven | kLimited | kMasked | kCostly,  // may lie over several blocks
   kAnyRows = kSpread | kBiasGradient,
 };
 
@@ -98,12 +100,17 @@ inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
 // What a row shows begins at a multiple of so many chunks, 128 bytes of a 2-byte type: zeros ahead
 // of it end where a line of the caches ends, and no line is written in two parts.
 inline constexpr int kLineChunks = 8;
+// Uneven rows of at least so many chunks are cut where lines begin: each begins elsewhere in a
+// line.
+inline constexpr int kAlignedChunks = 32;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
 // loops run past the end by a unit.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
+// Beside a row: a regime that could serve in its place, how much longer that takes on an H200, and
+// for how many columns of bfloat16. tune_softmax.py measures plain, uneven, causal and masked rows.
 // The last rows of each table are for blocks that have no room for the rings of 8 warps, on
 // compute capability 7.5: those of 2 warps fit several times. With dropout all GPUs take them: so
 // long rows are rare there, and these kernels take the longest to compile.
@@ -111,48 +118,45 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
-    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
-    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},
-    {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
+    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},  // lanes_4x4 78%, 32 with a bias
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 8%, 128
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 40%, 192
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 6%, 384
+    {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},  // warp_32x4 26%, 640 with a bias
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
-    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},  // block_64x4 32%, 1024 causal
+    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},  // block_64x4 27%, 1152 with a bias
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
-    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked},
-    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked},
-    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kMasked},
-    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kMasked},
-    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kMasked},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     100, kSpread | kDropped},
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       4480,      40, kSpread},
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kSpread | kDropped},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kSpread},
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // shared_64 34%, 2048 causal
+    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked | kCostly},  // block_128x4 27%, 2304 with a bias
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kCostly},
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kCostly},  // shared_64 48%, 4352 with a bias
+    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},  // shared_64 20%, 1536
+    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 13%, 8192 masked
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},  // shared_512 6%, 64 rows of 6144
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kSpread | kDropped},  // shared_512 8%, 16384
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},  // cluster_2 11%, 40960
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kSpread | kDropped},  // cluster_4 6%, 64 rows of 65536
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},  // whole_gpu 11%, 256 rows of 98304
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},  // shared_512 5%, 1 row of 5120
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},  // shared_256 3%, 1 row of 10240
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},  // cluster_16 12%, 16 rows of 50257
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},  // whole_gpu 26%, 220 rows of 151936
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},  // cluster_16 10%, 256 rows of 262144
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},  // whole_gpu 20%, 4 rows of 196608
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 29%, 256 rows of 393216
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
-    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kSpread | kDropped},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_32 72%, 384
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
     {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        8,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
@@ -160,27 +164,25 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,        8,  false,         1,        256,       0, kNarrow},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 82%, 768
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},  // shared_256 7%, 6144
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 21%, 10240
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},  // whole_gpu 10%, 24576
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},  // cluster_8 21%, 50257
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_128 6%, 1 row of 5120
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},  // cluster_16 16%, 16 rows of 50257
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // cluster_16 19%, 98304
     {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kUneven},
     {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kUneven},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},  // reread_16 12%, 1 row of 131072
     {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kUneven},
-    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,     150, kAnyRows},
+    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // reread_1 37%, 256 rows of 393216
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows},
-    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,     150, kAnyRows | kDropped | kDroppedBiasGradient},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
@@ -315,13 +317,22 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 
-// The most chunks that any row can need: a row need not start on a 16-byte boundary, a window need
-// not either.
+// The first chunk of a row begins at a multiple of so many elements of the tensor: at 16 bytes, or
+// at a line.
+__host__ __device__ constexpr int grid_elements(int64_t columns, int pack_elements) {
+  return columns % pack_elements == 0 || columns < kAlignedChunks * pack_elements
+             ? pack_elements
+             : kLineChunks * pack_elements;
+}
+
+// The most chunks that any row can need: a row need not start where chunks do, a window need not
+// either.
 constexpr int64_t max_visible_chunks(int64_t columns, int64_t visible_columns, int pack_elements) {
-  const int64_t straddling = 2 * (pack_elements - 1);
+  const int64_t end = pack_elements - 1;
+  const int64_t begin = grid_elements(columns, pack_elements) - 1;
   const int64_t whole = columns % pack_elements == 0 ? columns / pack_elements
-                                                     : (columns + straddling) / pack_elements;
-  const int64_t visible = (visible_columns + straddling) / pack_elements;
+                                                     : (columns + begin + end) / pack_elements;
+  const int64_t visible = (visible_columns + 2 * end) / pack_elements;
   return visible_columns < columns && visible < whole ? visible : whole;
 }
 

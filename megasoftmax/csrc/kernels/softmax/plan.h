@@ -30,9 +30,10 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
                     bool has_bias, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
-  if (is_masked) return kMasked;
-  if (is_limited || has_bias) return kLimited;
   const bool is_even = shape.columns % pack_elements == 0;
+  if (has_bias || (is_masked && !is_even)) return kCostly;
+  if (is_masked) return kMasked;
+  if (is_limited) return kLimited;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
   if (is_dense && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
   return is_even ? kPlain : kUneven;

@@ -84,7 +84,8 @@ struct RowPlace {
         row(index.row(shape)),
         first_element(row * static_cast<int>(shape.columns)),
         visible(visible),
-        grid(Grid::aligned_to(is_fixed ? 0 : first_element)),
+        grid(Grid::aligned_to(is_fixed ? 0 : first_element,
+                              grid_elements(shape.columns, kElements))),
         first_column(grid.begin(visible)) {}
 };
 

@@ -31,8 +31,9 @@ struct TopkPlan {
 // Of the row in memory, forward, which may begin anywhere, or of the row that is written.
 inline int64_t topk_chunks(const TopkParams& params, bool is_written) {
   const int pack_elements = 16 / size_of(params.scores.type);
-  const int64_t columns = params.shape.columns, straddling = 2 * (pack_elements - 1);
+  const int64_t columns = params.shape.columns;
   if (columns == 0) return 0;
+  const int64_t straddling = grid_elements(columns, pack_elements) - 1 + pack_elements - 1;
   return columns % pack_elements == 0 && (is_written || params.is_dense)
              ? columns / pack_elements
              : (columns + straddling) / pack_elements;
