@@ -713,6 +713,16 @@ def test_dense_biases_of_batches_and_heads(
 
 
 @gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [48, 64, 96, 128])
+@pytest.mark.parametrize("lengths", [(500, 500), (200, 1100), (1300, 1300)])
+def test_windows_without_a_right_end(lengths: tuple[int, int], dim: int) -> None:
+    """On Hopper warpgroups take turns at tiles of keys, also at those that they pass."""
+    q, k, v = tensors("cuda", torch.bfloat16, heads=(2, 2), lengths=lengths, dims=(dim, dim))
+    check(q, k, v, window=(100, -1))
+
+
+@gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("batch", [2, 4, 8])
 @pytest.mark.parametrize("dim", [64, 128])

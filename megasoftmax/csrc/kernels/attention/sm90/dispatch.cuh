@@ -112,8 +112,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
         launched.blocks_of_heads = Divider(heads / params.key_heads);
         // A note of a mask is of tiles from the first query on.
         if (params.splits == 1 && launched.heads_of_block == 1 && params.note.words == nullptr)
-          launched.lead = static_cast<int>(row_tiles) * Memory::kQueries -
-                          64 * divide_up(params.queries, 64);
+          launched.lead =
+              static_cast<int>(row_tiles) * Memory::kQueries - 64 * divide_up(params.queries, 64);
         if (tiles * heads * params.batches <= most_blocks)
           launched.tiles_taken = nullptr;  // each block has one
         if (launched.tiles_taken != nullptr)

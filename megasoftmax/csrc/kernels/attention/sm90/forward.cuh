@@ -302,6 +302,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   constexpr int kN = kKeys / 8, kColumns = Memory::kValueDim / 8, kSteps = kKeys / 16;
   constexpr bool kHasBias = kBias != HopperBias::kNone;
+  constexpr bool kHasTile = kBias == HopperBias::kTile;
+  constexpr bool kMayTakeTurns =
+      kKeys > kNoteTile && (kHasTile ? kWarpgroups == 2 : !kHasBias && kIsPlain);
   using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
   extern __shared__ __align__(1024) char shared_memory[];
@@ -462,6 +465,18 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
+  // Warpgroups take turns at the products of queries and keys, one for each tile of keys, also of
+  // those that they pass. So one makes weights while another has products; else all make weights at
+  // the same time, and then all wait for products.
+  const bool takes_turns = kMayTakeTurns && (kHasTile || params.window_right < 0);
+  const auto wait_for_my_turn = [&] {
+    if (takes_turns) wait_for_turn<kWarpgroups>(warpgroup);
+  };
+  const auto pass_my_turn = [&] {
+    if (takes_turns) pass_turn<kWarpgroups>(warpgroup);
+  };
+  if (warpgroup == kWarpgroups - 1) pass_my_turn();
+
   int number;
   for (int done = 0; may_come(done, number); work.advance()) {
     if (kIsPlain && !work.is_left()) continue;
@@ -505,34 +520,42 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       start_sum_of_products<T>(output[0], weights, b);
       end_products();
     };
-    // The only tile of a bias is given back as soon as it is in registers. Those of two wait until
-    // the warp has voted on the largest logits, which takes no registers: all lanes have read
-    // theirs.
-    constexpr bool kReleasesBiasFirst = !Memory::kIsTable && Memory::kBiasStages == 1;
-    // Makes logits of products.
-    const auto add_bias_of = [&](const Tiles& tiles) {
+    // Where registers have room, the tile of a bias is loaded while products run, and given back at
+    // once. Else it waits until the warp has voted on the largest logits, which takes no registers:
+    // all lanes have read theirs.
+    constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
+    [[maybe_unused]] LoadedBias<T, kSteps> bias;
+    const auto wait_for_bias = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
       memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+      return stage;
+    };
+    const auto load_bias = [&](const Tiles& tiles) {
+      const int stage = wait_for_bias(tiles);
+      using Panel = Tile<T, 64, 64>;
+      const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
+                                           16 * warp_in_group);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        load_matrices(bias.packs[step].words,
+                      (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
+      if constexpr (kLoadsBiasAhead) {
+        uint32_t words = 0;  // one of each load
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
+        wait_for_loads(words);
+        release(memory.bias_is_used(stage, warpgroup));
+      }
+    };
+    // Makes logits of products.
+    const auto add_bias_of = [&](const Tiles& tiles) {
       if constexpr (Memory::kIsTable) {
+        const int stage = wait_for_bias(tiles);
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
       } else {
-        using Panel = Tile<T, 64, 64>;
-        const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
-                                             16 * warp_in_group);
-        LoadedBias<T, kSteps> bias;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-          load_matrices(bias.packs[step].words,
-                        (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
-        if constexpr (kReleasesBiasFirst) {
-          uint32_t words = 0;  // one of each load
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
-          wait_for_loads(words);
-          release(memory.bias_is_used(stage, warpgroup));
-        }
+        if constexpr (!kLoadsBiasAhead) load_bias(tiles);
         add_bias(scores, params.scale, bias);
       }
     };
@@ -594,7 +617,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
-      if constexpr (kHasBias && !kReleasesBiasFirst)
+      if constexpr (kHasBias && !kLoadsBiasAhead)
         release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
       if (!kIsPlain && params.dropout.seed != nullptr) {
         const Dropping<false> dropping(params, block.batch, block.head);
@@ -624,6 +647,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto pass_tiles = [&](int until) {
       for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block, assigned)) {
         const uint32_t stage = tiles.step % kStages;
+        wait_for_my_turn();
+        pass_my_turn();
         wait_for(keys_are_there, tiles.step);
         release_by_all(memory.keys_are_used(stage));
         if constexpr (kHasBias) {
@@ -650,9 +675,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const uint32_t first = step_of(tiles);
       load_masked(tiles);
       wait_for(keys_are_there, first);
+      wait_for_my_turn();
       start_scores(first % kStages);
+      if constexpr (kLoadsBiasAhead) load_bias(tiles);
       wait_for_products<0>();
       touch(scores[0]);
+      pass_my_turn();
       weigh(tiles);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen.end;
@@ -660,11 +688,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
         load_masked(tiles);
         wait_for(keys_are_there, step);
+        wait_for_my_turn();
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
+        if constexpr (kLoadsBiasAhead) load_bias(tiles);
         wait_for_products<1>();
         touch(scores[0]);
+        pass_my_turn();
         weigh(tiles);
         wait_for_products<0>();
         touch(output[0]);

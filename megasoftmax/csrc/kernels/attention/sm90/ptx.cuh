@@ -166,6 +166,18 @@ __device__ inline void sync_warpgroups() {
   asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
 }
 
+// Warpgroups take turns, 0 and on: each waits until the one before has passed the turn to it, by a
+// barrier of its own. The last one passes the first turn.
+template <int kWarpgroups>
+__device__ inline void wait_for_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + kWarpgroups + 1) : "memory");
+}
+template <int kWarpgroups>
+__device__ inline void pass_turn(int warpgroup) {
+  const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
+  asm volatile("bar.arrive %0, 256;" ::"r"(next + kWarpgroups + 1) : "memory");
+}
+
 // Of so many other warps, by a barrier with a number of their own.
 template <int kNumber, int kWarps>
 __device__ inline void sync_warps() {
