@@ -560,7 +560,7 @@ def test_side_stream():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(300, 300), (1, 5000)])
+@pytest.mark.parametrize("lengths", [(300, 300), (1, 600), (1, 5000)])
 def test_cuda_graph(lengths):
     m, n = lengths
     inputs = random_halves(

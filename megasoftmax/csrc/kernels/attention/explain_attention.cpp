@@ -18,7 +18,7 @@ struct AttentionExplanation {
   int64_t is_hopper;                      // kernels of sm90/ run, not the portable ones
   int64_t tile_head_dim, tile_value_dim;  // what those of queries and values are filled up to
   int64_t tile_queries, tile_keys;
-  int64_t splits;  // of the keys among blocks, forward; a launch or a cluster adds the parts
+  int64_t splits;  // of the keys among blocks, forward; a cluster adds the parts, or others do
   int64_t slices;  // of the columns of gradients, backward: blocks with the same keys
   int64_t threads, blocks;
   int64_t shared_bytes;  // of a block; 0 for Hopper's kernels, which are not chosen by it

@@ -172,13 +172,11 @@ inline constexpr int kWideRows = 64, kWideKeys = 32, kWideThreads = 256;
 inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
 
 // Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
-// keys, of at least kFewestKeysOfSplit, or those of few queries. The parts are as many as make
-// whole waves of blocks, up to so many waves. How many waves, the time tells, in keys that a block
-// takes. A wave takes the keys of a block, kKeysOfStart, and for each row kKeysOfPart for writing
-// and reading a part, which has as many bytes as a key. Blocks do not end at once: one of
-// kImbalance of a wave is lost. Adding parts up is a launch of kKeysOfLaunch. Where several blocks
-// run on a multiprocessor, each reads a share of the keys in the same time, and starts of waves
-// after the first are hidden.
+// keys, of at least kFewestKeysOfSplit. The parts are as many as make whole waves of blocks, up to
+// so many waves. How many waves, the time tells, in keys that a block takes. A wave takes the keys
+// of a block, kKeysOfStart, and for each row kKeysOfPart for writing and reading a part, which has
+// as many bytes as a key. Blocks do not end at once: one of kImbalance of a wave is lost. Adding
+// parts up is a launch of kKeysOfLaunch.
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 

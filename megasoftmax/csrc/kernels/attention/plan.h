@@ -152,9 +152,10 @@ inline int64_t keys_seen(const AttentionParams& params) {
   return std::min<int64_t>(seen, params.keys);
 }
 
-// Of few queries. Blocks wait for memory: as many as make enough warps of a multiprocessor, in
-// clusters, or where those would be too few, all that have room. More parts than kMaxPartsBeside
-// have the blocks of a multiprocessor alone.
+// Of few queries. Blocks wait for memory, so a multiprocessor needs a number of warps: clusters
+// have as many, or, where they would have less than half of the blocks that have room, all blocks
+// wait for each other. Those are one for each multiprocessor where parts are more than
+// kMaxPartsBeside.
 inline KeySplits decode_splits(const AttentionParams& params, const Device& device) {
   const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
   const int64_t blocks = params.batches * params.key_heads * decode_row_tiles(params);
