@@ -95,8 +95,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const Bounds bounds = Bounds::of<true>(params, index);
     // With a bias gradient every row of the owner must put a column into the same chunk, and odd
     // rows are partial throughout.
-    const auto grid =
-        Grid::aligned_to(Biases::kPresent ? 0 : first_element, grid_elements(columns, kElements));
+    const auto grid = Grid::aligned_to(Biases::kPresent ? 0 : first_element, columns);
     const bool is_dense = !Biases::kPresent && params.is_dense;
     using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
     const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns);

@@ -10,17 +10,15 @@
 
 namespace megasoftmax {
 
-// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase). The first chunks of
-// a row may end before column 0.
+// Chunk k covers columns [k * kElements - phase, (k + 1) * kElements - phase).
 template <int kElements>
 struct ChunkGrid {
   static constexpr int kChunkElements = kElements;
   int phase;
 
-  // Of a row that begins at `first_element` of the tensor; chunks begin at a multiple of `unit`, a
-  // power of two.
-  __device__ static ChunkGrid aligned_to(int64_t first_element, int unit = kElements) {
-    return {static_cast<int>(static_cast<uint32_t>(first_element) & (unit - 1))};
+  // Of a row of so many columns that begins at `first_element` of the tensor.
+  __device__ static ChunkGrid aligned_to(int64_t first_element, int) {
+    return {static_cast<int>(static_cast<uint32_t>(first_element) % kElements)};
   }
   __device__ int column(int chunk) const { return chunk * kElements - phase; }
   // Where the line of the first chunk that meets the bounds begins, and where the last one ends.
@@ -30,6 +28,16 @@ struct ChunkGrid {
   __device__ int end(const Bounds& bounds) const {
     return bounds.end > bounds.begin ? column((bounds.end + phase + kElements - 1) / kElements)
                                      : begin(bounds);
+  }
+};
+
+// The same of rows that nothing is read with. Where they are long and uneven, the first chunk
+// begins at a line, and the first few may end before column 0.
+template <int kElements>
+struct LineGrid : ChunkGrid<kElements> {
+  __device__ static LineGrid aligned_to(int64_t first_element, int columns) {
+    const int unit = grid_elements(columns, kElements);  // a power of two
+    return {{static_cast<int>(static_cast<uint32_t>(first_element) & (unit - 1))}};
   }
 };
 

@@ -25,7 +25,7 @@ struct AllEntries {
     __device__ void drop(int, Pack<T, kElements>&) const {}
   };
   template <int kElements>
-  using Grid = ChunkGrid<kElements>;
+  using Grid = LineGrid<kElements>;
 
   template <class Params>
   __device__ AllEntries(const Params&, const RowIndex&) {}
@@ -43,8 +43,8 @@ struct AllEntries {
 // a row that is not aligned so do those behind the phase.
 template <int kElements>
 struct BlockGrid : ChunkGrid<kElements> {
-  __device__ static BlockGrid aligned_to(int64_t first_element, int) {
-    return {ChunkGrid<kElements>::aligned_to(first_element)};
+  __device__ static BlockGrid aligned_to(int64_t first_element, int columns) {
+    return {ChunkGrid<kElements>::aligned_to(first_element, columns)};
   }
   __device__ int begin(const Bounds& bounds) const {
     return (bounds.begin & -kDropoutColumns) - this->phase;

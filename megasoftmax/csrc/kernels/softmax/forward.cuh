@@ -22,6 +22,12 @@ inline constexpr bool kMayHaveRange = Mask::kMayHaveRange || Bias::kPresent;
 template <class Mask>
 using EntriesOf = std::conditional_t<Mask::kDrops, KeptEntries, AllEntries>;
 
+// What is read with the scores would come in more pieces along their lines.
+template <class Mask, class Bias, int kElements>
+using GridOf =
+    std::conditional_t<!Mask::kDrops && (Mask::kPresent || Bias::kPresent), ChunkGrid<kElements>,
+                       typename EntriesOf<Mask>::template Grid<kElements>>;
+
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
 
@@ -46,8 +52,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const int columns = static_cast<int>(params.shape.columns);
   const int64_t row = index.row(params.shape), first_element = row * columns;
   const Bounds bounds = Bounds::of<kMayHaveRange<Mask, Bias>>(params, index);
-  const auto grid = Entries::template Grid<kElements>::aligned_to(
-      first_element, grid_elements(columns, kElements));
+  const auto grid = GridOf<Mask, Bias, kElements>::aligned_to(first_element, columns);
   const Extent extent = extent_of<kIsPair>(grid, bounds);
   const int first_column = extent.first_column, end = extent.end;
   const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
@@ -127,7 +132,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   using Owner = RowOwner<kShape>;
   static_assert(!kShape.takes_turns);
   using Entries = EntriesOf<Mask>;
-  using Row = RowPlace<kElements, typename Entries::template Grid<kElements>>;
+  using Row = RowPlace<kElements, GridOf<Mask, Bias, kElements>>;
   using Kept = typename Entries::template Kept<kElements * kChunks>;
   using Reader = RowReader<T, kElements, true>;
   // With a bias, logits are made anew of scores and bias in the pass that writes, and a few chunks

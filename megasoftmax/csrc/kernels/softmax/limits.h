@@ -100,8 +100,7 @@ inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
 // What a row shows begins at a multiple of so many chunks, 128 bytes of a 2-byte type: zeros ahead
 // of it end where a line of the caches ends, and no line is written in two parts.
 inline constexpr int kLineChunks = 8;
-// Uneven rows of at least so many chunks are cut where lines begin: each begins elsewhere in a
-// line.
+// Uneven rows of at least so many chunks are cut where lines begin, if nothing is read with them.
 inline constexpr int kAlignedChunks = 32;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
@@ -129,13 +128,14 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},  // block_64x4 27%, 1152 with a bias
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // shared_64 34%, 2048 causal
-    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kLimited | kMasked | kCostly},  // block_128x4 27%, 2304 with a bias
-    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kLimited | kCostly},
-    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kLimited | kCostly},  // shared_64 48%, 4352 with a bias
-    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain},  // shared_64 20%, 1536
+    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kMasked | kCostly},  // block_128x4 27%, 2304 with a bias
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kCostly},  // block_128x5 6%, 4096 with a bias
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},  // shared_64 48%, 4352 with a bias
+    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},  // shared_128 29%, 8192 with a bias
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited},  // shared_64 20%, 1536
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 13%, 8192 masked
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},  // shared_256 3%, 16384 masked
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},  // shared_512 6%, 64 rows of 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kSpread | kDropped},  // shared_512 8%, 16384
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},  // cluster_2 11%, 40960
@@ -167,7 +167,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 82%, 768
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},  // shared_128 10%, 4096 causal
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},  // shared_256 7%, 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 21%, 10240
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
@@ -317,8 +317,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 
-// The first chunk of a row begins at a multiple of so many elements of the tensor: at 16 bytes, or
-// at a line.
+// The first chunk of a row that nothing is read with begins at a multiple of so many elements.
 __host__ __device__ constexpr int grid_elements(int64_t columns, int pack_elements) {
   return columns % pack_elements == 0 || columns < kAlignedChunks * pack_elements
              ? pack_elements

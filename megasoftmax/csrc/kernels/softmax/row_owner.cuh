@@ -69,7 +69,7 @@ __device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
 }
 
 // One row: where it lies, and what of it is visible.
-template <int kElements, class Grid = ChunkGrid<kElements>>
+template <int kElements, class Grid>
 struct RowPlace {
   RowIndex index;
   int64_t row, first_element;
@@ -84,8 +84,7 @@ struct RowPlace {
         row(index.row(shape)),
         first_element(row * static_cast<int>(shape.columns)),
         visible(visible),
-        grid(Grid::aligned_to(is_fixed ? 0 : first_element,
-                              grid_elements(shape.columns, kElements))),
+        grid(Grid::aligned_to(is_fixed ? 0 : first_element, static_cast<int>(shape.columns))),
         first_column(grid.begin(visible)) {}
 };
 

@@ -144,7 +144,7 @@ struct BoolMask {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int at = column + i * kStride;
-        if (kInside || (at < bounds.end && at + kElements > bounds.begin))
+        if (kInside || at < bounds.end)
           bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
       }
     } else {  // the two aligned words that have the bytes, then shift them into place

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(
   const int64_t row = is_row ? number : params.rows - 1;
   const RowIndex index = row_at(schedule, row);
   const int columns = static_cast<int>(params.shape.columns);
-  const RowPlace<kElements> place(params.shape, index, Bounds{0, columns});
+  using Grid = std::conditional_t<kIsPlain, LineGrid<kElements>, ChunkGrid<kElements>>;
+  const RowPlace<kElements, Grid> place(params.shape, index, Bounds{0, columns});
   const int begin = place.first_column + part * schedule.max_units * kUnit;
   const Bounds bounds{max(begin, 0),
                       static_cast<int>(min(int64_t{begin} + schedule.max_units * kUnit,

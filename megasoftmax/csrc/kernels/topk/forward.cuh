@@ -37,9 +37,8 @@ struct TopkPart {
       : params(params),
         index(index),
         row(static_cast<const T*>(params.scores.data) + index.offset_in(params.scores)),
-        grid(ChunkGrid<kElements>::aligned_to(
-            static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)),
-            grid_elements(params.shape.columns, kElements))),
+        grid(std::conditional_t<kIsPlain, LineGrid<kElements>, ChunkGrid<kElements>>::aligned_to(
+            static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)), columns())),
         begin(begin_of(grid, schedule, rank)),
         units(min(schedule.max_units, divide_up(columns() - begin, kUnit))),
         units_per_group(schedule.unit_batches),
