@@ -144,15 +144,19 @@ struct DiagonalTile {
 };
 
 // The same of a lane, for scores from `row` of the tile on. A row has the entries that
-// the row 8 before has 8 columns before.
-template <class Tile>
+// the row 8 before has 8 columns before. So many pairs are loaded at once, the others when they are
+// needed.
+template <class Tile, int kEarly = 0>
 struct DiagonalBias {
   const float2* first;
+  float2 early[std::max(kEarly, 1)];
 
   __device__ DiagonalBias(const Tile& tile, int row) {
     const FirstElement mine;
     const int i = mine.column - row - mine.row + Tile::kLastRow;
     first = reinterpret_cast<const float2*>(tile.values + (i % 2 == 0 ? i : Tile::kPitch + i - 1));
+#pragma unroll
+    for (int j = 0; j < kEarly; ++j) early[j] = first[4 * (j - 1)];
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     const float2 above = pair(n - 2 * m), below = pair(n - 2 * m - 1), next = pair(n - 2 * m + 1);
@@ -165,7 +169,7 @@ struct DiagonalBias {
     right[2] = above.x;
     right[3] = above.y;
   }
-  __device__ float2 pair(int n) const { return first[4 * n]; }
+  __device__ float2 pair(int n) const { return n + 1 < kEarly ? early[n + 1] : first[4 * n]; }
 };
 
 // The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of

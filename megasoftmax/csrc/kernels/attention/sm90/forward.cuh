@@ -501,15 +501,26 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // the warp has voted on the largest logits, which takes no registers: all lanes have read
     // theirs.
     constexpr bool kReleasesBiasFirst = !Memory::kIsTable && Memory::kBiasStages == 1;
-    // Makes logits of products.
-    const auto add_bias_of = [&](const Tiles& tiles) {
-      const int stage = tiles.step % Memory::kBiasStages;
-      memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+    // Of a table the first entries, as many as there are registers for, while products run.
+    constexpr int kEarlyPairs = kIsPlain ? 8 : 0;
+    using TableBias = DiagonalBias<typename Memory::Diagonals, kEarlyPairs>;
+    const auto begin_table = [&](const Tiles& tiles) {
       if constexpr (Memory::kIsTable) {
-        add_bias(scores, params.scale,
-                 DiagonalBias(Memory::diagonals(shared_memory, stage),
-                              64 * warpgroup + 16 * warp_in_group));
+        const int stage = tiles.step % Memory::kBiasStages;
+        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
+        return TableBias(Memory::diagonals(shared_memory, stage),
+                         64 * warpgroup + 16 * warp_in_group);
       } else {
+        return nullptr;
+      }
+    };
+    // Makes logits of products.
+    const auto add_bias_of = [&](const Tiles& tiles, const auto& table) {
+      if constexpr (Memory::kIsTable) {
+        add_bias(scores, params.scale, table);
+      } else {
+        const int stage = tiles.step % Memory::kBiasStages;
+        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
         using Panel = Tile<T, 64, 64>;
         const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
                                              16 * warp_in_group);
@@ -561,9 +572,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     // Scores become weights; the output before is to be scaled by `factors`.
-    const auto weigh = [&](const Tiles& tiles) {
+    const auto weigh = [&](const Tiles& tiles, const auto& table) {
       release(memory.keys_are_used(tiles.step % kStages));
-      if constexpr (kHasBias) add_bias_of(tiles);
+      if constexpr (kHasBias) add_bias_of(tiles, table);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
         Excluded<1, kN> excluded;
@@ -638,9 +649,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
+      const auto table = begin_table(tiles);
       wait_for_products<0>();
       touch(scores[0]);
-      weigh(tiles);
+      weigh(tiles, table);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
            tiles.advance(params, block, assigned)) {
@@ -650,9 +662,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
+        const auto table = begin_table(tiles);
         wait_for_products<1>();
         touch(scores[0]);
-        weigh(tiles);
+        weigh(tiles, table);
         wait_for_products<0>();
         touch(output[0]);
         release(memory.values_are_used(before % kStages));
