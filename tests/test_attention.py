@@ -758,7 +758,7 @@ def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
 
 @gpu
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_gradients_of_tables_are_no_numbers_at_distances_of_such_a_query_alone(
     dim: int, value: float
