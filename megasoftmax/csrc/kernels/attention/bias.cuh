@@ -47,13 +47,12 @@ struct BiasRows {
   }
 };
 
-// A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
+// A dense bias of any kind as float32 in shared memory.
 template <int kQueries, int kKeys>
 struct FloatBiasTile {
   static constexpr int kPitch = kKeys + kBiasPadding;
 
   float* values;
-  bool is_relative;
 
   // What lies outside of the tensor becomes 0. Rows that can be are copied asynchronously, for
   // wait_for_copies.
@@ -61,15 +60,6 @@ struct FloatBiasTile {
   __device__ void fill(const BiasRows<T>& bias, int first_query, int first_key, int queries,
                        int keys) const {
     const int thread = thread_index_anew();
-    if (is_relative) {
-      for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
-        // The entry of any query and key of the diagonal.
-        const int distance = i - (kQueries - 1) + first_key - first_query;
-        const int query = max(-distance, 0), key = max(distance, 0);
-        values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
-      }
-      return;
-    }
     if (bias.has_float_chunks()) {
       constexpr int kChunks = kKeys / 4, kRowsAtATime = kThreads / kChunks;
       static_assert(kPitch % 4 == 0 && kQueries % kRowsAtATime == 0);
@@ -95,11 +85,6 @@ struct FloatBiasTile {
       values[row * kPitch + column] = query < queries && key < keys ? bias(query, key) : 0.f;
     }
   }
-  // A row's first entry, and how far it is to the next row's.
-  __device__ const float* row(int query) const {
-    return values + (is_relative ? kQueries - 1 : 0) + query * pitch();
-  }
-  __device__ int pitch() const { return is_relative ? -1 : kPitch; }
 };
 
 // A relative bias of a tile of scores as float32 in shared memory: an entry for each diagonal, from
@@ -199,12 +184,13 @@ struct TileBias {
 // The same of a tile in float32.
 template <bool kKeysInRows, class FloatTile>
 struct FloatBias {
-  const float* first;  // of this lane
-  int pitch;
+  static constexpr int kPitch = FloatTile::kPitch;
 
-  __device__ FloatBias(const FloatTile& tile, int query, int key) : pitch(tile.pitch()) {
+  const float* first;  // of this lane
+
+  __device__ FloatBias(const FloatTile& tile, int query, int key) {
     const FirstElement mine;
-    first = tile.row(query + (kKeysInRows ? mine.column : mine.row)) + key +
+    first = tile.values + (query + (kKeysInRows ? mine.column : mine.row)) * kPitch + key +
             (kKeysInRows ? mine.row : mine.column);
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
@@ -215,7 +201,7 @@ struct FloatBias {
     }
   }
   __device__ float entry(int row, int column) const {
-    return first[kKeysInRows ? column * pitch + row : row * pitch + column];
+    return first[kKeysInRows ? column * kPitch + row : row * kPitch + column];
   }
 };
 
@@ -252,19 +238,21 @@ __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float sca
   }
 }
 
-// A tile of the bias in shared memory, as its kind allows.
-template <class T, BiasKind kBias, int kQueries, int kKeys>
+// A tile of the bias in shared memory, as its kind allows. Scores have queries in rows, or keys.
+template <class T, BiasKind kBias, int kQueries, int kKeys, bool kKeysInRows>
 struct SharedBias {
   using Rows = Tile<T, kQueries, kKeys>;
   using FloatRows = FloatBiasTile<kQueries, kKeys>;
+  using Diagonals =
+      DiagonalTile<kKeysInRows, kKeysInRows ? kKeys : kQueries, kKeysInRows ? kQueries : kKeys>;
+  static_assert(kBias != BiasKind::kAny || Diagonals::kBytes <= bias_bytes(kBias, kQueries, kKeys));
 
   const AttentionParams& params;
   char* memory;
 
   __device__ Rows rows() const { return {shared_address(memory)}; }
-  __device__ FloatRows float_rows() const {
-    return {reinterpret_cast<float*>(memory), params.is_relative};
-  }
+  __device__ FloatRows float_rows() const { return {reinterpret_cast<float*>(memory)}; }
+  __device__ Diagonals diagonals() const { return {reinterpret_cast<float*>(memory)}; }
 
   // Fills the tile, by the threads of a block, for wait_for_copies.
   template <int kThreads>
@@ -274,16 +262,26 @@ struct SharedBias {
       rows().template start_copy<kThreads>(bias.row(query) + key, bias.query_stride,
                                            params.queries - query, params.keys - key);
     } else if constexpr (kBias == BiasKind::kAny) {
-      float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
+      if (params.is_relative) {
+        diagonals().template fill<kThreads>(thread_index_anew(), bias, query, key, params.queries,
+                                            params.keys, [] {});
+      } else {
+        float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
+      }
     }
   }
   // Makes logits of this warp's products, from `query` and `key` of the tile on.
-  template <bool kKeysInRows, int kM, int kN>
+  template <int kM, int kN>
   __device__ void add_to(Accumulators<kM, kN>& scores, int query, int key) const {
     if constexpr (kBias == BiasKind::kTile) {
       add_bias(scores, params.scale, TileBias<T, kKeysInRows, Rows>(rows(), query, key));
     } else if constexpr (kBias == BiasKind::kAny) {
-      add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
+      if (params.is_relative) {
+        const int row = kKeysInRows ? key - query : query - key;  // of the same distance
+        add_bias(scores, params.scale, DiagonalBias<Diagonals>(diagonals(), row));
+      } else {
+        add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
+      }
     }
   }
 };
