@@ -219,10 +219,11 @@ struct LoadedBias {
   }
 };
 
-// Makes logits of products: scale * product + bias, rounded once.
-template <int kM, int kN, class Bias>
+// Makes logits of products: scale * product + bias, rounded once. Calls use(m, half, a, b) with two
+// logits of a row at a time.
+template <int kM, int kN, class Bias, class Use>
 __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
-                                         const Bias& bias) {
+                                         const Bias& bias, Use&& use) {
 #pragma unroll
   for (int n = 0; n < kN; n += 2) {
 #pragma unroll
@@ -234,8 +235,16 @@ __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float sca
         scores[m][n][i] = fmaf(scores[m][n][i], scale, left[i]);
         scores[m][n + 1][i] = fmaf(scores[m][n + 1][i], scale, right[i]);
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        use(m, i % 2, scores[m][n + i / 2][i % 2 * 2], scores[m][n + i / 2][i % 2 * 2 + 1]);
     }
   }
+}
+template <int kM, int kN, class Bias>
+__device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
+                                         const Bias& bias) {
+  add_bias(scores, scale, bias, [](int, int, float, float) {});
 }
 
 // A tile of the bias in shared memory, as its kind allows. Scores have queries in rows, or keys.

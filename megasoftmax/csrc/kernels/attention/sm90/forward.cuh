@@ -514,10 +514,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         return nullptr;
       }
     };
+    // Where tiles seldom exclude, the largest logits are found while others are made.
+    constexpr bool kFindsLargest = Memory::kIsTable && kIsPlain;
+    float largest[1][2];  // of each row, of this lane's columns
     // Makes logits of products.
     const auto add_bias_of = [&](const Tiles& tiles, const auto& table) {
       if constexpr (Memory::kIsTable) {
-        add_bias(scores, params.scale, table);
+        largest[0][0] = largest[0][1] = -INFINITY;
+        add_bias(scores, params.scale, table, [&](int, int half, float a, float b) {
+          if (kFindsLargest) largest[0][half] = fmaxf(largest[0][half], fmaxf(a, b));
+        });
       } else {
         const int stage = tiles.step % Memory::kBiasStages;
         memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
@@ -593,10 +599,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           excluded.add_words([&](int half, int word) { return masked[half][word]; });
         }
         excluded.apply(scores, -INFINITY);
+        if constexpr (kFindsLargest) softmax.find_largest(scores, largest);
       }
+      if constexpr (!kFindsLargest) softmax.find_largest(scores, largest);
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
-          scores, [&](int, int half, float factor) { factors[half] = factor; });
+          scores, largest, [&](int, int half, float factor) { factors[half] = factor; });
       if constexpr (kHasBias && !kReleasesBiasFirst)
         release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
       if (!kIsPlain && params.dropout.seed != nullptr) {
