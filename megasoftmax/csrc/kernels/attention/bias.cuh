@@ -47,12 +47,13 @@ struct BiasRows {
   }
 };
 
-// A dense bias of any kind as float32 in shared memory.
+// A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
 template <int kQueries, int kKeys>
 struct FloatBiasTile {
   static constexpr int kPitch = kKeys + kBiasPadding;
 
   float* values;
+  bool is_relative;
 
   // What lies outside of the tensor becomes 0. Rows that can be are copied asynchronously, for
   // wait_for_copies.
@@ -60,6 +61,15 @@ struct FloatBiasTile {
   __device__ void fill(const BiasRows<T>& bias, int first_query, int first_key, int queries,
                        int keys) const {
     const int thread = thread_index_anew();
+    if (is_relative) {
+      for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
+        // The entry of any query and key of the diagonal.
+        const int distance = i - (kQueries - 1) + first_key - first_query;
+        const int query = max(-distance, 0), key = max(distance, 0);
+        values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
+      }
+      return;
+    }
     if (bias.has_float_chunks()) {
       constexpr int kChunks = kKeys / 4, kRowsAtATime = kThreads / kChunks;
       static_assert(kPitch % 4 == 0 && kQueries % kRowsAtATime == 0);
@@ -85,6 +95,11 @@ struct FloatBiasTile {
       values[row * kPitch + column] = query < queries && key < keys ? bias(query, key) : 0.f;
     }
   }
+  // A row's first entry, and how far it is to the next row's.
+  __device__ const float* row(int query) const {
+    return values + (is_relative ? kQueries - 1 : 0) + query * pitch();
+  }
+  __device__ int pitch() const { return is_relative ? -1 : kPitch; }
 };
 
 // A relative bias of a tile of scores as float32 in shared memory: an entry for each diagonal, from
@@ -129,19 +144,15 @@ struct DiagonalTile {
 };
 
 // The same of a lane, for scores from `row` of the tile on. A row has the entries that
-// the row 8 before has 8 columns before. So many pairs are loaded at once, the others when they are
-// needed.
-template <class Tile, int kEarly = 0>
+// the row 8 before has 8 columns before.
+template <class Tile>
 struct DiagonalBias {
   const float2* first;
-  float2 early[std::max(kEarly, 1)];
 
   __device__ DiagonalBias(const Tile& tile, int row) {
     const FirstElement mine;
     const int i = mine.column - row - mine.row + Tile::kLastRow;
     first = reinterpret_cast<const float2*>(tile.values + (i % 2 == 0 ? i : Tile::kPitch + i - 1));
-#pragma unroll
-    for (int j = 0; j < kEarly; ++j) early[j] = first[4 * (j - 1)];
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
     const float2 above = pair(n - 2 * m), below = pair(n - 2 * m - 1), next = pair(n - 2 * m + 1);
@@ -154,7 +165,7 @@ struct DiagonalBias {
     right[2] = above.x;
     right[3] = above.y;
   }
-  __device__ float2 pair(int n) const { return n + 1 < kEarly ? early[n + 1] : first[4 * n]; }
+  __device__ float2 pair(int n) const { return first[4 * n]; }
 };
 
 // The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of
@@ -184,13 +195,12 @@ struct TileBias {
 // The same of a tile in float32.
 template <bool kKeysInRows, class FloatTile>
 struct FloatBias {
-  static constexpr int kPitch = FloatTile::kPitch;
-
   const float* first;  // of this lane
+  int pitch;
 
-  __device__ FloatBias(const FloatTile& tile, int query, int key) {
+  __device__ FloatBias(const FloatTile& tile, int query, int key) : pitch(tile.pitch()) {
     const FirstElement mine;
-    first = tile.values + (query + (kKeysInRows ? mine.column : mine.row)) * kPitch + key +
+    first = tile.row(query + (kKeysInRows ? mine.column : mine.row)) + key +
             (kKeysInRows ? mine.row : mine.column);
   }
   __device__ void load(int m, int n, float (&left)[4], float (&right)[4]) const {
@@ -201,7 +211,7 @@ struct FloatBias {
     }
   }
   __device__ float entry(int row, int column) const {
-    return first[kKeysInRows ? column * kPitch + row : row * kPitch + column];
+    return first[kKeysInRows ? column * pitch + row : row * pitch + column];
   }
 };
 
@@ -219,11 +229,10 @@ struct LoadedBias {
   }
 };
 
-// Makes logits of products: scale * product + bias, rounded once. Calls use(m, half, a, b) with two
-// logits of a row at a time.
-template <int kM, int kN, class Bias, class Use>
+// Makes logits of products: scale * product + bias, rounded once.
+template <int kM, int kN, class Bias>
 __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
-                                         const Bias& bias, Use&& use) {
+                                         const Bias& bias) {
 #pragma unroll
   for (int n = 0; n < kN; n += 2) {
 #pragma unroll
@@ -235,33 +244,23 @@ __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float sca
         scores[m][n][i] = fmaf(scores[m][n][i], scale, left[i]);
         scores[m][n + 1][i] = fmaf(scores[m][n + 1][i], scale, right[i]);
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        use(m, i % 2, scores[m][n + i / 2][i % 2 * 2], scores[m][n + i / 2][i % 2 * 2 + 1]);
     }
   }
 }
-template <int kM, int kN, class Bias>
-__device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
-                                         const Bias& bias) {
-  add_bias(scores, scale, bias, [](int, int, float, float) {});
-}
 
-// A tile of the bias in shared memory, as its kind allows. Scores have queries in rows, or keys.
-template <class T, BiasKind kBias, int kQueries, int kKeys, bool kKeysInRows>
+// A tile of the bias in shared memory, as its kind allows.
+template <class T, BiasKind kBias, int kQueries, int kKeys>
 struct SharedBias {
   using Rows = Tile<T, kQueries, kKeys>;
   using FloatRows = FloatBiasTile<kQueries, kKeys>;
-  using Diagonals =
-      DiagonalTile<kKeysInRows, kKeysInRows ? kKeys : kQueries, kKeysInRows ? kQueries : kKeys>;
-  static_assert(kBias != BiasKind::kAny || Diagonals::kBytes <= bias_bytes(kBias, kQueries, kKeys));
 
   const AttentionParams& params;
   char* memory;
 
   __device__ Rows rows() const { return {shared_address(memory)}; }
-  __device__ FloatRows float_rows() const { return {reinterpret_cast<float*>(memory)}; }
-  __device__ Diagonals diagonals() const { return {reinterpret_cast<float*>(memory)}; }
+  __device__ FloatRows float_rows() const {
+    return {reinterpret_cast<float*>(memory), params.is_relative};
+  }
 
   // Fills the tile, by the threads of a block, for wait_for_copies.
   template <int kThreads>
@@ -271,26 +270,16 @@ struct SharedBias {
       rows().template start_copy<kThreads>(bias.row(query) + key, bias.query_stride,
                                            params.queries - query, params.keys - key);
     } else if constexpr (kBias == BiasKind::kAny) {
-      if (params.is_relative) {
-        diagonals().template fill<kThreads>(thread_index_anew(), bias, query, key, params.queries,
-                                            params.keys, [] {});
-      } else {
-        float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
-      }
+      float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
     }
   }
   // Makes logits of this warp's products, from `query` and `key` of the tile on.
-  template <int kM, int kN>
+  template <bool kKeysInRows, int kM, int kN>
   __device__ void add_to(Accumulators<kM, kN>& scores, int query, int key) const {
     if constexpr (kBias == BiasKind::kTile) {
       add_bias(scores, params.scale, TileBias<T, kKeysInRows, Rows>(rows(), query, key));
     } else if constexpr (kBias == BiasKind::kAny) {
-      if (params.is_relative) {
-        const int row = kKeysInRows ? key - query : query - key;  // of the same distance
-        add_bias(scores, params.scale, DiagonalBias<Diagonals>(diagonals(), row));
-      } else {
-        add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
-      }
+      add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
     }
   }
 };

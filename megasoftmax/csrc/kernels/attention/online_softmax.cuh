@@ -24,9 +24,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // Of each row, of this lane's columns.
-  template <int kN>
-  __device__ static void find_largest(const Accumulators<kM, kN>& scores, float (&of_lane)[kM][2]) {
+  // Makes scores, or logits, to weights exp(logit - max). Calls rescale(m, half, factor) for what
+  // was summed with the weights before of a row whose maximum changed, and perhaps of others.
+  template <bool kAreLogits, int kN, class Rescale>
+  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
+    const float to_logit = kAreLogits ? 1.f : scale;
+    float largest[kM][2], magnitude = 0.f;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -35,23 +38,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
           row = fmaxf(row, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        of_lane[m][half] = row;
-      }
-    }
-  }
-  // Makes scores, or logits, to weights exp(logit - max), where their largest ones are known. Calls
-  // rescale(m, half, factor) for what was summed with the weights before of a row whose maximum
-  // changed, and perhaps of others.
-  template <bool kAreLogits, int kN, class Rescale>
-  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, const float (&of_lane)[kM][2],
-                                        Rescale&& rescale) {
-    const float to_logit = kAreLogits ? 1.f : scale;
-    float largest[kM][2], magnitude = 0.f;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        largest[m][half] = fmaxf(max[m][half], warp_max<4>(of_lane[m][half]) * to_logit);
+        largest[m][half] = fmaxf(max[m][half], warp_max<4>(row) * to_logit);
         magnitude = fmaxf(magnitude, fabsf(largest[m][half]));
       }
     }
@@ -97,13 +84,6 @@ struct OnlineSoftmax {
         }
       }
     }
-  }
-
-  template <bool kAreLogits, int kN, class Rescale>
-  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
-    float of_lane[kM][2];
-    find_largest(scores, of_lane);
-    weigh<kAreLogits>(scores, of_lane, rescale);
   }
 
   // The same, and scales what was summed.

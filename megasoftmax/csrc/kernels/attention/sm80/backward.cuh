@@ -207,8 +207,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
-        with_bias_gradient<kBias, Memory>(params, at, key_sums, tiles.head != at.head,
-                                          shared_memory + Memory::kLayout.bias, body);
+        with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, tiles.head != at.head, body);
     };
     with_gradient([&](auto policy) { policy.take(params, at, gradients); });
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up

@@ -27,7 +27,7 @@ struct BackwardMemory {
   using KeyTile = Tile<T, kKeys, kDim>;
   using QueryTile = Tile<T, kQueries, kDim>;
   using ScoreTile = Tile<T, kKeys, kQueries>;
-  using Bias = SharedBias<T, kBias, kQueries, kKeys, true>;
+  using Bias = SharedBias<T, kBias, kQueries, kKeys>;
   static constexpr BackwardLayout kLayout{kTile, kBias};
 };
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ void find_score_gradients(
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
                                  FragmentsAcross<QueryTile>(query_tile, warp.query));
   const typename Memory::Bias bias{params, shared_memory + Memory::kLayout.bias};
-  bias.add_to(weights, warp.query, warp.key);
+  bias.template add_to<true>(weights, warp.query, warp.key);
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
                                  FragmentsAcross<QueryTile>(gradient_tile, warp.query));

@@ -5,7 +5,6 @@
 // scores twice: `take` has what this warp holds in registers, in float32; `take_shared` has the
 // block's tile in the type of the queries, as products read it. A bias in 16 bits gets the latter.
 
-#include "../diagonals.cuh"
 #include "backward_tile.cuh"
 
 namespace megasoftmax {
@@ -213,67 +212,34 @@ struct KeysBiasGradient : NoBiasGradient {
   }
 };
 
-// Where gradients of scores lie, for sums along diagonals.
-template <class ScoreTile>
-struct KeysInRows {
-  using Element = typename ScoreTile::Element;
-  static constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
-  static constexpr bool kHasKeysInRows = true;
-
-  __device__ static uint32_t row_of_block(int key_block, int query_block, int row) {
-    return ScoreTile::offset(key_block * 8 + row, query_block);
-  }
-  __device__ static uint32_t place(int key, int query) { return ScoreTile::place(key, query); }
-};
-
 // Sums along diagonals, each by one thread in one order.
 template <class ScoreTile>
 struct DiagonalsBiasGradient : NoBiasGradient {
-  template <class Sums>
-  __device__ static void add(const AttentionBackwardParams& params, const FirstScore& at,
-                             const char* scores, const Sums& sums) {
-    const int number = thread_index_anew();
-    if (number >= Sums::kCount) return;
-    const int64_t diagonal = number - at.query + params.queries - ScoreTile::kColumns;
-    if (diagonal < 0) return;
-    diagonals_of<ScoreTile::kRows>(params, at.batch, at.head, at.key)[diagonal] +=
-        sums.sum(shared_address(scores), number);
-  }
   __device__ static void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
                                      const char* scores) {
-    add(params, at, scores, SumsOneByOne<KeysInRows<ScoreTile>>{});
-  }
-};
-
-// The same of a tile in 16 bits. Sums of blocks lie behind the entries of the bias.
-template <class Memory>
-struct DiagonalsOfBlocks : DiagonalsBiasGradient<typename Memory::ScoreTile> {
-  using Sums = SumsOfDiagonals<KeysInRows<typename Memory::ScoreTile>, Memory::kThreads / 32, true>;
-  static_assert(Sums::kCount <= Memory::kThreads);
-  static_assert(Memory::Bias::Diagonals::kBytes + Sums::kBytes <=
-                bias_bytes(BiasKind::kAny, Memory::kQueries, Memory::kKeys));
-
-  Sums sums;
-
-  template <int kM, int kN>
-  __device__ void take(const AttentionBackwardParams&, const FirstScore&,
-                       const Accumulators<kM, kN>&) const {
-    sums.clear(thread_index_anew());
-  }
-  __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
-                              const char* scores) const {
-    sums.add_blocks(shared_address(scores), thread_index_anew());
-    __syncthreads();  // all have added theirs
-    this->add(params, at, scores, sums);
+    constexpr int kKeys = ScoreTile::kRows, kQueries = ScoreTile::kColumns;
+    const int thread = thread_index_anew();
+    float* const sums = diagonals_of<kKeys>(params, at.batch, at.head, at.key);
+    // Key - query inside the tile.
+    const int distance = thread - (kQueries - 1);
+    if (distance >= kKeys) return;
+    float sum = 0.f;
+    const int begin = max(distance, 0), end = min(distance + kQueries, kKeys);
+    for (int key = begin; key < end; ++key) {
+      const int query = key - distance;
+      sum += to_float(*reinterpret_cast<const typename ScoreTile::Element*>(
+          scores + ScoreTile::place(key, query)));
+    }
+    const int64_t diagonal = distance - at.query + params.queries - 1;
+    if (diagonal >= 0) sums[diagonal] += sum;
   }
 };
 
 // Calls body(policy) for the gradient that blocks of keys make in a launch.
-template <BiasKind kBias, class Memory, int kM, class Body>
+template <BiasKind kBias, class ScoreTile, int kM, class Body>
 __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams& params,
                                                    const FirstScore& at, float (&key_sums)[kM][2],
-                                                   bool is_last_of_head, char* bias, Body&& body) {
-  using ScoreTile = typename Memory::ScoreTile;
+                                                   bool is_last_of_head, Body&& body) {
   if constexpr (kBias != BiasKind::kNone) {
     constexpr bool kIsAlwaysFloat = sizeof(typename ScoreTile::Element) == 4;
     const bool is_float =
@@ -298,16 +264,7 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
     if (kind == BiasGradient::kShared)
       take_dense.template operator()<true, SharedBiasGradient<ScoreTile>>();
     if (kind == BiasGradient::kKeys) body(KeysBiasGradient<kM>{{}, key_sums, is_last_of_head});
-    if constexpr (kBias == BiasKind::kAny) {
-      if (kind == BiasGradient::kDiagonals) {
-        if constexpr (kIsAlwaysFloat) {
-          body(DiagonalsBiasGradient<ScoreTile>{});
-        } else {
-          body(DiagonalsOfBlocks<Memory>{
-              {}, {reinterpret_cast<float*>(bias + Memory::Bias::Diagonals::kBytes)}});
-        }
-      }
-    }
+    if (kind == BiasGradient::kDiagonals) body(DiagonalsBiasGradient<ScoreTile>{});
   }
 }
 

@@ -29,7 +29,7 @@ struct ForwardMemory {
                 kNoteTile % kWarpQueries == 0 && kTile.element_bytes == sizeof(T));
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
-  using Bias = SharedBias<T, kBias, kQueries, kKeys, false>;
+  using Bias = SharedBias<T, kBias, kQueries, kKeys>;
   static constexpr ForwardLayout kLayout{kTile, kBias};
 };
 
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       add_bias(scores, params.scale,
                TileBias<T, false, BiasTile>(bias_tile_of(bias_stage), warp_row, 0));
     } else {
-      bias.add_to(scores, warp_row, 0);
+      bias.template add_to<false>(scores, warp_row, 0);
     }
     excluded.apply(scores, -INFINITY);
 

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
   const uint32_t memory = shared_address(shared_memory);
   const QueryTile query_tile{memory}, gradient_tile{memory + kLayout.gradients};
   const KeyTile key_tile{memory + kLayout.keys}, value_tile{memory + kLayout.values};
-  const SharedBias<T, kBias, kQueries, kKeys, false> bias{params, shared_memory + kLayout.bias};
+  const SharedBias<T, kBias, kQueries, kKeys> bias{params, shared_memory + kLayout.bias};
 
   int head, batch, first_query, key_head;
   {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
     }
     multiply_rows<T, kDim>(weights, FragmentsDown<QueryTile>(query_tile, warp_row),
                            FragmentsAcross<KeyTile>(key_tile, 0));
-    bias.add_to(weights, warp_row, 0);
+    bias.template add_to<false>(weights, warp_row, 0);
     if (params.dropout.seed != nullptr)
       Dropping<false>(params, batch, head).clear(gradients, first_query + warp_row, key);
 #pragma unroll

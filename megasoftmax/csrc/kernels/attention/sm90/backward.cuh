@@ -20,7 +20,6 @@
 #include "../../common/limits.h"
 #include "../../common/math.cuh"
 #include "../bias.cuh"
-#include "../diagonals.cuh"
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../limits.h"
@@ -35,27 +34,119 @@ struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
-// Where gradients of scores lie, for sums along diagonals: queries in rows, in panels of 64 keys.
-template <class T, int kKeys_, int kQueries_>
-struct PanelsOfKeys {
-  using Element = T;
-  using Panel = Tile<T, kQueries_, 64>;
-  static constexpr int kKeys = kKeys_, kQueries = kQueries_;
-  static constexpr bool kHasKeysInRows = false;
+// Sums along diagonals of tiles of gradients of scores, which lie as products read them, by two
+// warps. First blocks of 8 x 8 gradients that lie diagonally behind each other are added up, by
+// products with ones; then the diagonals of these sums.
+template <int kKeys, int kQueries>
+struct SumsOfDiagonals {
+  static constexpr int kWarps = 2, kThreads = 32 * kWarps;
+  static constexpr int kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
+  // Sums are followed and led by a block of zeros. Of a block 8 rows, and space: so a thread each
+  // for neighbouring diagonals reads another bank.
+  static constexpr int kBlocks = kKeyBlocks + kQueryBlocks + 1, kPitch = 72;
+  static constexpr int kBytes = kBlocks * kPitch * 4;
+  static constexpr int kPanelBytes = kQueries * 128;
+  static_assert(kKeyBlocks == 16 && kQueryBlocks % 4 == 0 && kQueryBlocks <= kKeyBlocks);
 
-  __device__ static uint32_t row_of_block(int key_block, int query_block, int row) {
-    return key_block / 8 * Panel::kBytes + Panel::offset(query_block * 8 + row, key_block % 8);
+  float* sums;
+
+  __device__ static int thread() { return thread_index_anew() % kThreads; }
+  // For both warps, when they have met.
+  __device__ void clear() const {
+    const int thread = this->thread();
+    sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
   }
-  __device__ static uint32_t place(int key, int query) {
-    return key / 64 * Panel::kBytes + Panel::place(query, key % 64);
+  // The diagonals of a tile of keys and all queries. A thread clears those that it adds to, so that
+  // nothing else orders the two.
+  __device__ static void clear(float* diagonals, int queries) {
+    for (int i = (thread() + queries) % kThreads; i < kKeys - 1 + queries; i += kThreads)
+      diagonals[i] = 0.f;
+  }
+  // Four blocks at a time. Behind the last key comes the first one again: up to there the keys of a
+  // block are `first` eights after its queries, then 16 less.
+  template <class T>
+  __device__ __forceinline__ void add_blocks(uint32_t scores) const {
+    constexpr int kFours = kQueryBlocks / 4;
+    const uint32_t thread = this->thread(), row = thread % 8, block = thread / 8 % 4;
+    const FirstElement mine(thread);
+    const uint32_t ones = round_pair<T>(mine.row == mine.column, mine.row == mine.column + 1);
+    const uint32_t zeros = shared_address(sums + (kBlocks - 1) * kPitch);
+    const uint32_t first_of_row = scores + (block * 8 + row) * 128;
+    float* const place = sums + mine.row * 8 + mine.column;
+#pragma unroll 1
+    for (uint32_t i = thread / 32; i < 4; i += kWarps) {
+#pragma unroll
+      for (int four = 0; four < 4; ++four) {
+        const auto add = [&](int begin, int end, int distance, bool is_behind) {
+          uint32_t loaded[kFours][4];
+#pragma unroll
+          for (int j = begin; j < end; ++j) {
+            const uint32_t chunk = (4 * (four + j) + i + block) % 16;
+            uint32_t from =
+                first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
+            // The keys end among these blocks.
+            if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
+            load_matrices(loaded[j], from);
+          }
+          float sum[4] = {};
+#pragma unroll
+          for (int j = begin; j < end; ++j) multiply_add<T>(sum, loaded[j], ones, ones);
+          *reinterpret_cast<float2*>(place + (distance + kQueryBlocks) * kPitch) =
+              make_float2(sum[0] + sum[2], sum[1] + sum[3]);
+        };
+        const int first = 4 * four + i;
+        add(0, std::min(kFours, 4 - four), first, false);
+        if (4 - four <= kFours) add(3 - four, kFours, first - 16, true);
+      }
+    }
+  }
+  // Adds them to `diagonals`, of which that of the tile's first query and key is number `first`.
+  // Each of those always gets its sums from the same thread, and so in the same order.
+  template <class T>
+  __device__ __forceinline__ void add_to(float* diagonals, int first, uint32_t scores) const {
+    const int thread = this->thread();
+    constexpr int kCount = kKeys + kQueries - 1, kEach = divide_up(kCount, kThreads);
+    static_assert(kQueries % kThreads == 0);
+#pragma unroll 1
+    for (int i = 0; i < kEach; ++i) {
+      const int number = thread + i * kThreads, distance = number - (kQueries - 1);
+      if (number >= kCount || first + distance < 0) continue;
+      const int offset = (number + 1) % 8;
+      const float* const block = sums + (number + 1) / 8 * kPitch + offset;
+      const float* const next_block = block + kPitch - 8;
+      float sum = 0.f;
+#pragma unroll
+      for (int row = 0; row < 8; ++row) sum += (row + offset < 8 ? block : next_block)[row * 9];
+      // Products spread what is not finite to neighbours in its row.
+      if (!(fabsf(sum) < INFINITY)) sum = sum_of<T>(scores, distance);
+      add_to_global(diagonals + first + distance, sum);
+    }
+  }
+
+ private:
+  // Of one diagonal, gradient by gradient.
+  template <class T>
+  __device__ static float sum_of(uint32_t scores, int distance) {
+    float sum = 0.f;
+    const int end = min(kQueries, kKeys - distance);
+#pragma unroll 1
+    for (int query = max(-distance, 0); query < end; ++query) {
+      const int key = query + distance;
+      Pack<T, 2> pair;
+      pair.words[0] = load_word(scores + key / 64 * kPanelBytes +
+                                Tile<T, kQueries, 64>::place(query, key % 64 / 2 * 2));
+      sum += key % 2 == 0 ? pair[0] : pair[1];
+    }
+    return sum;
   }
 };
 
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile =
-      kBias == HopperBias::kNone ? kAttentionHopperBackwardTiles[kIndex]
-                                 : kAttentionHopperBackwardTiles[kIndex].with_bias();
+      kBias == HopperBias::kNone
+          ? kAttentionHopperBackwardTiles[kIndex]
+          : kAttentionHopperBackwardTiles[kIndex].with_bias(kBias == HopperBias::kTable);
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
@@ -90,12 +181,7 @@ struct HopperBackwardMemory {
   static_assert(kValuePanels <= kPanels && kPanels * 64 * 128 <= kSumBytes);
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
-  // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
-  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
-  // Products of single warps take more registers than copies do.
-  template <class T>
-  using DiagonalSums = SumsOfDiagonals<PanelsOfKeys<T, kKeys, kQueries>, kSummingWarps,
-                                       (kTile.copier_registers > 24)>;
+  using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
   static constexpr int kDiagonalsAt = kRowsAt + kStages * kRowBytes;
   static constexpr int kDiagonalSumsAt = kDiagonalsAt + kStages * Diagonals::kBytes;
   static constexpr int kSentAt = kDiagonalsAt;
@@ -105,13 +191,15 @@ struct HopperBackwardMemory {
   // step's part is sent as soon as all have summed this one, while they sum the others.
   static constexpr int kSentParts = kBias == HopperBias::kTile ? 2 * kScorePanels : 0;
   static constexpr int kBarriersAt = kBias == HopperBias::kTable
-                                         ? kDiagonalSumsAt + DiagonalSums<__half>::kBytes
+                                         ? kDiagonalSumsAt + DiagonalSums::kBytes
                                      : kBias == HopperBias::kTile ? kSentAt + kSentBytes
                                                                   : kDiagonalsAt;
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
+  // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
+  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
   // In a cluster one of them sends what others sum.
   static constexpr int kStoringWarps = 2;
 
@@ -488,37 +576,21 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           return;
         }
         if (!has_diagonals) return;
-        using Sums = typename Memory::template DiagonalSums<T>;
-        constexpr int kThreads = 32 * Memory::kSummingWarps;
-        const auto sync = [] { sync_warps<kWarpgroups + 2, Memory::kSummingWarps>(); };
-        const auto thread = [] { return thread_index_anew() % kThreads; };
-        const Sums sums{reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
-        sums.clear(thread());
-        // The diagonals of this tile of keys and all queries. A thread clears those that it adds
-        // to, so that nothing else orders the two.
+        const typename Memory::DiagonalSums sums{
+            reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
+        sums.clear();
+        sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
         const int heads = static_cast<int>(params.heads_per_key_head.divisor);
-        for (int head = key_head * heads; head < (key_head + 1) * heads; ++head) {
-          float* const diagonals = diagonals_of<kKeys>(params, batch, head, first_key);
-          for (int i = (thread() + params.queries) % kThreads; i < kKeys - 1 + params.queries;
-               i += kThreads)
-            diagonals[i] = 0.f;
-        }
-        sync();
+        for (int head = key_head * heads; head < (key_head + 1) * heads; ++head)
+          sums.clear(diagonals_of<kKeys>(params, batch, head, first_key), params.queries);
         for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
           const int buffer = step % 2;
           memory.gradients_are_there(buffer).wait(step / 2 & 1);
-          sums.add_blocks(memory.scores(buffer), thread());
-          sync();
-          // Each diagonal always gets its sums from the same thread, and so in the same order.
-          static_assert(kQueries % kThreads == 0);
-          float* const diagonals = diagonals_of<kKeys>(params, batch, tiles.head, first_key) +
-                                   params.queries - tiles.query - kQueries;
-#pragma unroll 1
-          for (int number = thread(); number < Sums::kCount; number += kThreads) {
-            if (params.queries - tiles.query - kQueries + number < 0) continue;
-            add_to_global(diagonals + number, sums.sum(memory.scores(buffer), number));
-          }
-          sync();
+          sums.template add_blocks<T>(memory.scores(buffer));
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
+          sums.template add_to<T>(diagonals_of<kKeys>(params, batch, tiles.head, first_key),
+                                  params.queries - 1 - tiles.query, memory.scores(buffer));
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
           if (lane == 0) memory.scores_are_used(buffer).arrive();
         }
       }
@@ -581,7 +653,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied as soon as they are there, where registers allow it.
-  constexpr bool kIsEarly = kQueries <= 64;
+  constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
   // Products of this warpgroup's keys with queries, and of its values with gradients of outputs.

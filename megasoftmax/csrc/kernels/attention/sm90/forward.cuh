@@ -501,32 +501,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // the warp has voted on the largest logits, which takes no registers: all lanes have read
     // theirs.
     constexpr bool kReleasesBiasFirst = !Memory::kIsTable && Memory::kBiasStages == 1;
-    // Of a table the first entries, as many as there are registers for, while products run.
-    constexpr int kEarlyPairs = kIsPlain ? 8 : 0;
-    using TableBias = DiagonalBias<typename Memory::Diagonals, kEarlyPairs>;
-    const auto begin_table = [&](const Tiles& tiles) {
-      if constexpr (Memory::kIsTable) {
-        const int stage = tiles.step % Memory::kBiasStages;
-        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
-        return TableBias(Memory::diagonals(shared_memory, stage),
-                         64 * warpgroup + 16 * warp_in_group);
-      } else {
-        return nullptr;
-      }
-    };
-    // Where tiles seldom exclude, the largest logits are found while others are made.
-    constexpr bool kFindsLargest = Memory::kIsTable && kIsPlain;
-    float largest[1][2];  // of each row, of this lane's columns
     // Makes logits of products.
-    const auto add_bias_of = [&](const Tiles& tiles, const auto& table) {
+    const auto add_bias_of = [&](const Tiles& tiles) {
+      const int stage = tiles.step % Memory::kBiasStages;
+      memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
       if constexpr (Memory::kIsTable) {
-        largest[0][0] = largest[0][1] = -INFINITY;
-        add_bias(scores, params.scale, table, [&](int, int half, float a, float b) {
-          if (kFindsLargest) largest[0][half] = fmaxf(largest[0][half], fmaxf(a, b));
-        });
+        add_bias(scores, params.scale,
+                 DiagonalBias(Memory::diagonals(shared_memory, stage),
+                              64 * warpgroup + 16 * warp_in_group));
       } else {
-        const int stage = tiles.step % Memory::kBiasStages;
-        memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
         using Panel = Tile<T, 64, 64>;
         const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
                                              16 * warp_in_group);
@@ -578,9 +561,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     // Scores become weights; the output before is to be scaled by `factors`.
-    const auto weigh = [&](const Tiles& tiles, const auto& table) {
+    const auto weigh = [&](const Tiles& tiles) {
       release(memory.keys_are_used(tiles.step % kStages));
-      if constexpr (kHasBias) add_bias_of(tiles, table);
+      if constexpr (kHasBias) add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
       if (is_cut || tiles.may_exclude()) {
         Excluded<1, kN> excluded;
@@ -599,12 +582,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           excluded.add_words([&](int half, int word) { return masked[half][word]; });
         }
         excluded.apply(scores, -INFINITY);
-        if constexpr (kFindsLargest) softmax.find_largest(scores, largest);
       }
-      if constexpr (!kFindsLargest) softmax.find_largest(scores, largest);
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
-          scores, largest, [&](int, int half, float factor) { factors[half] = factor; });
+          scores, [&](int, int half, float factor) { factors[half] = factor; });
       if constexpr (kHasBias && !kReleasesBiasFirst)
         release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
       if (!kIsPlain && params.dropout.seed != nullptr) {
@@ -657,10 +638,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       load_masked(tiles);
       wait_for(keys_are_there, tiles.step);
       start_scores(tiles.step % kStages);
-      const auto table = begin_table(tiles);
       wait_for_products<0>();
       touch(scores[0]);
-      weigh(tiles, table);
+      weigh(tiles);
       round_weights();
       for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen().end;
            tiles.advance(params, block, assigned)) {
@@ -670,10 +650,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
-        const auto table = begin_table(tiles);
         wait_for_products<1>();
         touch(scores[0]);
-        weigh(tiles, table);
+        weigh(tiles);
         wait_for_products<0>();
         touch(output[0]);
         release(memory.values_are_used(before % kStages));
