@@ -767,6 +767,26 @@ def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
 
 
 @gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_gradients_of_tables_are_no_numbers_at_distances_of_such_a_query_alone(
+    dim: int, value: float
+) -> None:
+    """Hopper's kernels sum them by products with ones and zeros, and 0 * inf is no number."""
+    q, k, v = tensors(
+        "cuda", torch.bfloat16, heads=(1, 1), lengths=(300, 300), dims=(dim, dim), batch=1
+    )
+    table = normal(1, 599, device="cuda", seed=4).requires_grad_()
+    output = attention_on("cuda", q.dtype)(q, k, v, bias=RelativeBias(table), causal=True)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    gradient[0, 0, 101, 3] = value
+    found = torch.autograd.grad(output, table, gradient)[0][0]
+    distance = torch.arange(599, device="cuda") - 299
+    assert ((distance <= 0) & (distance >= -101) == ~found.isfinite()).all()
+
+
+@gpu
 @pytest.mark.parametrize("has_table", [False, True])
 @pytest.mark.parametrize("dim", [32, 33, 128, 129, 256])
 def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernels: str) -> None:

@@ -120,10 +120,11 @@ struct AttentionHopperBackwardTile {
   constexpr bool is_wide() const { return head_dim > 128; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return is_wide() ? 64 : 64 * warpgroups; }
-  // With a bias. Warps that sum its gradient take the registers that products leave.
-  constexpr AttentionHopperBackwardTile with_bias() const {
+  // With a bias. Warps that sum its gradient take the registers that products leave; of a table
+  // more, because they make products too.
+  constexpr AttentionHopperBackwardTile with_bias(bool is_table) const {
     AttentionHopperBackwardTile tile = *this;
-    if (head_dim < 128) {
+    if (head_dim < 128 || is_table) {
       tile.copier_registers = 40;
       tile.registers = 232;
     }

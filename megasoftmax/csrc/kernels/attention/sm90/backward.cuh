@@ -35,20 +35,23 @@ struct BackwardTensorMaps {
 };
 
 // Sums along diagonals of tiles of gradients of scores, which lie as products read them, by two
-// warps. First blocks of 8 x 8 gradients that lie diagonally behind each other are added up, a row
-// of each by a thread; then the diagonals of these sums.
+// warps. First blocks of 8 x 8 gradients that lie diagonally behind each other are added up, by
+// products with ones; then the diagonals of these sums.
 template <int kKeys, int kQueries>
 struct SumsOfDiagonals {
-  static constexpr int kThreads = 64, kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
+  static constexpr int kWarps = 2, kThreads = 32 * kWarps;
+  static constexpr int kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
   // Sums are followed and led by a block of zeros. Of a block 8 rows, and space: so a thread each
   // for neighbouring diagonals reads another bank.
   static constexpr int kBlocks = kKeyBlocks + kQueryBlocks + 1, kPitch = 72;
   static constexpr int kBytes = kBlocks * kPitch * 4;
-  static_assert(kKeyBlocks % 8 == 0 && kQueryBlocks <= kKeyBlocks);
+  static constexpr int kPanelBytes = kQueries * 128;
+  static_assert(kKeyBlocks == 16 && kQueryBlocks % 4 == 0 && kQueryBlocks <= kKeyBlocks);
 
   float* sums;
 
   __device__ static int thread() { return thread_index_anew() % kThreads; }
+  // For both warps, when they have met.
   __device__ void clear() const {
     const int thread = this->thread();
     sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
@@ -59,71 +62,91 @@ struct SumsOfDiagonals {
     for (int i = (thread() + queries) % kThreads; i < kKeys - 1 + queries; i += kThreads)
       diagonals[i] = 0.f;
   }
-  // A thread has half of a row of a pair of blocks at a time.
+  // Four blocks at a time. Behind the last key comes the first one again: up to there the keys of a
+  // block are `first` eights after its queries, then 16 less.
   template <class T>
   __device__ __forceinline__ void add_blocks(uint32_t scores) const {
-    constexpr uint32_t kPanelBytes = kQueries * 128, kAtATime = 4;
-    const uint32_t thread = this->thread(), row = thread / 2 % 8, half = thread % 2;
-    const uint32_t first_of_row = scores + row * 128 + half * 8;
-    float* const sums_of_row = sums + kQueryBlocks * kPitch + row * 8 + half * 4;
+    constexpr int kFours = kQueryBlocks / 4;
+    const uint32_t thread = this->thread(), row = thread % 8, block = thread / 8 % 4;
+    const FirstElement mine(thread);
+    const uint32_t ones = round_pair<T>(mine.row == mine.column, mine.row == mine.column + 1);
+    const uint32_t zeros = shared_address(sums + (kBlocks - 1) * kPitch);
+    const uint32_t first_of_row = scores + (block * 8 + row) * 128;
+    float* const place = sums + mine.row * 8 + mine.column;
 #pragma unroll 1
-    for (uint32_t first = thread / 16; first < kKeyBlocks; first += kThreads / 16) {
-      float of_row[4] = {};
-      // Of the block whose keys are so many eights after its queries.
-      const auto store = [&](int distance) {
-        *reinterpret_cast<float4*>(sums_of_row + distance * kPitch) =
-            make_float4(of_row[0], of_row[1], of_row[2], of_row[3]);
-      };
-#pragma unroll 1
-      for (uint32_t begin = 0; begin < kQueryBlocks; begin += kAtATime) {
-        Pack<T, 4> fours[kAtATime];
+    for (uint32_t i = thread / 32; i < 4; i += kWarps) {
 #pragma unroll
-        for (uint32_t i = 0; i < kAtATime; ++i) {
-          // Behind the last key comes the first one again.
-          const uint32_t chunk = (first + begin + i) % kKeyBlocks * 16;
-          load_pair(fours[i].words, first_of_row + (begin + i) * 1024 + chunk / 128 * kPanelBytes +
-                                        (chunk % 128 ^ row * 16));
-        }
+      for (int four = 0; four < 4; ++four) {
+        const auto add = [&](int begin, int end, int distance, bool is_behind) {
+          uint32_t loaded[kFours][4];
 #pragma unroll
-        for (uint32_t i = 0; i < kAtATime; ++i) {
-          if (first + begin + i == kKeyBlocks) {
-            store(first);
-#pragma unroll
-            for (float& sum : of_row) sum = 0.f;
+          for (int j = begin; j < end; ++j) {
+            const uint32_t chunk = (4 * (four + j) + i + block) % 16;
+            uint32_t from =
+                first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
+            // The keys end among these blocks.
+            if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
+            load_matrices(loaded[j], from);
           }
+          float sum[4] = {};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) of_row[j] += fours[i][j];
-        }
+          for (int j = begin; j < end; ++j) multiply_add<T>(sum, loaded[j], ones, ones);
+          *reinterpret_cast<float2*>(place + (distance + kQueryBlocks) * kPitch) =
+              make_float2(sum[0] + sum[2], sum[1] + sum[3]);
+        };
+        const int first = 4 * four + i;
+        add(0, std::min(kFours, 4 - four), first, false);
+        if (4 - four <= kFours) add(3 - four, kFours, first - 16, true);
       }
-      store(first + kQueryBlocks > kKeyBlocks ? static_cast<int>(first) - kKeyBlocks : first);
     }
   }
   // Adds them to `diagonals`, of which that of the tile's first query and key is number `first`.
   // Each of those always gets its sums from the same thread, and so in the same order.
-  __device__ __forceinline__ void add_to(float* diagonals, int first) const {
+  template <class T>
+  __device__ __forceinline__ void add_to(float* diagonals, int first, uint32_t scores) const {
     const int thread = this->thread();
     constexpr int kCount = kKeys + kQueries - 1, kEach = divide_up(kCount, kThreads);
     static_assert(kQueries % kThreads == 0);
 #pragma unroll 1
     for (int i = 0; i < kEach; ++i) {
-      const int number = thread + i * kThreads, diagonal = first + number - (kQueries - 1);
-      if (number >= kCount || diagonal < 0) continue;
+      const int number = thread + i * kThreads, distance = number - (kQueries - 1);
+      if (number >= kCount || first + distance < 0) continue;
       const int offset = (number + 1) % 8;
       const float* const block = sums + (number + 1) / 8 * kPitch + offset;
       const float* const next_block = block + kPitch - 8;
       float sum = 0.f;
 #pragma unroll
       for (int row = 0; row < 8; ++row) sum += (row + offset < 8 ? block : next_block)[row * 9];
-      add_to_global(diagonals + diagonal, sum);
+      // Products spread what is not finite to neighbours in its row.
+      if (!(fabsf(sum) < INFINITY)) sum = sum_of<T>(scores, distance);
+      add_to_global(diagonals + first + distance, sum);
     }
+  }
+
+ private:
+  // Of one diagonal, gradient by gradient.
+  template <class T>
+  __device__ static float sum_of(uint32_t scores, int distance) {
+    float sum = 0.f;
+    const int end = min(kQueries, kKeys - distance);
+#pragma unroll 1
+    for (int query = max(-distance, 0); query < end; ++query) {
+      const int key = query + distance;
+      Pack<T, 2> pair;
+      pair.words[0] = load_word(scores + key / 64 * kPanelBytes +
+                                Tile<T, kQueries, 64>::place(query, key % 64 / 2 * 2));
+      sum += key % 2 == 0 ? pair[0] : pair[1];
+    }
+    return sum;
   }
 };
 
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile =
-      kBias == HopperBias::kNone ? kAttentionHopperBackwardTiles[kIndex]
-                                 : kAttentionHopperBackwardTiles[kIndex].with_bias();
+      kBias == HopperBias::kNone
+          ? kAttentionHopperBackwardTiles[kIndex]
+          : kAttentionHopperBackwardTiles[kIndex].with_bias(kBias == HopperBias::kTable);
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kWarpgroups = kTile.warpgroups, kThreads = kTile.threads();
@@ -556,6 +579,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         const typename Memory::DiagonalSums sums{
             reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
         sums.clear();
+        sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
         const int heads = static_cast<int>(params.heads_per_key_head.divisor);
         for (int head = key_head * heads; head < (key_head + 1) * heads; ++head)
           sums.clear(diagonals_of<kKeys>(params, batch, head, first_key), params.queries);
@@ -563,12 +587,11 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           const int buffer = step % 2;
           memory.gradients_are_there(buffer).wait(step / 2 & 1);
           sums.template add_blocks<T>(memory.scores(buffer));
-          __syncwarp();  // all lanes have read theirs
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
+          sums.template add_to<T>(diagonals_of<kKeys>(params, batch, tiles.head, first_key),
+                                  params.queries - 1 - tiles.query, memory.scores(buffer));
+          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
           if (lane == 0) memory.scores_are_used(buffer).arrive();
-          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
-          sums.add_to(diagonals_of<kKeys>(params, batch, tiles.head, first_key),
-                      params.queries - 1 - tiles.query);
-          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
         }
       }
       return;
@@ -630,7 +653,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied as soon as they are there, where registers allow it.
-  constexpr bool kIsEarly = kQueries <= 64;
+  constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
   // Products of this warpgroup's keys with queries, and of its values with gradients of outputs.
