@@ -374,27 +374,30 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("bias", ["none", "dense", "table"])
-@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "bias", [None, (1, 4, 300, 304), (2, 4, 300, 304), (2, 1, 300, 304), (4, 603)], ids=str
+)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
-    def results(fused: bool, dropout: float) -> tuple[Tensor, ...]:
-        biases = {"none": None, "dense": entries, "table": RelativeBias(table)}
-        given = {"bias": biases[bias], "dropout": dropout, "seed": seed_of(11, "cuda")}
+    def results(fused: bool, dropout: float, causal: bool) -> tuple[Tensor, ...]:
+        query, key, value, *rest = inputs
+        given = {"causal": causal, "dropout": dropout, "seed": seed_of(11, "cuda")}
+        if rest:
+            given["bias"] = RelativeBias(rest[0]) if rest[0].dim() == 2 else rest[0]
         output = attention(query, key, value, **given, fused=fused)
-        leaves = {"none": (), "dense": (entries,), "table": (table,)}
-        inputs = (query, key, value, *leaves[bias])
         return output, *torch.autograd.grad(output.float().sin().sum(), inputs)
 
-    sizes = (2, 4, 200, dim), (2, 2, 300, dim), (2, 2, 300, dim), (1, 4, 200, 300), (4, 499)
-    query, key, value, entries, table = (
+    sizes = [(2, 4, 300, dim), (2, 2, 304, dim), (2, 2, 304, dim), *([bias] if bias else [])]
+    inputs = [
         normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, size in enumerate(sizes)
-    )
-    tolerance = 0.05 if bias == "table" else 0.02  # each of its entries has sums of bfloat16
+    ]
+    is_table = bias is not None and len(bias) == 2
+    tolerance = 0.05 if is_table else 0.02  # each of its entries has sums of bfloat16
     torch.use_deterministic_algorithms(in_order)
     try:
-        for dropout in (0.3, 0.96):
-            for found, wanted in zip(*(results(f, dropout) for f in (True, False)), strict=True):
+        for case in ((0.3, False), (0.96, False), (0.3, True)):
+            for found, wanted in zip(*(results(f, *case) for f in (True, False)), strict=True):
                 difference = (found - wanted).float().abs().max()
                 assert difference <= tolerance * wanted.float().abs().max()
     finally:
