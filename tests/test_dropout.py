@@ -54,6 +54,24 @@ def kept_by_attention(
     return torch.cat(found, -1)
 
 
+def kept_of_equal_keys(
+    queries: int, keys: int, dim: int, dropout: float, seed: int, **options: Any
+) -> Tensor:
+    """The same on a GPU of 2 batches and 3 heads, by kernels that copy tensors: dense ones."""
+    query = torch.zeros(2, 3, queries, dim, device="cuda", dtype=torch.bfloat16)
+    key, value = (query.new_zeros(2, 3, keys, dim) for _ in range(2))
+    found = []
+    for first in range(0, keys, dim):
+        shown = min(dim, keys - first)
+        value.zero_()
+        value[:, :, first : first + shown, :shown] = torch.eye(shown, device="cuda")
+        output = attention(
+            query, key, value, dropout=dropout, seed=seed_of(seed, "cuda"), fused=True, **options
+        )
+        found.append(output[..., :shown] != 0)
+    return torch.cat(found, -1)
+
+
 def philox(counter: tuple[int, ...], seed: int) -> list[int]:
     """Four words of 32 bits, from 7 rounds."""
     most = 2**32 - 1
@@ -402,6 +420,40 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
                 assert difference <= tolerance * wanted.float().abs().max()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "given", ["nothing", "causal", "window", "ranges", "mask", "dense bias", "table", "splits"]
+)
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_kernels_drop_the_entries_of_the_reference(dim, given):
+    """Tiles of keys that nobody or not everybody sees, several tiles of queries for a block."""
+    queries, keys = {"causal": (1100, 1100), "splits": (65, 3000)}.get(given, (333, 520))
+    i, j = (torch.arange(count, device="cuda") for count in (queries, keys))
+    i = i[:, None]
+    first = (i[:, 0] * 37 % keys).int().sort()[0]
+    end = first + (i[:, 0] * 91 % 150).int()
+    mask = (i + j) % 3 == 0
+    mask[:, 128:400] = True
+    mask[100:230] = True
+    entries = torch.zeros(1, 3, queries, keys, device="cuda", dtype=torch.bfloat16)
+    offset = i + keys - queries
+    options: dict[str, Any]
+    options, visible = {
+        "causal": ({"causal": True}, j <= offset),
+        "window": ({"window": (70, 5)}, (j >= offset - 70) & (j <= offset + 5)),
+        "ranges": ({"visible": (first, end)}, (j >= first[:, None]) & (j < end[:, None])),
+        "mask": ({"mask": mask}, ~mask),
+        "dense bias": ({"bias": entries}, True),
+        "table": ({"bias": RelativeBias(entries.new_zeros(3, queries + keys - 1))}, True),
+    }.get(given, ({}, True))
+    found = kept_of_equal_keys(queries, keys, dim, 0.3, 2**62 + 12345, **options)
+    heads = torch.arange(6, device="cuda").view(2, 3)
+    seed = seed_of(2**62 + 12345, "cuda")
+    wanted = reference.dropout.kept(seed, 0.3, heads, 0, queries, keys) & visible
+    assert torch.equal(found, wanted)
 
 
 def test_attention_with_a_relative_bias_and_ranges(device):
