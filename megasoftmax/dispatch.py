@@ -229,15 +229,17 @@ def reasons_against_sdpa(
     return _given(found)
 
 
-def runs_fused_traced(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether softmax on a device, of scores and with results of a type, runs fused when compiled.
+def runs_fused_traced(
+    device: torch.device, dtype: torch.dtype, result: torch.dtype | None = None
+) -> bool:
+    """Whether softmax runs fused when compiled, of scores and with results of these types.
 
     False under autocast, in torch.export and under transforms, where others decide.
     """
     return (
-        device.type == "cuda"
-        and dtype in DTYPES
-        and library.load().available
+        _has_kernels(device)
+        and _dtype("dtype", dtype) is None
+        and (result is None or _result_dtype(result, dtype) is None)
         and not torch._C._is_any_autocast_enabled()
         and not torch.compiler.is_exporting()
         and not torch._C._are_functorch_transforms_active()
@@ -247,15 +249,28 @@ def runs_fused_traced(device: torch.device, dtype: torch.dtype) -> bool:
 
 def head_dim_traced(device: torch.device, dtype: torch.dtype) -> int:
     """The largest head dimension of attention that runs fused there, likewise; 0: none."""
-    is_served = dtype != torch.float32 and runs_fused_traced(device, dtype)
-    if not is_served or _too_old_capability(device.index, _first_with_attention()) is not None:
+    if dtype == torch.float32 or not runs_fused_traced(device, dtype):
         return 0
-    return _attention_limit("kMaxHeadDim")
+    return _head_dim_of_kernels(device)
 
 
 # torch.compile calls them while tracing and keeps the answers, as those of library.load.
 runs_fused_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 head_dim_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and library.load().available
+        and _too_old_capability(device.index, MIN_CAPABILITY) is None
+    )
+
+
+def _head_dim_of_kernels(device: torch.device) -> int:
+    if _too_old_capability(device.index, _first_with_attention()) is not None:
+        return 0
+    return _attention_limit("kMaxHeadDim")
 
 
 def _given(found: tuple[Reason | None, ...]) -> tuple[Reason, ...]:

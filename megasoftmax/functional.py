@@ -157,10 +157,12 @@ def softmax(
     if torch.compiler.is_compiling():
         if (
             (bias is None and window is None and visible is None and sink is None)
+            and type(dropout) in (int, float)
             and dropout == 0
+            and seed is None
             and return_lse is False
             and dim == -1
-            and fused is not False
+            and (fused is None or fused is True)
         ):
             traced = _traced_softmax(scores, mask, scale, causal, dtype)
             if traced is not None:
@@ -581,9 +583,11 @@ def attention(
     if torch.compiler.is_compiling():
         if (
             (bias is None and mask is None and window is None and visible is None and sink is None)
+            and type(dropout) in (int, float)
             and dropout == 0
+            and seed is None
             and return_lse is False
-            and fused is not False
+            and (fused is None or fused is True)
         ):
             traced = _traced_attention(query, key, value, scale, causal)
             if traced is not None:
@@ -1024,8 +1028,7 @@ def _traced_softmax(
     if (
         type(scores) is Tensor
         and not scores.requires_grad
-        and dispatch.runs_fused_traced(scores.device, dtype or scores.dtype)
-        and dispatch.runs_fused_traced(scores.device, scores.dtype)
+        and dispatch.runs_fused_traced(scores.device, scores.dtype, dtype)
         and (causal is False or causal is True)
         and 1 + causal <= scores.dim() <= 4
         and 0 < scores.numel() < 2**30  # far below the limits of all sizes

@@ -371,6 +371,18 @@ def test_module_of_megatron_calls_it_with_what_was_set_last(served: list[bool]):
     assert served == [False]
 
 
+def test_methods_of_subclasses_of_the_module_are_called(served: list[bool]):
+    class Halved(megasoftmax.FusedScaleMaskSoftmax):
+        def forward_fused_softmax(self, *tensors: Any) -> Tensor:
+            return super().forward_fused_softmax(*tensors) / 2
+
+    module = Halved(False, False, "padding", True, None, True, None)
+    scores = normal(2, 3, 4, 5)
+    for _ in range(2):
+        expected = torch.softmax(scores, -1) / 2
+        torch.testing.assert_close(module(scores, None), expected)
+
+
 def test_module_of_megatron_leaves_the_rest_to_python(served: list[bool]):
     module = megasoftmax.FusedScaleMaskSoftmax(False, True, "padding", True, None, True, None)
     with pytest.raises(ValueError, match="input"):

@@ -401,13 +401,8 @@ def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
 def let_compiled_code_run_ops_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if kernels ran there, for head dimensions up to 8."""
     processes.let_ops_serve_cpus(monkeypatch.setattr)
-    for name, answer in (("runs_fused_traced", True), ("head_dim_traced", 8)):
-
-        def constant(*_: Any, answer: Any = answer) -> Any:
-            return answer
-
-        constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-        monkeypatch.setattr(dispatch, name, constant)
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(dispatch, "_head_dim_of_kernels", lambda device: 8)
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[str], int]:
@@ -466,6 +461,7 @@ def test_compiled_calls_of_plain_tensors_are_one_op_with_few_guards(case, device
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
+halves = partial(torch.ones, dtype=torch.bfloat16)
 NOT_PLAIN = {
     "gradient": (megasoftmax.softmax, [torch.ones(2, 3, requires_grad=True)]),
     "integer as scale": (partial(megasoftmax.softmax, scale=1), [torch.ones(2, 3)]),
@@ -474,22 +470,35 @@ NOT_PLAIN = {
     "five dimensions": (megasoftmax.softmax, [torch.ones(2, 1, 1, 1, 3)]),
     "parameter": (megasoftmax.softmax, [torch.nn.Parameter(torch.ones(2, 3), False)]),
     "sink": (partial(megasoftmax.softmax, sink=0.0), [torch.ones(2, 3)]),
+    "other half": (
+        lambda x, **o: megasoftmax.softmax(x.half(), dtype=torch.bfloat16),
+        [torch.ones(2, 3)],
+    ),
+    "seed": (
+        lambda x, **o: megasoftmax.softmax(x, seed=x.new_ones((), dtype=torch.int64), **o),
+        [torch.ones(2, 3)],
+    ),
+    "derivatives": (
+        lambda x, **o: torch.func.vmap(partial(megasoftmax.softmax, **o))(x),
+        [torch.ones(4, 2, 3)],
+    ),
+    "float32 heads": (megasoftmax.attention, [torch.ones(1, 1, 2, 4)] * 3),
     "log-sum-exp": (
         lambda x, **o: megasoftmax.softmax(x, return_lse=True, **o)[0],
         [torch.ones(2, 3)],
     ),
-    "wide heads": (megasoftmax.attention, [torch.ones(1, 1, 2, 9)] * 3),
+    "wide heads": (megasoftmax.attention, [halves(1, 1, 2, 9)] * 3),
     "gradient of keys": (
         megasoftmax.attention,
-        [torch.ones(SHAPE), torch.ones(SHAPE, requires_grad=True), torch.ones(SHAPE)],
+        [halves(*SHAPE), halves(*SHAPE, requires_grad=True), halves(*SHAPE)],
     ),
-    "no keys": (megasoftmax.attention, [torch.ones(1, 1, n, 4) for n in (2, 0, 0)]),
-    "scale of 2": (partial(megasoftmax.attention, scale=2.0), [torch.ones(SHAPE)] * 3),
+    "no keys": (megasoftmax.attention, [halves(1, 1, n, 4) for n in (2, 0, 0)]),
+    "scale of 2": (partial(megasoftmax.attention, scale=2.0), [halves(*SHAPE)] * 3),
     "range": (
         lambda q, **o: megasoftmax.attention(
             q, q, q, visible=(None, q.new_ones(QUERIES, dtype=torch.int32)), **o
         ),
-        [torch.ones(SHAPE)],
+        [halves(*SHAPE)],
     ),
 }
 

@@ -223,12 +223,18 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _derive_options(self) -> tuple[Any, ...]:
         options: tuple[Any, ...] = ()
-        if self.scaled_masked_softmax_fusion:
+        if self.scaled_masked_softmax_fusion and self._is_as_written():
             scale = 1.0 if self.scale is None else self.scale
             dtype = self._half_dtype() if self.softmax_in_fp32 else None
             options = (scale, self._is_causal(), self.window_size, dtype)
         vars(self)["_options"] = options
         return options
+
+    def _is_as_written(self) -> bool:
+        """Whether nobody has replaced the methods that C++ stands for."""
+        written = (FusedScaleMaskSoftmax.forward_fused_softmax, FusedScaleMaskSoftmax._output_dtype)
+        found = (self.forward_fused_softmax, self._output_dtype)
+        return tuple(getattr(method, "__func__", None) for method in found) == written
 
     def _is_causal(self) -> bool:
         return _name(self.attn_mask_type) in _CAUSAL_MASK_TYPES
