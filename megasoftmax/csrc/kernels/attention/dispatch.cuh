@@ -41,8 +41,8 @@ cudaError_t with_tile(int index, Body&& body) {
   });
 }
 
-// Launches so many blocks for each head and batch. With `splits` there are as many times more in x,
-// and few enough in y.
+// Launches so many blocks for each head and batch. With more than one split, x is the split and y
+// such a block.
 template <class Params>
 cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, int64_t batches,
                          int threads, int shared_bytes, cudaStream_t stream, Params params,

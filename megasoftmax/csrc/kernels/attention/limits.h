@@ -154,8 +154,8 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // GPU has room for.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 2;
 constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 3 : head_dim > 64 ? 6 : 8; }
-// The compiler's register budget. While one block begins or ends, the other one reads, and blocks
-// of a cluster find room.
+// The compiler's register budget; shared memory may have room for one block alone. While one block
+// begins or ends, the other one reads, and blocks of a cluster find room.
 inline constexpr int kDecodeBlocksPerSm = 2;
 // No part has fewer keys than the warps of a block take at a time.
 constexpr int fewest_keys_of_decode_split(int head_dim) {

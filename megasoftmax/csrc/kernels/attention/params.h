@@ -109,11 +109,12 @@ struct AttentionForwardParams : AttentionParams {
   // Set by the launcher: of heads that share keys a block takes so many, a warpgroup each, where
   // that has room for all queries; and how many blocks share the heads.
   int heads_of_block = 1;
+  Divider blocks_of_heads;
+
   // Of Hopper's kernel, set by the launcher, a multiple of 64: the first tile of a head begins so
   // many queries before the first one. So the tile that is not full is the shortest one of a
   // causal head, not the longest.
   int lead = 0;
-  Divider blocks_of_heads;
 
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.

@@ -1,6 +1,6 @@
 #pragma once
 // Rows of which several blocks make parts, each of some of the keys: what a block leaves in the
-// workspace, and the launch that adds it up.
+// workspace, and how it is added up.
 
 #include "../common/vector.cuh"
 #include "exclusion.cuh"

@@ -6,8 +6,7 @@
 // blocks among which the keys of a head are split, add up what they have. Keys and values are read
 // once.
 
-#include <cooperative_groups.h>
-
+#include "../../common/grid.cuh"
 #include "../../common/vector.cuh"
 #include "../bias.cuh"
 #include "../exclusion.cuh"
@@ -328,7 +327,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     }
   }
   if (params.parts != nullptr) {
-    cooperative_groups::this_grid().sync();
+    sync_grid();
     const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;
     for (int64_t row = number; row < params.rows(); row += gridDim.x * gridDim.y) {
       add_parts<T>(params, row, true, warp, kWarps, reinterpret_cast<float4*>(shared_memory));
@@ -351,19 +350,15 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     const PartsOfRow of_blocks(mine);
     store_row(place, {of_blocks.max, of_blocks.sum}, [&](int column) {
       float4 total = {};
-      // So many loads are on their way at once; the last block's again take the place of others.
-      constexpr int kAtOnce = 8;
-#pragma unroll 1
-      for (int first = 0; first < params.splits; first += kAtOnce) {
-        float4 loaded[kAtOnce];
+      // All loads are on their way at once; the last block's again take the place of others.
+      float4 loaded[kMaxClusterOfSplits];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          loaded[i] = load_from_cluster<float4>(sums + row * kPitch + column,
-                                                min(first + i, params.splits - 1));
+      for (int i = 0; i < kMaxClusterOfSplits; ++i)
+        loaded[i] =
+            load_from_cluster<float4>(sums + row * kPitch + column, min(i, params.splits - 1));
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i < params.splits) of_blocks.add(total, first + i, loaded[i]);
-        }
+      for (int i = 0; i < kMaxClusterOfSplits; ++i) {
+        if (i < params.splits) of_blocks.add(total, i, loaded[i]);
       }
       return total;
     });

@@ -255,8 +255,8 @@ class TilesOfBlock {
 };
 
 // The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
-// other turn is in reverse. Else only the first tile of a head may be shorter: each turn is moved
-// by one, so that no block gets the first ones of all heads. What a mask or ranges leave of a tile
+// other turn is in reverse. Else one tile of a head alone may be shorter: each turn is moved
+// by one, so that no block gets those of all heads. What a mask or ranges leave of a tile
 // is not known before: then a block takes the next one when it is done with one, which it counts in
 // global memory.
 class WorkOfBlock {
@@ -667,7 +667,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       are_queries_used = Memory::kHasOwnResults && (kIsPlain || !tiles.are_left());
       if (are_queries_used) release_by_all(memory.queries_are_used());
     };
-    // For the same reason.
+    // The compiler does not see that all lanes take the same steps: see go_to.
     const auto step_of = [](const Tiles& tiles) {
       return kIsPlain ? tiles.step : uniform(tiles.step);
     };
