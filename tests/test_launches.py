@@ -73,9 +73,10 @@ of_every_call = pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__n
 
 
 def assert_close(found: Results, expected: Results) -> None:
-    """Fewer blocks may add up a row in another order."""
+    """Fewer blocks may add up a row in another order, which shows where terms cancel."""
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-6)
+        largest = b.detach().float().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3 * largest)
 
 
 def assert_same(found: Results, expected: Results) -> None:
