@@ -104,9 +104,7 @@ __device__ inline uint32_t uniform(uint32_t x) {
   return __shfl_sync(~0u, x, 0);
 #endif
 }
-__device__ inline int uniform(int x) {
-  return static_cast<int>(uniform(static_cast<uint32_t>(x)));
-}
+__device__ inline int uniform(int x) { return static_cast<int>(uniform(static_cast<uint32_t>(x))); }
 __device__ inline uint64_t uniform(uint64_t x) {
   const uint32_t low = uniform(static_cast<uint32_t>(x)),
                  high = uniform(static_cast<uint32_t>(x >> 32));
