@@ -403,15 +403,17 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
         if rest:
             given["bias"] = RelativeBias(rest[0]) if rest[0].dim() == 2 else rest[0]
         output = attention(query, key, value, **given, fused=fused)
-        return output, *torch.autograd.grad(output.float().sin().sum(), inputs)
+        # As large as without dropout: the sine of a large output changes with its rounding.
+        loss = (output.float() * (1 - dropout)).sin().sum()
+        return output, *torch.autograd.grad(loss, inputs)
 
     sizes = [(2, 4, 300, dim), (2, 2, 304, dim), (2, 2, 304, dim), *([bias] if bias else [])]
     inputs = [
         normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, size in enumerate(sizes)
     ]
-    # Where most weights are dropped, outputs are large, and a sine changes with their rounding.
-    tolerance = 0.06
+    is_table = bias is not None and len(bias) == 2
+    tolerance = 0.05 if is_table else 0.02  # each of its entries has sums of bfloat16
     torch.use_deterministic_algorithms(in_order)
     try:
         for case in ((0.3, False), (0.96, False), (0.3, True)):

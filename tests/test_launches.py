@@ -73,10 +73,9 @@ of_every_call = pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__n
 
 
 def assert_close(found: Results, expected: Results) -> None:
-    """Fewer blocks may add up a row in another order, which shows where terms cancel."""
+    """Fewer blocks may add up a row in another order."""
     for a, b in zip(found, expected, strict=True):
-        largest = b.detach().float().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3 * largest)
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-6)
 
 
 def assert_same(found: Results, expected: Results) -> None:
@@ -109,7 +108,14 @@ def test_in_a_part_of_the_gpu(multiprocessors: int, make: Callable[[str], Call])
     # Threads of autograd would stay in the context of the whole GPU, and not wait for this one.
     with part_of_the_gpu(multiprocessors), torch.autograd.set_multithreading_enabled(False):
         found = call()
-    assert_close(found, expected)
+    if make is decoding:
+        # Weights are rounded to bfloat16 relative to the largest of their part of the keys.
+        (found_output, *found_others), (output, *others) = found, expected
+        largest = output.float().abs().max().item()
+        torch.testing.assert_close(found_output, output, rtol=1e-2, atol=2**-9 * largest)
+        assert_close(tuple(found_others), tuple(others))
+    else:
+        assert_close(found, expected)
     assert_same(call(), expected)  # the whole GPU is there again
 
 

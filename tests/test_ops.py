@@ -478,7 +478,7 @@ NOT_PLAIN = {
         lambda x, **o: megasoftmax.softmax(x, seed=x.new_ones((), dtype=torch.int64), **o),
         [torch.ones(2, 3)],
     ),
-    "derivatives": (
+    "vmap": (
         lambda x, **o: torch.func.vmap(partial(megasoftmax.softmax, **o))(x),
         [torch.ones(4, 2, 3)],
     ),
