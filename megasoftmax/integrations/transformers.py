@@ -281,7 +281,7 @@ def attention_forward(
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     dropout = dropout if module.training else 0.0
-    if softcap is None and not _writes_scores(module, kwargs):
+    if not _against_attention(module, softcap, kwargs):
         served = served_attention(query, key, value, options, dropout) if fused is None else None
         if served is not None:
             return served, None
@@ -435,11 +435,6 @@ def _read(
         "sink": s_aux,
     }
     return key, value, options
-
-
-def _writes_scores(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether scores or probabilities are wanted as tensors."""
-    return _reorders_and_upcasts(module) or _is_asked_for_probabilities(kwargs)
 
 
 def _against_attention(

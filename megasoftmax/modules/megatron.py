@@ -120,7 +120,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             and not torch.compiler.is_compiling()
             and (calls := host.calls) is not None
         ):
-            served = calls.softmax_of_module(input, mask, self._options or self._derive_options())
+            options = self._derive_options() if self._options is None else self._options
+            served = calls.softmax_of_module(input, mask, options)
             if served is not None:
                 return cast(Tensor, served)
         if not isinstance(input, Tensor) or input.dim() != 4:

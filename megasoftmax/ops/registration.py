@@ -101,7 +101,7 @@ def below_autograd(op: Any) -> Callable[..., Any]:
     torch.func has it, whose levels may differentiate a backward pass; and so have DTensors, which
     torch.compile may take for tensors that need no gradient.
     """
-    other = _below_autograd[op]
+    other = without_rules(op)
 
     def call(*args: Any) -> Any:
         if not torch.compiler.is_compiling():

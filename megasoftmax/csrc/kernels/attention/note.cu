@@ -21,8 +21,7 @@ __device__ TileBits bits_below(int count) {
 
 // A bit for each byte of a word that is not 0, the lowest first.
 __device__ uint32_t bits_of_bytes(uint32_t bytes) {
-  constexpr uint32_t kLow = 0x7f7f7f7f;
-  const uint32_t ones = (((bytes & kLow) + kLow) | bytes) >> 7 & 0x01010101;
+  const uint32_t ones = signs_of_bytes(bytes) >> 7 & 0x01010101;
   return ones * 0x01020408 >> 24;  // each of the four has a place of its own in the product
 }
 

@@ -171,8 +171,9 @@ inline KeySplits decode_splits(const AttentionParams& params, const Device& devi
   const int64_t together =
       std::min(most, std::max(sms / blocks, std::min(room / blocks, kMaxPartsBeside)));
   // One part is no cluster, but where there are clusters, two parts are not worth the barrier.
-  const bool fill = (in_clusters > 1 || device.max_cluster > 1) && 2 * in_clusters >= together;
-  if (together <= 1 || fill) return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
+  const bool are_clusters =
+      (in_clusters > 1 || device.max_cluster > 1) && 2 * in_clusters >= together;
+  if (together <= 1 || are_clusters) return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
   return {static_cast<int>(together), true};
 }
 

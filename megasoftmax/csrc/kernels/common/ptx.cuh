@@ -62,6 +62,12 @@ __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   return bytes;
 }
 
+// The sign of each byte of a word that is not 0.
+__device__ inline uint32_t signs_of_bytes(uint32_t bytes) {
+  constexpr uint32_t kLow = 0x7f7f7f7f;
+  return ((bytes & kLow) + kLow) | bytes;
+}
+
 // Over all lanes of a warp, for all of them. Integers have instructions from 8.0 on.
 template <class Number, class Operation>
 __device__ inline Number over_lanes(Number x, Operation&& operation) {

@@ -109,7 +109,8 @@ inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
 // Beside a row: a regime that could serve in its place, how much longer that takes on an H200, and
-// for how many columns of bfloat16. tune_softmax.py measures plain, uneven, causal and masked rows.
+// for how many columns of bfloat16, in plain rows, by tune_softmax.py. Rows without a figure have
+// none stored.
 // The last rows of each table are for blocks that have no room for the rings of 8 warps, on
 // compute capability 7.5: those of 2 warps fit several times. With dropout all GPUs take them: so
 // long rows are rare there, and these kernels take the longest to compile.
@@ -117,28 +118,28 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
-    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},  // lanes_4x4 78%, 32 with a bias
+    {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 8%, 128
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 40%, 192
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 6%, 384
-    {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},  // warp_32x4 26%, 640 with a bias
+    {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},  // block_64x4 32%, 1024 causal
-    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},  // block_64x4 27%, 1152 with a bias
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
+    {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
-    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // shared_64 34%, 2048 causal
-    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kMasked | kCostly},  // block_128x4 27%, 2304 with a bias
-    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kCostly},  // block_128x5 6%, 4096 with a bias
-    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},  // shared_64 48%, 4352 with a bias
-    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},  // shared_128 29%, 8192 with a bias
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},
+    {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kMasked | kCostly},
+    {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kCostly},
+    {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},
+    {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited},  // shared_64 20%, 1536
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 13%, 8192 masked
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},  // shared_256 3%, 16384 masked
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},  // shared_512 6%, 64 rows of 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kSpread | kDropped},  // shared_512 8%, 16384
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},  // cluster_2 11%, 40960
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kSpread | kDropped},  // cluster_4 6%, 64 rows of 65536
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},  // whole_gpu 11%, 256 rows of 98304
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},  // shared_512 5%, 1 row of 5120
@@ -167,7 +168,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 82%, 768
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},  // shared_128 10%, 4096 causal
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1026,     500, kAnyRows},  // shared_256 7%, 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 21%, 10240
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},

@@ -58,8 +58,7 @@ struct alignas(kElements) MaskBytes {
   __device__ void lower(Pack<T, kElements>& pack) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      // A byte's sign where it is not 0.
-      const uint32_t signs = ((words[i] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | words[i];
+      const uint32_t signs = signs_of_bytes(words[i]);
       if constexpr (sizeof(T) == 4) {
         pack.lower(4 * i, spread_signs<0x0000>(signs));
         pack.lower(4 * i + 1, spread_signs<0x1111>(signs));

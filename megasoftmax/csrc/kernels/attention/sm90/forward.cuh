@@ -255,10 +255,10 @@ class TilesOfBlock {
 };
 
 // The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
-// other turn is in reverse. Else one tile of a head alone may be shorter: each turn is moved
-// by one, so that no block gets those of all heads. What a mask or ranges leave of a tile
-// is not known before: then a block takes the next one when it is done with one, which it counts in
-// global memory.
+// other turn is in reverse. Else one tile of a head alone may be shorter: each turn is moved by
+// one, so that no block gets those of all heads. What a mask or ranges leave of a tile is not known
+// before: then a block takes the next one when it is done with one, which it counts in global
+// memory.
 class WorkOfBlock {
  public:
   __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
