@@ -178,7 +178,8 @@ def test_reasons() -> None:
         "there are 500",
     )
     why = {each.index: each.why for each in found.skipped}
-    assert why[0] == "is not for plain rows; takes at most 130 chunks"
+    most = kernel_limits().forward[0].max_chunks
+    assert why[0] == f"is not for plain rows; takes at most {most} chunks"
     for index, each in why.items():
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
@@ -199,6 +200,14 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
     for columns, arguments in ((edge, {}), (edge - 1, {"causal": True})):
         found = explain(4096, columns, FLOAT, backward=backward, **arguments)
         assert found.regime.storage == "registers"
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_tile_serves_the_longest_uneven_rows(dtype: torch.dtype, backward: bool) -> None:
+    edge = LIMITS.constants["kTinyUnevenColumns"]
+    for columns in range(edge - 15, edge, 2):
+        assert explain(4096, columns, dtype, backward=backward).regime.storage == "tile"
 
 
 def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:

@@ -117,7 +117,7 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 // clang-format off
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
-    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 8%, 128
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 40%, 192
@@ -153,7 +153,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
-    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        130,       0, kTiny},
+    {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
