@@ -7,12 +7,14 @@ the bias is filled with -inf first.
 
 import ctypes
 import functools
+import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from attention_cases import DEVICE, Inputs, visible
+from attention_cases import DEVICE, Case, Inputs, visible
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,6 +25,7 @@ from megasoftmax.build import library
 OURS = "megasoftmax"
 DENSE = "megasoftmax, dense bias"
 FLEX = "FlexAttention"
+FLASH = "FlashAttention-4"
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -56,9 +59,17 @@ def builders(inputs: Inputs, flex: bool, like: Sequence[str] = ()) -> dict[str, 
     if not case.sink:  # SDPA has none
         for name, backend in BACKENDS.items():
             found[name] = functools.partial(sdpa, backend=backend)
+    if has_flash_attention(case):
+        found[FLASH] = flash_attention
     if flex and case.flex:
         found[FLEX] = flex_attention
     return found
+
+
+def has_flash_attention(case: Case) -> bool:
+    """Whether the package is there, which adds nothing to the scores and takes 16 bits."""
+    is_plain = not (case.bias or case.sink or case.decode) and case.dtype.itemsize == 2
+    return is_plain and importlib.util.find_spec("flash_attn") is not None
 
 
 @contextmanager
@@ -116,6 +127,24 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> Implementation:
                 is_causal=case.causal and mask is None,
                 enable_gqa=case.groups != case.heads,
             )
+
+    return Implementation(forward, inputs.leaves)
+
+
+def flash_attention(inputs: Inputs) -> Implementation:
+    """Of the package flash-attn-4, whose kernels are written in CuTe and compiled when called."""
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"  # so that processes share them
+    from flash_attn.cute import flash_attn_func
+
+    case = inputs.case
+    window = (None, None) if case.window is None else (case.window, 0)
+
+    def forward() -> Tensor:
+        query, key, value = (
+            each.transpose(1, 2) for each in (inputs.query, inputs.key, inputs.value)
+        )
+        found = flash_attn_func(query, key, value, causal=case.causal, window_size=window)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
     return Implementation(forward, inputs.leaves)
 

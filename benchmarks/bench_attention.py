@@ -10,7 +10,8 @@ bytes of keys and values once, against the bandwidth of a read.
 A row is of one `kind`: "time"; "memory", the most that a call holds beyond its inputs; "error", of
 the forward against float64 for some queries of one head; "ceiling", what the card reaches at a
 matrix product and at a read. What an implementation refuses is a row too, and `note` says why.
-FlexAttention's kernels are compiled in processes beside each other before anything is timed.
+Kernels of FlexAttention, and of FlashAttention-4 where it is installed, are compiled in processes
+beside each other before anything is timed.
 """
 
 import csv
@@ -190,10 +191,12 @@ def ceilings(rounds: int, timer: measure.Timer) -> Iterator[dict]:
 
 
 def compile_case(case: Case) -> None:
-    """Leaves FlexAttention's kernels in the compiler's cache; runs in a process of its own."""
+    """Leaves kernels of peers in the caches of their compilers; runs in a process of its own."""
     inputs = Inputs(case)
-    with torch.inference_mode(case.decode):
-        prepare(inputs, peers.flex_attention)
+    for name, build in peers.builders(inputs, flex=True).items():
+        if name in (peers.FLEX, peers.FLASH):
+            with torch.inference_mode(case.decode):
+                prepare(inputs, build)
     del inputs
     release()
 
@@ -232,9 +235,10 @@ def main(
 
     `only` is a regular expression, searched in their names, which `--list` prints; `quick` takes
     few of them, for a few rounds; `read` is the bandwidth of a read in TB/s; `workers` compile for
-    FlexAttention, which `--no-flex` leaves out; `commit` is for a copy without git. `like`, which
-    may be given several times, adds megasoftmax with the kernels of another GPU, by its compute
-    capability: 8.6 has tiles for 99 KB of shared memory, 10.0 the large tiles, without Hopper's.
+    FlexAttention, which `--no-flex` leaves out, and FlashAttention-4; `commit` is for a copy
+    without git. `like`, which may be given several times, adds megasoftmax with the kernels of
+    another GPU, by its compute capability: 8.6 has tiles for 99 KB of shared memory, 10.0 the large
+    tiles, without Hopper's.
     """
     chosen = [case for case in cases() if re.search(only, str(case)) and (case.quick or not quick)]
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
@@ -242,7 +246,7 @@ def main(
         print(*chosen, sep="\n")
         return
     common = measure.provenance(commit)
-    compiled = [case for case in chosen if case.flex]
+    compiled = [case for case in chosen if case.flex or peers.has_flash_attention(case)]
     if flex and workers > 1 and len(compiled) > 1:
         compile_ahead(compiled, workers)
     timer = measure.gpu_timer(HEAD_START)

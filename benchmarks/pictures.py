@@ -46,6 +46,7 @@ MARKS = {
     "SDPA cuDNN": (GREEN, "D"),
     "SDPA mem-efficient": (GREY, "v"),
     "FlexAttention": (ORANGE, "s"),
+    "FlashAttention-4": (RED, "X"),
     "sdpa": (GREEN, "D"),
     "sdpa flash": (PURPLE, "^"),
     "eager": (GREY, "P"),
