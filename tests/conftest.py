@@ -22,9 +22,9 @@ KEPT_BYTES = 1 << 30  # of the GPU's memory, by a worker between tests
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-like", help="compute capability whose kernels tests take, such as 8.6")
     parser.addoption(
-        "--fast-float16",
+        "--fast-types",
         action="store_true",
-        help="kernels of float16 are compiled without optimisation, and their spills not looked at",
+        help="kernels that spill as those of another type are compiled without optimisation",
     )
 
 

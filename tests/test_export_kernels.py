@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from megasoftmax import __main__
 from megasoftmax._export_kernels import export_kernels
 from megasoftmax.build import extension, library
 
@@ -223,16 +225,18 @@ def test_kernels_chooses_the_variant(tmp_path, torch_version, cuda, chosen):
 
 
 def test_command_writes_what_is_there_and_overwrites_nothing(tmp_path):
-    command = [sys.executable, "-m", "megasoftmax", "export-kernels", str(tmp_path)]
-    first, second = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
-    assert first.returncode == 0, first.stderr
+    def export(*options):
+        return CliRunner().invoke(__main__.app, ["export-kernels", str(tmp_path), *options])
+
+    first, second = export(), export()
+    assert first.exit_code == 0, first.output
     assert (tmp_path / "build" / "torch-universal" / "metadata.json").exists()
-    assert second.returncode == 1
-    assert "torch-universal is there already; --force replaces it" in second.stderr
+    assert second.exit_code == 1
+    assert "torch-universal is there already; --force replaces it" in second.output
     leftover = tmp_path / "build" / "torch-universal" / "leftover"
     leftover.touch()
-    third = subprocess.run([*command, "--force"], capture_output=True, text=True)
-    assert third.returncode == 0, third.stderr
+    third = export("--force")
+    assert third.exit_code == 0, third.output
     assert (leftover.parent / "metadata.json").exists()
     assert not leftover.exists()
 

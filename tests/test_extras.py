@@ -1,12 +1,11 @@
 """Where a package is missing, commands and examples name the extra that has it."""
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 from megasoftmax._extras import EXTRAS, missing_extra
 
@@ -15,53 +14,64 @@ ROOT = Path(__file__).resolve().parents[1]
 WITHOUT = """
 import runpy, sys
 
-_, missing, *sys.argv = sys.argv
+def run_without(missing, *command):
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == missing:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == missing:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-if sys.argv[0].endswith(".py"):
-    sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    runpy.run_module(sys.argv[0], run_name="__main__")
+    sys.meta_path.insert(0, Missing())
+    sys.argv = [*command]
+    if command[0].endswith(".py"):
+        sys.path.insert(0, command[0].rpartition("/")[0])
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__")
 """
+# Runs several commands, each in a fork of a process that has imported torch.
+EACH_IN_A_FORK = """
+import json, os
+import torch
+
+for number, given in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(f"{number}", os.O_WRONLY | os.O_CREAT), 2)
+        run_without(*given)
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)  # else forks print it too
+"""
+CASES = [  # package, command, extra
+    ("typer", ["megasoftmax"], "examples"),
+    ("rich", ["megasoftmax", "explain", "8x8"], "examples"),
+    ("transformers", ["megasoftmax", "regress"], "transformers"),
+    ("matplotlib", ["megasoftmax", "regress"], "examples"),
+    ("typer", [f"{ROOT}/examples/train_gpt.py"], "examples"),
+    ("transformers", [f"{ROOT}/examples/generate.py"], "transformers"),
+    ("megatron", [f"{ROOT}/examples/train_megatron_gpt.py"], "megatron"),
+]
 
 
-def run_without(package, *command):
-    """The exit code and the errors of a module or a file that does not find the package."""
-    line = [sys.executable, "-c", WITHOUT, package, *map(str, command)]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    return result.returncode, result.stderr
+def run(script, *arguments, cwd=ROOT):
+    line = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
-@pytest.mark.parametrize(
-    ("package", "command", "extra"),
-    [
-        ("typer", ["megasoftmax"], "examples"),
-        ("rich", ["megasoftmax", "explain", "8x8"], "examples"),
-        ("transformers", ["megasoftmax", "regress"], "transformers"),
-        ("matplotlib", ["megasoftmax", "regress"], "examples"),
-        ("typer", [ROOT / "examples" / "train_gpt.py"], "examples"),
-        ("transformers", [ROOT / "examples" / "generate.py"], "transformers"),
-        ("megatron", [ROOT / "examples" / "train_megatron_gpt.py"], "megatron"),
-    ],
-)
-def test_missing_package_is_named_with_its_extra(package, command, extra):
-    code, errors = run_without(package, *command)
-    assert code > 0
-    expected = f"{package} is not installed: pip install 'megasoftmax[{extra}]'"
-    assert expected in errors
-    assert "Traceback" not in errors
+def test_missing_package_is_named_with_its_extra(tmp_path):
+    given = json.dumps([(package, *command) for package, command, _ in CASES])
+    codes = run(WITHOUT + EACH_IN_A_FORK, given, cwd=tmp_path).stdout.split()
+    for number, (code, (package, command, extra)) in enumerate(zip(codes, CASES, strict=True)):
+        errors = (tmp_path / str(number)).read_text()
+        assert int(code) > 0, command
+        expected = f"{package} is not installed: pip install 'megasoftmax[{extra}]'"
+        assert expected in errors, command
+        assert "Traceback" not in errors
 
 
 def test_missing_torch_says_how_to_get_it():
-    code, errors = run_without("torch", "megasoftmax")
-    assert code > 0
-    assert "megasoftmax needs torch >= 2.11: `pip install torch`" in errors
+    done = run(WITHOUT + "run_without('torch', 'megasoftmax')")
+    assert done.returncode > 0
+    assert "megasoftmax needs torch >= 2.11: `pip install torch`" in done.stderr
 
 
 def test_unknown_module_has_no_extra():
@@ -80,8 +90,8 @@ def test_extras_have_what_the_table_says():
 
 def test_import_needs_torch_and_einops_alone():
     command = "import sys, megasoftmax; print(*{name.partition('.')[0] for name in sys.modules})"
-    line = [sys.executable, "-c", command]
-    found = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert not set(found.split()) & (
+    found = run(command).stdout.split()
+    assert "torch" in found
+    assert not set(found) & (
         EXTRAS.keys() | {"hypothesis", "kernels", "ninja", "pytest", "setuptools"}
     )

@@ -104,7 +104,7 @@ def test_attention_on_a_cpu_passes(monkeypatch):
         assert report.passed, report.failures[0]
 
 
-# Planted faults
+# Planted faults. What the tolerances of bf16 find, those of fp32 find too.
 
 
 def without_padding(**sizes):
@@ -176,33 +176,30 @@ def test_each_model_trains_freely():
     assert abs(report.candidate.losses[2] - report.baseline.losses[2]) > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "t5", "bert", "opt"])
-def test_dropped_padding_is_caught(family, dtype, device):
+def test_dropped_padding_is_caught(family, device):
     register_faulty(make_mask=without_padding)
-    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    report = run(family, candidate="faulty", dtype="bf16", device=device)
     failed = [failure for failure in report.failures if failure.quantity == "gradient"]
     assert {failure.step for failure in failed} == {0}  # the padded one
     assert report.repeated == [0]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
-def test_window_off_by_one_is_caught(family, dtype, device):
+def test_window_off_by_one_is_caught(family, device):
     register_faulty(narrow_window)
-    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    report = run(family, candidate="faulty", dtype="bf16", device=device)
     assert report.failures[0].quantity == "gradient"
     assert any(".self_attn." in (failure.parameter or "") for failure in report.failures)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("family", "argument", "parameter"),
     [("gpt_oss", "s_aux", "sinks"), ("t5", "position_bias", "relative_attention_bias.weight")],
 )
-def test_missing_gradient_is_caught_and_named(family, argument, parameter, dtype, device):
+def test_missing_gradient_is_caught_and_named(family, argument, parameter, device):
     register_faulty(detached(argument))
-    report = run(family, candidate="faulty", dtype=dtype, device=device)
+    report = run(family, candidate="faulty", dtype="bf16", device=device)
     failed = [failure for failure in report.failures if failure.quantity in EQUAL_WEIGHTS]
     assert {failure.step for failure in failed} == {0, 1, 2}
     assert len({failure.parameter for failure in failed}) == 2  # of layers, or encoder and decoder

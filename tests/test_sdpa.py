@@ -432,8 +432,8 @@ def test_second_derivative(sizes: dict[str, Any], masked: bool) -> None:
     def call(*given: Tensor) -> Tensor:
         return megasoftmax.attention(*given, mask=mask)
 
-    assert torch.autograd.gradcheck(call, (q, k, v))
-    assert torch.autograd.gradgradcheck(call, (q, k, v))
+    assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "compile"])

@@ -196,7 +196,7 @@ def seconds_to_compile(source: Path) -> float:
     """Roughly, on one core of a server and for one architecture: enough to say what is left."""
     if source.parent.name == "instances":
         return 100
-    if source.parent.name == "host":
+    if source.stem.startswith("host"):
         return 20
     return 35 if source.name == "columns.cu" else 4
 
