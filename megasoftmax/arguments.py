@@ -169,19 +169,7 @@ def check_ring(
 ) -> tuple[int, ...]:
     """Returns the number of keys of each rank."""
     check_attention(
-        query,
-        key,
-        value,
-        None,
-        None,
-        scale,
-        causal,
-        window,
-        sink,
-        fused,
-        visible,
-        dropout,
-        seed,
+        query, key, value, None, None, scale, causal, window, sink, fused, visible, dropout, seed
     )
     if hasattr(query, "device_mesh"):
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")

@@ -123,6 +123,7 @@ def reasons_against_fused_softmax(
         _rows(scores),
         _columns(scores, is_limited),
         *([] if bias is None else _bias_gradient(bias, scores)),
+        _compiled_forward_mode(),
     )
     return _given(found)
 
@@ -131,7 +132,7 @@ def reasons_against_fused_columns(
     scores: Tensor, scale: float, dtype: torch.dtype | None
 ) -> tuple[Reason, ...]:
     """The same for scores alone, normalised over a dimension that others follow."""
-    return _given(_of_any_call(scores, scale, dtype))
+    return _given((*_of_any_call(scores, scale, dtype), _compiled_forward_mode()))
 
 
 def reasons_against_fused_topk(
@@ -153,7 +154,7 @@ def reasons_against_fused_topk(
         ),
         _rows(logits),
         _columns(logits, False),
-        _forward_mode(),
+        forward_mode(),
     )
     return _given(found)
 
@@ -170,7 +171,7 @@ def reasons_against_fused_attention(
         _attention_dropout(dropout),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
         _count("queries + keys", query.shape[2] + key.shape[2], _attention_limit("kMaxPositions")),
-        _forward_mode(),
+        forward_mode(),
     )
     return _given(found)
 
@@ -234,7 +235,8 @@ def runs_fused_traced(
 ) -> bool:
     """Whether softmax runs fused when compiled, of scores and with results of these types.
 
-    False under autocast, in torch.export and under transforms, where others decide.
+    False under autocast, in torch.export and under transforms, where others decide. Of forward mode
+    callers ask in what is traced, so that torch.compile compiles again where it begins.
     """
     return (
         _has_kernels(device)
@@ -243,7 +245,6 @@ def runs_fused_traced(
         and not torch._C._is_any_autocast_enabled()
         and not torch.compiler.is_exporting()
         and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
     )
 
 
@@ -439,11 +440,16 @@ def _count(name: str, count: int, most: int) -> Reason | None:
     return None if count <= most else Reason(name, str(count), f"at most {most}")
 
 
-def _forward_mode() -> Reason | None:
+def forward_mode() -> Reason | None:
     """Plain torch has such derivatives by itself; beside kernels only softmax has one."""
     if torch.autograd.forward_ad._current_level < 0:
         return None
     return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
+
+
+def _compiled_forward_mode() -> Reason | None:
+    """For softmax: what autograd has of it for forward mode, torch.compile does not trace."""
+    return forward_mode() if torch.compiler.is_compiling() else None
 
 
 def sdpa_device(query: Tensor) -> Reason | None:

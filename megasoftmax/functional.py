@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megasoftmax import arguments, autograd, dispatch, host, ops, ranges
 from megasoftmax.arguments import Ranges, Window
@@ -581,15 +582,9 @@ def attention(
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
     if torch.compiler.is_compiling():
-        if (
-            (bias is None and mask is None and window is None and visible is None and sink is None)
-            and type(dropout) in (int, float)
-            and dropout == 0
-            and seed is None
-            and return_lse is False
-            and (fused is None or fused is True)
-        ):
-            traced = _traced_attention(query, key, value, scale, causal)
+        if seed is None and return_lse is False and (fused is None or fused is True):
+            limits = bias, mask, window, visible, sink
+            traced = _traced_attention(query, key, value, scale, causal, dropout, *limits)
             if traced is not None:
                 return traced
     elif host.calls is not None:
@@ -975,22 +970,8 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
     every = arguments.check_ring(
-        query,
-        key,
-        value,
-        group,
-        lengths,
-        bias,
-        mask,
-        scale,
-        causal,
-        window,
-        sink,
-        fused,
-        visible,
-        dropout,
-        seed,
-        order,
+        *(query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused),
+        *(visible, dropout, seed, order),
     )
     scale = _attention_scale(query, scale)
     implementation = _attention_implementation(query, key, value, scale, dropout, fused)
@@ -1001,15 +982,8 @@ def ring_attention(
     return context_parallel.attention(
         implementation,
         context_parallel.Ring(group, every, order == "zigzag"),
-        query,
-        key,
-        value,
-        bias_tensor,
-        _with_rank(mask, 4),
-        _with_rank(first, 3),
-        _with_rank(end, 3),
-        sink_tensor,
-        _seed(dropout, seed, query),
+        *(query, key, value, bias_tensor, _with_rank(mask, 4)),
+        *(_with_rank(first, 3), _with_rank(end, 3), sink_tensor, _seed(dropout, seed, query)),
         context_parallel.Options(
             *(scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)),
             *(dropout, dispatch.takes_tf32(query.dtype)),
@@ -1029,6 +1003,7 @@ def _traced_softmax(
         type(scores) is Tensor
         and not scores.requires_grad
         and dispatch.runs_fused_traced(scores.device, scores.dtype, dtype)
+        and forward_ad._current_level < 0
         and (causal is False or causal is True)
         and 1 + causal <= scores.dim() <= 4
         and 0 < scores.numel() < 2**30  # far below the limits of all sizes
@@ -1056,11 +1031,23 @@ def _masks(mask: Tensor, scores: Tensor) -> bool:
 
 
 def _traced_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
+    dropout: float,
+    *others: Any,
 ) -> Tensor | None:
-    """The same for `attention` of these alone, which has 310 guards."""
+    """The same for `attention` without dropout, and without the others. It has 310 guards."""
+    for other in others:
+        if other is not None:
+            return None
     if not (
-        type(query) is Tensor
+        type(dropout) in (int, float)
+        and dropout == 0
+        and forward_ad._current_level < 0
+        and type(query) is Tensor
         and type(key) is Tensor
         and type(value) is Tensor
         and not (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -1109,8 +1096,7 @@ def _softmax_over_last(
     reasons_against = dispatch.reasons_against_fused_softmax
     first, end = _bounds(visible, scores.shape[-1])
     if _is_fused(
-        *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype),
-        (first, end),
+        *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype), (first, end)
     ):
         implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
@@ -1190,11 +1176,7 @@ def _moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
 
 
 def _has_columns_alone(
-    scores: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | float | None,
-    dim: int,
+    scores: Tensor, mask: Tensor | None, bias: Tensor | None, sink: Tensor | float | None, dim: int
 ) -> bool:
     """Whether there is nothing but scores, and something follows `dim`: else columns are rows."""
     if mask is not None or bias is not None or sink is not None:
@@ -1393,7 +1375,10 @@ def served_attention(
     merging it with defaults would take longer than to name them.
     """
     if torch.compiler.is_compiling():
-        return _traced_with_options(query, key, value, options, dropout)
+        given = dict(options)
+        of_all = given.pop("scale"), given.pop("causal"), dropout
+        traced = _traced_attention(query, key, value, *of_all, *given.values())
+        return None if traced is None else traced.transpose(1, 2)
     if host.calls is None:
         return None
     served: Tensor | None = host.calls.attention_transposed(
@@ -1413,22 +1398,6 @@ def served_attention(
         None,
     )
     return served
-
-
-def _traced_with_options(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
-) -> Tensor | None:
-    if (
-        options["bias"] is None
-        and options["mask"] is None
-        and options["window"] is None
-        and options["visible"] is None
-        and options["sink"] is None
-        and dropout == 0
-    ):
-        traced = _traced_attention(query, key, value, options["scale"], options["causal"])
-        return None if traced is None else traced.transpose(1, 2)
-    return None
 
 
 def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -1551,7 +1520,8 @@ def _attention_implementation(
     if _is_fused(fused, dispatch.reasons_against_fused_attention, *given):
         return ops.attention.IMPLEMENTATION
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if compiled or sharding.prepare(query):
+    # Compiled, an op would drop tangents.
+    if (compiled and forward_ad._current_level < 0) or sharding.prepare(query):
         return ops.attention.IN_BLOCKS
     return autograd.attention.REFERENCE
 

@@ -272,7 +272,7 @@ def test_others_give_way_to_plain_torch(function, kernels):
 @pytest.mark.parametrize("function", [topk_of, attention_of])
 def test_ops_refuse_forward_mode(function, kernels, monkeypatch):
     """As DTensors use them, and never drop a tangent."""
-    monkeypatch.setattr(dispatch, "_forward_mode", lambda: None)
+    monkeypatch.setattr(dispatch, "forward_mode", lambda: None)
     inputs = normal(*SHAPE, device=kernels, dtype=torch.bfloat16)
     fused = functools.partial(function, fused=True)
     message = r"^(attention|softmax_topk): .*; plain torch has it, fused=False"
@@ -285,3 +285,35 @@ def test_ops_refuse_forward_mode(function, kernels, monkeypatch):
     output = fused(leaf)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
         torch.autograd.grad(output, leaf, forward_ad.make_dual(output.detach(), output.detach()))
+
+
+@pytest.fixture
+def traced(kernels, monkeypatch) -> str:
+    """The same for compiled code."""
+    if kernels == "cpu":
+        monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(dispatch, "_head_dim_of_kernels", lambda device: 8)
+    torch.compiler.reset()
+    return kernels
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: megasoftmax.softmax(x, scale=0.3),
+        lambda x: megasoftmax.softmax(x, dim=1),
+        lambda x: megasoftmax.softmax(x, return_lse=True)[0],
+        lambda x: attention_of(x.bfloat16()).float(),
+        lambda x: attention_of(x.bfloat16(), sink=0.5).float(),
+    ],
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_gives_way_to_plain_torch(backend, function, traced):
+    """Also where it was compiled for calls without tangents."""
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    given, tangent = (normal(*SHAPE, device=traced, seed=i) for i in (0, 1))
+    torch.testing.assert_close(compiled(given), function(given), rtol=0.02, atol=0.02)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(given, tangent))).tangent
+    _, wanted = torch.func.jvp(function, (given,), (tangent,))
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)

@@ -43,10 +43,7 @@ def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def gradients(
-    implementation: Implementation,
-    ctx: Any,
-    gradient: Tensor | None,
-    lse_gradient: Tensor | None,
+    implementation: Implementation, ctx: Any, gradient: Tensor | None, lse_gradient: Tensor | None
 ) -> Any:
     """The gradients of the arguments of `softmax_forward`."""
     lse, *tensors = ctx.saved_tensors
@@ -181,10 +178,4 @@ BACKWARD = Rules(
 )
 
 # Where something requires a gradient, return_lse must be True.
-call, _ = differentiable(
-    "DroppedSoftmax",
-    FORWARD,
-    _in_forward_mode,
-    BACKWARD,
-    IN_FORWARD_MODE,
-)
+call, _ = differentiable("DroppedSoftmax", FORWARD, _in_forward_mode, BACKWARD, IN_FORWARD_MODE)

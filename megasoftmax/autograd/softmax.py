@@ -50,10 +50,7 @@ def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def gradients(
-    implementation: Implementation,
-    ctx: Any,
-    gradient: Tensor | None,
-    lse_gradient: Tensor | None,
+    implementation: Implementation, ctx: Any, gradient: Tensor | None, lse_gradient: Tensor | None
 ) -> Any:
     """The gradients of the arguments of `softmax_forward`."""
     scale, causal, left, right, dtype, has_lse = ctx.parameters
@@ -233,9 +230,5 @@ IN_FORWARD_MODE = (
 
 # Where the sink requires a gradient, return_lse must be True.
 call, call_backward = differentiable(
-    "Softmax",
-    FORWARD,
-    _in_forward_mode,
-    BACKWARD,
-    IN_FORWARD_MODE,
+    "Softmax", FORWARD, _in_forward_mode, BACKWARD, IN_FORWARD_MODE
 )

@@ -341,7 +341,7 @@ def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What "eager" computes: the function that the module itself gives as a default."""
-    _refuse(module, {name: kwargs.get(name) for name in ("indices", "block_indices")})
+    _refuse(module, indices=kwargs.get("indices"), block_indices=kwargs.get("block_indices"))
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
     eager = next((name for name in names if name.endswith("eager_attention_forward")), None)
@@ -356,7 +356,7 @@ def _eager_forward(
 _eager_forward.is_eager = True  # type: ignore[attr-defined]
 
 
-def _refuse(module: torch.nn.Module, given: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, **given: Any) -> None:
     """Raise where one of these arguments is given."""
     for name, value in given.items():
         if value is not None:
@@ -401,8 +401,7 @@ def _read(
         kwargs: whatever else models pass, which changes nothing.
     """
     if not (indices is None and block_indices is None and cache is None and sinks is None):
-        sparse = {"indices": indices, "block_indices": block_indices}
-        _refuse(module, sparse | {"cache": cache, "sinks": sinks})
+        _refuse(module, indices=indices, block_indices=block_indices, cache=cache, sinks=sinks)
     queries = query.size(2)  # reading a shape takes longer
     causal, window, visible = False, None, None
     excluded: Any = None

@@ -203,13 +203,7 @@ def attention_backward(
     if bias_gradient:
         assert bias is not None
         d_bias = d_bias.to(bias.dtype)
-    return (
-        d_query.to(query.dtype),
-        d_key.to(key.dtype),
-        d_value.to(value.dtype),
-        d_bias,
-        d_sink,
-    )
+    return (d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_sink)
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[Any]:
@@ -369,8 +363,7 @@ def _weights(
     if block.bias is not None and z.numel() > 0:
         bias = rearrange(_bias_of_pairs(block), "bb bh m n -> bb 1 bh 1 m n")
         z = rearrange(
-            _grouped(z, block.bias) + bias,
-            "bb batches bh heads m n -> (bb batches) (bh heads) m n",
+            _grouped(z, block.bias) + bias, "bb batches bh heads m n -> (bb batches) (bh heads) m n"
         ).to(compute)
     window = (given.causal, given.window_left, given.window_right)
     excluded = union(

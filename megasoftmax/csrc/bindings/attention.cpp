@@ -112,10 +112,11 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
 }
 
 // Makes params.note where there is a mask or a range: of `given`, which was made of the same mask,
-// or anew, in a tensor that must stay.
+// or anew, in a tensor that must stay. The forward needs less of it.
 std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tensor>& mask,
                                const std::optional<Tensor>& first, const std::optional<Tensor>& end,
-                               const std::optional<Tensor>& given, const Tensor& beside) {
+                               const std::optional<Tensor>& given, const Tensor& beside,
+                               bool is_for_backward) {
   if (!mask && !first && !end) return {};
   const auto any_has = [&](int64_t dim) {
     bool has = false;
@@ -143,7 +144,7 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
   params.note.head_stride = heads == 1 ? 0 : note.stride(1);
   if (!given)
     check_cuda(attention_note(params, static_cast<int>(batches), static_cast<int>(heads),
-                              current_stream(beside)),
+                              is_for_backward, current_stream(beside)),
                "attention_note");
   return note;
 }
@@ -160,7 +161,7 @@ Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
   params.queries = static_cast<int>(queries);
   params.keys = static_cast<int>(keys);
   set_mask(params, mask, block);
-  return *set_note(params, mask, {}, {}, {}, mask);
+  return *set_note(params, mask, {}, {}, {}, mask, true);
 }
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
@@ -292,7 +293,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   }
   if (!takes_few_queries(params) && !is_wide(params) && (mask || first || end)) {
     const bool finds_ranges = attention_forward_finds_ranges(params);
-    if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query);
+    if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query, false);
     if (finds_ranges) {
       tiles_taken = new_tensor({1}, ScalarType::Int, query);
       params.tiles_taken = static_cast<uint32_t*>(tiles_taken.data_ptr());
@@ -419,7 +420,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
             std::move(sink_rows)};
   }
-  note = set_note(params, mask, first, end, note, query);
+  note = set_note(params, mask, first, end, note, query, true);
   if (bias_gradient) {
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);

@@ -102,6 +102,15 @@ inline Tensor new_workspace(int64_t bytes, const Tensor& on_device_of) {
   return new_tensor({divide_up<int64_t>(bytes, sizeof(float))}, ScalarType::Float, on_device_of);
 }
 
+// Gives a launch its workspace, unless it needs 0 bytes. The caller keeps it until the launch.
+template <typename Params>
+std::optional<Tensor> set_workspace(Params& params, int64_t bytes, const Tensor& on_device_of) {
+  if (bytes == 0) return {};
+  std::optional<Tensor> workspace = new_workspace(bytes, on_device_of);
+  params.workspace = workspace->data_ptr();
+  return workspace;
+}
+
 // Without the last dimension, and all.
 inline std::vector<int64_t> row_sizes(const Tensor& tensor) {
   std::vector<int64_t> sizes;

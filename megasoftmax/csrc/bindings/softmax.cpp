@@ -30,11 +30,7 @@ Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   const cudaStream_t stream = current_stream(scores);
-  Tensor workspace;
-  if (const int64_t bytes = softmax_forward_workspace(params, stream); bytes > 0) {
-    workspace = new_workspace(bytes, scores);
-    params.workspace = workspace.data_ptr();
-  }
+  const auto workspace = set_workspace(params, softmax_forward_workspace(params, stream), scores);
   check_cuda(softmax_forward(params, stream), "softmax_forward");
   return probabilities;
 }
@@ -168,11 +164,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
     params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");
   }
   const cudaStream_t stream = current_stream(probabilities);
-  Tensor workspace;
-  if (const int64_t bytes = softmax_backward_workspace(params, stream); bytes > 0) {
-    workspace = new_workspace(bytes, probabilities);
-    params.workspace = workspace.data_ptr();
-  }
+  const auto workspace =
+      set_workspace(params, softmax_backward_workspace(params, stream), probabilities);
   check_cuda(softmax_backward(params, stream), "softmax_backward");
   if (bias_gradient) bias_parts = sum_of_parts(bias_parts, params.splits, *bias);
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};

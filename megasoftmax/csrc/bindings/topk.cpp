@@ -56,11 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   params.indices = static_cast<int64_t*>(indices.data_ptr());
   params.statistics = static_cast<float*>(statistics.data_ptr());
   const cudaStream_t stream = current_stream(logits);
-  Tensor workspace;
-  if (const int64_t bytes = topk_forward_workspace(params, stream); bytes > 0) {
-    workspace = new_workspace(bytes, logits);
-    params.workspace = workspace.data_ptr();
-  }
+  const auto workspace = set_workspace(params, topk_forward_workspace(params, stream), logits);
   check_cuda(topk_forward(params, stream), "softmax_topk_forward");
   return {std::move(values), std::move(indices), std::move(statistics)};
 }

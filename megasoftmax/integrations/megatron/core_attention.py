@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    get_cuda_rng_tracker,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -254,12 +251,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return output
 
     def _attend_packed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: PackedSeqParams,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, is_causal: bool
     ) -> Tensor:
         """[tokens, heads * head_dim] of tensors [tokens, heads, head_dim]."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
