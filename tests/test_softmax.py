@@ -923,6 +923,19 @@ def test_edges_of_regimes_in_a_window(chunks: int, dtype: torch.dtype) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("length", "left", "right"), [(500, 31, 0), (301, 7, 3), (130, 3, 0)])
+def test_few_visible_keys_of_uneven_rows(
+    length: int, left: int, right: int, dtype: torch.dtype
+) -> None:
+    """Several chunks of a thread may end before column 0, in the row before."""
+    keys = length + (-length % _pack(dtype) == 0)
+    scores = normal(1, 4, length, keys, device="cuda", dtype=dtype)
+    check(scores, window=(left, right))
+    check(scores, window=(left, right), sink=0.5)
+
+
+@gpu
 @pytest.mark.parametrize("sizes", [(2100, 2100), (1300, 2500), (2500, 1300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -1173,6 +1186,27 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
     for batches in (1, 8, 64):
         for a, b in zip(whole, run(batches), strict=True):
             assert bits_equal(a[:batches], b), f"{batches} rows"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8, 200, 512, 1000, 1280, 16384, 32000, 65536, 131072])
+def test_plain_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, columns: int) -> None:
+    """Dense rows that are read alone have code of their own."""
+    wide = normal(5, columns + 64, device="cuda", dtype=dtype)
+    wide[0, columns // 3] = NAN
+    wide[1] = -INF
+    wide[2, : columns // 2] = -INF
+    wide[3, columns - 1] = INF
+    part = wide[:, :columns]
+    for rows in (2, 5):  # a single row would be dense in either tensor
+        for call in ({}, {"scale": -0.3, "dtype": torch.float32}):
+            results = [
+                megasoftmax.softmax(scores, return_lse=True, fused=True, **call)
+                for scores in (part[-rows:].clone(), part[-rows:])
+            ]
+            for plain, other in zip(*results, strict=True):
+                assert torch.equal(plain.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
 @gpu

@@ -176,7 +176,7 @@ def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 10, 200])
+@pytest.mark.parametrize("k", [1, 10, 40, 200])
 def test_every_regime_selects_the_same(k: int, dtype: torch.dtype) -> None:
     binary = ctypes.CDLL(str(library.load().path))
     header = (extension.CSRC / "kernels" / "topk" / "limits.h").read_text()

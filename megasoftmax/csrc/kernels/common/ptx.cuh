@@ -384,10 +384,31 @@ __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
+// The same where what others shall see are barriers that were just initialised.
+__device__ inline void arrive_at_cluster_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
 __device__ inline void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+// Along x.
+__device__ inline int rank_in_cluster() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+__device__ inline int cluster_of_block() {
+  uint32_t cluster = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+#endif
+  return static_cast<int>(cluster);
 }
 __device__ inline void store_to_cluster(void* shared, int block, uint64_t value) {
 #if __CUDA_ARCH__ >= 900

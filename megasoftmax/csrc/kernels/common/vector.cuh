@@ -45,6 +45,19 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     }
   }
 
+  // The same of a lane that is known at run time alone. The pack stays in registers.
+  __device__ float at(int lane) const {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t other = unknown(words[i]);
+      word = lane * static_cast<int>(sizeof(T)) / 4 == i ? other : word;
+    }
+    Pack<T, 4 / sizeof(T)> single;
+    single.words[0] = sizeof(T) == 2 && lane % 2 != 0 ? word >> 16 : word;
+    return single[0];
+  }
+
   // To the nearest, ties to even.
   __device__ static Pack round(const float (&values)[kElements]) {
     Pack pack;

@@ -76,6 +76,12 @@ struct RowReader {
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }
 
+  // No chunk lies partly outside of the bounds.
+  __device__ void have_whole_chunks() {
+    last_whole = bounds.end - 1;
+    inside = bounds;
+  }
+
   // Of a chunk that holds a column of the row, or behind it.
   __device__ bool is_whole(int column) const {
     return column <= last_whole && (kMayOverhang || column >= 0);

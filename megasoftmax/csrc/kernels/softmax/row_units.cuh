@@ -33,6 +33,41 @@ __device__ inline void load_kept(const Pack<T, kElements>* kept,
   for (int i = 0; i < kChunks; ++i) packs[i] = kept[i * 32];
 }
 
+// A lane joins kUnitsAtOnce results of units at a time, and loads several such groups together. A
+// group without results changes no bits.
+inline constexpr int kUnitsAtOnce = 4;
+template <int kGroups>
+__device__ inline void load_results(const MaxAndSum* of_units, int units, int first,
+                                    MaxAndSum (&results)[kGroups][kUnitsAtOnce]) {
+#pragma unroll
+  for (int i = 0; i < kGroups * kUnitsAtOnce; ++i)
+    results[i / kUnitsAtOnce][i % kUnitsAtOnce] =
+        first + i * 32 < units ? of_units[first + i * 32] : MaxAndSum{kLowest, 0.f};
+}
+
+// By a whole warp.
+template <int kGroups>
+__device__ inline MaxAndSum merge_units(const MaxAndSum* of_units, int units, Exponent exponent) {
+  MaxAndSum mine{kLowest, 0.f};
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
+       first += kGroups * kUnitsAtOnce * 32) {
+    MaxAndSum results[kGroups][kUnitsAtOnce];
+    load_results(of_units, units, first, results);
+#pragma unroll
+    for (const auto& group : results) {
+      float max = mine.max;
+#pragma unroll
+      for (int i = 0; i < kUnitsAtOnce; ++i) max = fmaxf(max, group[i].max);
+      mine.sum *= exponent(mine.max, max);
+      mine.max = max;
+#pragma unroll
+      for (int i = 0; i < kUnitsAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
+    }
+  }
+  return warp_merge<32>(mine, exponent);
+}
+
 // What a block does of a row.
 struct UnitPart {
   Bounds bounds;
@@ -53,17 +88,19 @@ class UnitRow {
     __shared__ uint64_t barriers[2 + 1];
     barriers_ = keep_shared_address(barriers);
     unread_ = barriers_ + 2;
-    if (blocks() > 1) rank_ = static_cast<int>(blockIdx.x) % blocks();
+    if (is_spread()) rank_ = static_cast<int>(blockIdx.x) % blocks();
     if (is_cluster()) {
+      rank_ = rank_in_cluster();
       if (threadIdx.x == 0) {
         init_byte_barrier(&barriers[0]);
         init_byte_barrier(&barriers[1]);
       }
-      arrive_at_cluster();
+      arrive_at_cluster_relaxed();
     }
   }
 
   __device__ int owner_of_block() const {
+    if (is_cluster()) return cluster_of_block();
     return static_cast<int>(blocks() > 1 ? blockIdx.x / blocks() : blockIdx.x);
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
@@ -213,35 +250,19 @@ class UnitRow {
   }
   __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) const {
     share_results(part);
-    MaxAndSum mine{kLowest, 0.f};
-#pragma unroll 1
-    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
-      MaxAndSum results[kGroups][kAtOnce];
-      load_results(part, first, results);
-#pragma unroll
-      for (const auto& group : results) {
-        float max = mine.max;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) max = fmaxf(max, group[i].max);
-        mine.sum *= exponent(mine.max, max);
-        mine.max = max;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
-      }
-    }
-    return warp_merge<32>(mine, exponent);
+    return merge_units<kGroups>(results_, part.units, exponent);
   }
   __device__ float sum(const UnitPart& part) const {
     share_results(part);
     float total = 0.f;
 #pragma unroll 1
-    for (int first = lane(); first < part.units; first += kGroups * kAtOnce * 32) {
-      MaxAndSum results[kGroups][kAtOnce];
-      load_results(part, first, results);
+    for (int first = lane(); first < part.units; first += kGroups * kUnitsAtOnce * 32) {
+      MaxAndSum results[kGroups][kUnitsAtOnce];
+      load_results(results_, part.units, first, results);
 #pragma unroll
       for (const auto& group : results) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) total += group[i].sum;
+        for (int i = 0; i < kUnitsAtOnce; ++i) total += group[i].sum;
       }
     }
     return warp_sum<32>(total);
@@ -281,26 +302,16 @@ class UnitRow {
     return kTakesTurns ? in_ring(begin_ + span(part)) : 0;
   }
 
-  // A lane joins kAtOnce results at a time. It loads several such groups together where they may
-  // come from global memory, for the latency of one. A group without results changes no bits.
-  static constexpr int kAtOnce = 4;
-  static constexpr int kGroups = kRereads ? kMaxUnits / (kAtOnce * 32) : 1;
+  // Several where they may come from global memory, for the latency of one.
+  static constexpr int kGroups = kRereads ? kMaxUnits / (kUnitsAtOnce * 32) : 1;
   static constexpr int kPending = 4;      // units whose copies are waited for apart
   static constexpr int kMostPending = 6;  // where blocks take turns
 
   // Of the row.
   __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
-  __device__ bool is_cluster() const { return kMayShare && schedule_.is_cluster; }
+  __device__ bool is_cluster() const { return kMayShare && (!kRereads || schedule_.is_cluster); }
   // Over the whole GPU.
   __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
-
-  __device__ void load_results(const UnitPart& part, int first,
-                               MaxAndSum (&results)[kGroups][kAtOnce]) const {
-#pragma unroll
-    for (int i = 0; i < kGroups * kAtOnce; ++i)
-      results[i / kAtOnce][i % kAtOnce] =
-          first + i * 32 < part.units ? results_[first + i * 32] : MaxAndSum{kLowest, 0.f};
-  }
 
   // To every block of the cluster.
   __device__ void send(void* at, const MaxAndSum& result) const {

@@ -3,9 +3,9 @@
 //
 // A block, or the blocks of a cluster or of the whole GPU, own a row. They read it once: sums of
 // exponentials as in softmax, and the largest logit of each group of a thread, usually 16 or 32
-// logits. Of the threads' largest the k-th is a threshold; the few groups that reach it are read
-// again, and what reaches it in them is ranked. A row of V logits costs little more than V reads,
-// and writes of k probabilities and columns.
+// logits. The k-th of the largest of some of them is a threshold; the few groups that reach it are
+// read again, and what reaches it in them is ranked. A row of V logits costs little more than V
+// reads, and writes of k probabilities and columns.
 
 #include "../common/grid.cuh"
 #include "row.cuh"
@@ -227,6 +227,8 @@ struct TopkPart {
     constexpr int kGroups = 32 / kUnitChunks;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float least = logit_of(threshold);
+    // Does a logit decide whether its key reaches the threshold?
+    const bool is_exact = static_cast<uint32_t>(threshold) == 0 && least == least;
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
@@ -239,19 +241,36 @@ struct TopkPart {
         if (kIsPlain && first < bounds.end)
           raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
                                     : load_partial_chunk(first);
-        const auto z = [&](int j) { return kIsPlain ? raw[j] * sign() : logit(first + j); };
-        const auto key = [&](int j) { return key_of(z(j), first + j); };
-        unsigned wanted = 0;
+        const auto key = [&](int j) {
+          return key_of(kIsPlain ? raw.at(j) * sign() : logit(first + j), first + j);
+        };
+        unsigned wanted = 0;  // without branches: most chunks have none
 #pragma unroll
         for (int j = 0; j < kElements; ++j) {
-          if (bounds.contains(first + j) && !(z(j) < least) && key(j) >= threshold)
-            wanted |= 1u << j;
+          if constexpr (kIsPlain) {
+            wanted |= raw[j] * sign() < least ? 0u : 1u << j;
+          } else {
+            if (bounds.contains(first + j) && !(logit(first + j) < least)) wanted |= 1u << j;
+          }
         }
-        selection.template append<kElements>(wanted, key);
+        if (kIsPlain) wanted &= bits_inside(first);
+        if (!is_exact) {
+#pragma unroll 1
+          for (unsigned left = wanted; left != 0; left &= left - 1) {
+            if (key(__ffs(left) - 1) < threshold) wanted &= ~(left & -left);
+          }
+        }
+        selection.append(wanted, key);
       }
     }
   }
   __device__ float sign() const { return params.scale < 0 ? -1.f : 1.f; }
+  // Bit j where column first + j is within the bounds.
+  __device__ unsigned bits_inside(int first) const {
+    const int begin = min(max(bounds.begin - first, 0), kElements);
+    const int end = min(max(bounds.end - first, 0), kElements);
+    return (1u << end) - (1u << min(begin, end));
+  }
 };
 
 // What a row's keys, in order, become: probabilities, or z.
@@ -292,14 +311,36 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   }
 }
 
-// What a block of a row spread over several hands on, in the workspace: its sums, then its keys.
+// What blocks of a row spread over several hand on: their sums, then their keys, in order. In the
+// workspace, or in the shared memory of the first block of a cluster.
 struct TopkPartials {
-  MaxAndSum* sums;  // [rows, blocks of a row]
-  uint64_t* keys;   // [rows, blocks of a row, k]
+  MaxAndSum* sums;  // [blocks of a row]
+  uint64_t* keys;   // [blocks of a row, k]
+  bool is_cluster;
 
-  __device__ TopkPartials(const TopkForwardParams& params, int blocks)
-      : sums(static_cast<MaxAndSum*>(params.workspace)),
-        keys(reinterpret_cast<uint64_t*>(sums + params.rows * blocks)) {}
+  __device__ TopkPartials(const TopkForwardParams& params, int64_t row, int blocks)
+      : sums(static_cast<MaxAndSum*>(params.workspace) + row * blocks),
+        keys(static_cast<uint64_t*>(params.workspace) + params.rows * blocks +
+             row * blocks * params.k),
+        is_cluster(false) {}
+  __device__ TopkPartials(char* shared, int blocks)
+      : sums(reinterpret_cast<MaxAndSum*>(shared)),
+        keys(reinterpret_cast<uint64_t*>(shared) + blocks),
+        is_cluster(true) {}
+
+  __device__ void put_sum(int rank, const MaxAndSum& sum) const {
+    put(sums + rank, reinterpret_cast<const uint64_t&>(sum));
+  }
+  __device__ void put_key(int i, uint64_t key) const { put(keys + i, key); }
+
+ private:
+  __device__ void put(void* at, uint64_t value) const {
+    if (is_cluster) {
+      store_to_cluster(at, 0, value);
+    } else {
+      *static_cast<uint64_t*>(at) = value;
+    }
+  }
 };
 
 // Rows that are not plain need more registers.
@@ -315,17 +356,23 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
-  extern __shared__ __align__(16) uint32_t groups[];
+  extern __shared__ __align__(16) char shared_memory[];
+  auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
   __shared__ Selection<kThreads> selection;
   __shared__ MaxAndSum sums_of_warps[kWarps];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
-  const int rank = static_cast<int>(blockIdx.x) % blocks;
+  const bool is_cluster = kSpreads && schedule.is_cluster;
+  const int rank = is_cluster ? rank_in_cluster() : static_cast<int>(blockIdx.x) % blocks;
   const bool has_many_delegates = 4 * params.k > kThreads;
   const Exponent exponent = exponent_of<Bias>(params);
-  for (int64_t row = blockIdx.x / blocks; row < params.rows; row += gridDim.x / blocks) {
-    const RowIndex index = row_at(schedule, row);
+  for (int64_t row = is_cluster ? cluster_of_block() : blockIdx.x / blocks; row < params.rows;
+       row += gridDim.x / blocks) {
+    // So that all have started. A cluster has one row.
+    if (is_cluster) arrive_at_cluster_relaxed();
+    const RowIndex index =
+        params.is_plain ? RowIndex{0, 0, static_cast<int>(row)} : row_at(schedule, row);
     const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kIsPlain> part(
         params, schedule, index, rank);
     uint32_t delegates[2];
@@ -335,19 +382,29 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
     if (lane == 0) sums_of_warps[thread / 32] = of_warp;
     selection.delegates[thread] = uint64_t{delegates[0]} << 32;
     selection.delegates[kThreads + thread] = uint64_t{delegates[1]} << 32;
+    if (!has_many_delegates) selection.offer(delegates[0], params.k);
     __syncthreads();
-    selection.select(params.k, has_many_delegates ? 2 * kThreads : kThreads,
-                     [&](uint64_t threshold) { part.collect(threshold, groups, selection); });
+    uint64_t least = has_many_delegates ? kNoKey : selection.least_offered();
+    if (least == kNoKey) {  // some warps have too few logits
+      least = selection.find_threshold(selection.delegates,
+                                       has_many_delegates ? 2 * kThreads : kThreads, params.k);
+    }
+    selection.select(params.k, least,
+                     [&](uint64_t least) { part.collect(least, groups, selection); });
     MaxAndSum total = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
     if constexpr (kSpreads) {
-      const TopkPartials partials(params, blocks);
-      uint64_t* const keys = partials.keys + row * blocks * params.k;
-      MaxAndSum* const sums = partials.sums + row * blocks;
-      if (thread == 0) sums[rank] = total;
-      selection.for_ranked(params.k, [&](int i, uint64_t key) { keys[rank * params.k + i] = key; });
+      const TopkPartials partials =
+          is_cluster ? TopkPartials(shared_memory + groups_bytes(schedule.max_units,
+                                                                 schedule.unit_batches, kThreads),
+                                    blocks)
+                     : TopkPartials(params, row, blocks);
+      if (is_cluster) wait_for_cluster();
+      if (thread == 0) partials.put_sum(rank, total);
+      selection.for_ranked(
+          params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
       for (int i = selection.count + thread; i < params.k; i += kThreads)
-        keys[rank * params.k + i] = kNoKey;
-      if (schedule.is_cluster) {
+        partials.put_key(rank * params.k + i, kNoKey);
+      if (is_cluster) {
         arrive_at_cluster();
         wait_for_cluster();
       } else {
@@ -355,17 +412,24 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
       }
       if (rank != 0) continue;
       MaxAndSum of_lane{kLowest, 0.f};
-      for (int i = lane; i < blocks; i += 32) of_lane.merge(sums[i], exponent);
+      for (int i = lane; i < blocks; i += 32) of_lane.merge(partials.sums[i], exponent);
       total = warp_merge<32>(of_lane, exponent);
-      // The first few of each block: together at least k, and no more than there is room for.
-      const int of_block = min(params.k, selection.kMaxDelegates / blocks);
-      for (int i = thread; i < blocks * of_block; i += kThreads)
-        selection.delegates[i] = keys[i / of_block * params.k + i % of_block];
+      // What k keys of one block reach, and what a few of each block do.
+      const int of_block = divide_up(params.k, blocks);
+      uint32_t of_one = 0, of_each = ~0u;
+      for (int i = lane; i < blocks; i += 32) {
+        of_one = max(of_one, static_cast<uint32_t>(partials.keys[(i + 1) * params.k - 1] >> 32));
+        of_each =
+            min(of_each, static_cast<uint32_t>(partials.keys[i * params.k + of_block - 1] >> 32));
+      }
+      least = uint64_t{max(largest_of_lanes(of_one), smallest_of_lanes(of_each))} << 32;
+      if (thread == 0) selection.count = 0;
       __syncthreads();
-      selection.select(params.k, blocks * of_block, [&](uint64_t threshold) {
+      selection.select(params.k, least, [&](uint64_t least) {
+#pragma unroll 4
         for (int i = thread; i < blocks * params.k; i += kThreads) {
-          const uint64_t key = keys[i];
-          selection.template append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
+          const uint64_t key = partials.keys[i];
+          selection.append(key != kNoKey && key >= least, [&](int) { return key; });
         }
       });
     }

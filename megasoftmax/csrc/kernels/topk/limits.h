@@ -56,6 +56,14 @@ constexpr bool is_complete(const TopkRegime& last) {
 }
 static_assert(is_complete(kTopkRegimes[sizeof(kTopkRegimes) / sizeof(TopkRegime) - 1]));
 
+// Of shared memory: the largest logits of a block's groups.
+constexpr int groups_bytes(int units, int units_per_group, int threads) {
+  return (units + units_per_group - 1) / units_per_group * threads *
+         static_cast<int>(sizeof(uint32_t));
+}
+// What a block of a row spread over several hands on.
+constexpr int64_t partial_bytes(int k) { return 8 * (1 + int64_t{k}); }
+
 // Of the whole GPU: so many it certainly runs at a time.
 inline constexpr int kTopkBlocksPerSmOfWholeGpu = 1;
 

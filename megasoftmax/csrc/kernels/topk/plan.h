@@ -102,11 +102,14 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   schedule.unit_batches = std::max(divide_up(schedule.max_units, kMaxGroups), 1);
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
-  plan.shared_bytes = divide_up(schedule.max_units, schedule.unit_batches) * regime.threads *
-                      static_cast<int>(sizeof(uint32_t));
+  plan.shared_bytes = groups_bytes(schedule.max_units, schedule.unit_batches, regime.threads);
   plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
-  if (regime.blocks_per_row != 1)
-    plan.workspace_bytes = rows * schedule.blocks_per_row * 8 * (1 + params.k);
+  const int64_t partials_bytes = schedule.blocks_per_row * partial_bytes(params.k);
+  if (schedule.is_cluster) {
+    plan.shared_bytes += static_cast<int>(partials_bytes);
+  } else if (regime.blocks_per_row != 1) {
+    plan.workspace_bytes = rows * partials_bytes;
+  }
   plan.blocks =
       std::min<int64_t>(rows, INT32_MAX / schedule.blocks_per_row) * schedule.blocks_per_row;
   return plan;

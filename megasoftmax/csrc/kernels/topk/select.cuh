@@ -10,7 +10,7 @@ namespace megasoftmax {
 
 template <int kThreads>
 struct Selection {
-  // Two for each thread, or what blocks of a row hand on.
+  // Two for each thread.
   static constexpr int kMaxDelegates = 2 * kThreads;
   static_assert(kMaxDelegates <= kMaxCandidates);
   // Groups of threads that may hold candidates, for each warp. Once kFlush wait it looks at them.
@@ -21,20 +21,18 @@ struct Selection {
   uint64_t delegates[kMaxDelegates];
   uint64_t sorted[kMaxK];
   int waiting[kWarps][2 * kFlush];
+  uint32_t least_of_warps[kWarps], least_of_whole_warps[kWarps];
   uint64_t threshold;
   int count;  // of candidates, those that found no place too
 
   // The keys key(i) whose bits are set in `wanted`.
-  template <int kKeys, class Key>
+  template <class Key>
   __device__ void append(unsigned wanted, Key&& key) {
     if (wanted == 0) return;
     int at = atomicAdd(&count, __popc(wanted));
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      if ((wanted >> i & 1) == 0) continue;
-      if (at < kMaxCandidates) candidates[at] = key(i);
-      ++at;
-    }
+#pragma unroll 1
+    for (; wanted != 0 && at < kMaxCandidates; wanted &= wanted - 1, ++at)
+      candidates[at] = key(__ffs(wanted) - 1);
   }
   // By a whole warp: the same answer for all lanes.
   __device__ bool is_full() {
@@ -42,13 +40,12 @@ struct Selection {
     return __shfl_sync(~0u, appended, 0) > kMaxCandidates;
   }
 
-  // Leaves the k best among the candidates. The delegates, behind a barrier, are distinct keys or
-  // lower than distinct ones; collect(threshold) appends every key from the threshold on.
+  // Leaves the k best among the candidates, of which there is none yet. At least k keys reach
+  // `least`; collect(least) appends every key from there on.
   template <class Collect>
-  __device__ void select(int k, int delegate_count, Collect&& collect) {
-    find_threshold(delegates, delegate_count, k);
+  __device__ void select(int k, uint64_t least, Collect&& collect) {
     for (;;) {
-      collect(threshold);
+      collect(least);
       __syncthreads();
       const int found = count;
       if (found <= kMaxCandidates) {
@@ -56,8 +53,56 @@ struct Selection {
         return;
       }
       __syncthreads();  // all have read it
-      find_threshold(candidates, kMaxCandidates, k);
+      least = find_threshold(candidates, kMaxCandidates, k);
     }
+  }
+
+  // A number that k of the keys certainly reach, kNoKey where there are fewer. The keys, behind a
+  // barrier, are distinct, or lower than distinct ones. Candidates are forgotten. Rare enough for
+  // its code to stand in one place.
+  __device__ __noinline__ uint64_t find_threshold(const uint64_t* keys, int key_count, int k) {
+    if (threadIdx.x < 32) {
+      // A few candidates too many cost less than a threshold that leaves just k.
+      const int most = k + k / 2 + 4;
+      uint64_t found = kNoKey;
+      if (key_count >= k) {
+        found = key_count <= 4 * 32   ? threshold_of_keys<4>(keys, key_count, k, most)
+                : key_count <= 8 * 32 ? threshold_of_keys<8>(keys, key_count, k, most)
+                                      : threshold_of_keys<16>(keys, key_count, k, most);
+      }
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        threshold = found;
+        count = 0;
+      }
+    }
+    __syncthreads();
+    return threshold;
+  }
+
+  // The same of one number for each thread, as long as k is a small part of them: as many of each
+  // warp's as make k together, or all of one warp. Of keys, the part above the column.
+  __device__ void offer(uint32_t mine, int k) {
+    const uint32_t least_of_all = k <= 32 ? smallest_of_lanes(mine) : 0;
+    uint32_t least = 0;
+#pragma unroll 1
+    for (int left = (k + kWarps - 1) / kWarps; left > 0;) {
+      least = largest_of_lanes(mine);
+      left -= __popc(__ballot_sync(~0u, mine == least));
+      if (mine == least) mine = 0;
+    }
+    if (threadIdx.x % 32 == 0) {
+      least_of_warps[threadIdx.x / 32] = least;
+      least_of_whole_warps[threadIdx.x / 32] = least_of_all;
+    }
+    if (threadIdx.x == 0) count = 0;
+  }
+  // Behind a barrier.
+  __device__ uint64_t least_offered() const {
+    const int warp = static_cast<int>(threadIdx.x) % kWarps;
+    return uint64_t{max(smallest_of_lanes(least_of_warps[warp]),
+                        largest_of_lanes(least_of_whole_warps[warp]))}
+           << 32;
   }
 
   // Calls body(rank, key) for the k best, in several threads.
@@ -76,31 +121,12 @@ struct Selection {
   // Ranking takes the square of the number of candidates.
   __device__ void drop_hopeless(int candidate_count, int k) {
     __syncthreads();  // all have read the count
-    find_threshold(candidates, candidate_count, k);
+    const uint64_t least = find_threshold(candidates, candidate_count, k);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kMaxCandidates; i += kThreads) {
       const uint64_t key = i < candidate_count ? candidates[i] : kNoKey;
       __syncthreads();  // what is appended takes the place of what has been read
-      append<1>(key != kNoKey && key >= threshold, [&](int) { return key; });
-    }
-    __syncthreads();
-  }
-
-  __device__ void find_threshold(const uint64_t* keys, int key_count, int k) {
-    if (threadIdx.x < 32) {
-      // A few candidates too many cost less than a threshold that leaves just k.
-      const int most = k + k / 2 + 4;
-      uint64_t found = kNoKey;
-      if (key_count >= k) {
-        found = key_count <= 4 * 32   ? threshold_of_keys<4>(keys, key_count, k, most)
-                : key_count <= 8 * 32 ? threshold_of_keys<8>(keys, key_count, k, most)
-                                      : threshold_of_keys<16>(keys, key_count, k, most);
-      }
-      __syncwarp();
-      if (threadIdx.x == 0) {
-        threshold = found;
-        count = 0;
-      }
+      append(key != kNoKey && key >= least, [&](int) { return key; });
     }
     __syncthreads();
   }
