@@ -662,13 +662,20 @@ def test_values_of_fewer_columns(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tables_of_grouped_heads(dim: int) -> None:
-    """A block of keys takes the queries of several heads in turn. Their tables differ."""
+    """A block of keys takes the queries of several heads in turn. Their tables differ.
+
+    A mask leaves some tiles of queries out, and all of the second block of keys.
+    """
     q, k, v = tensors(
         "cuda", torch.bfloat16, heads=(6, 2), lengths=(300, 260), dims=(dim, dim), batch=4
     )
+    tiles = coin(4, 1, 5, 5, device="cuda").repeat_interleave(64, 2).repeat_interleave(64, 3)
+    tiles = tiles[..., :300, :260]
+    tiles[..., 128:256] = True
     for shape in ((6, 559), (2, 3, 559), (4, 6, 559)):
         bias = normal(*shape, device="cuda", dtype=torch.bfloat16, seed=4).requires_grad_()
         check(q, k, v, bias=RelativeBias(bias), causal=True, what=f"{shape}")
+        check(q, k, v, bias=RelativeBias(bias), mask=tiles, sink=0.5, what=f"{shape}, mask")
 
 
 @gpu
@@ -1034,6 +1041,54 @@ def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: s
             assert torch.equal(clean, dirty)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("by", ["mask", "mask of keys", "visible"])
+def test_excluded_is_zero_where_products_overflow(by: str, dim: int, device: str) -> None:
+    """Those with an excluded key, and of its value with the gradient of the output."""
+    lengths = (130, 66) if device == "cuda" else (6, 6)
+    excluded = coin(2, 1, *lengths, device=device)
+    excluded[..., 3:] = True
+    arguments: dict[str, dict[str, Any]] = {
+        "mask": {"mask": excluded},
+        "mask of keys": {"mask": excluded[:, :, :1]},
+        "visible": {"visible": (None, torch.full((1, 1, 1), 3, device=device))},
+    }
+    q, k, v = tensors(device, torch.bfloat16, lengths=lengths, dims=(dim, dim))
+    g = 9 * normal(2, 4, lengths[0], dim, device=device, dtype=q.dtype, seed=7)
+    large = [each.detach().clone() for each in (k, v)]
+    for each in large:
+        each[:, :, 3:] = 1e38
+    results = []
+    for keys, values in ((k, v), large):
+        inputs = [each.detach().requires_grad_() for each in (q, keys, values)]
+        output = attention_on(device, q.dtype)(*inputs, **arguments[by])
+        results.append((output.detach(), *torch.autograd.grad(output, inputs, g)))
+        assert all((each[:, :, 3:] == 0).all() for each in results[-1][2:])
+    for clean, dirty in zip(*results, strict=True):
+        torch.testing.assert_close(clean, dirty, rtol=0.02, atol=0.02 * clean.abs().max().item())
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("limits", [{"causal": True}, {"window": (100, 0)}])
+def test_later_values_do_not_reach_earlier_queries_where_products_overflow(
+    limits: dict[str, Any], dim: int, device: str
+) -> None:
+    """The products of the gradient of an earlier query's output with later values."""
+    length, early = (256, 64) if device == "cuda" else (12, 4)
+    q, k, v = tensors(device, torch.bfloat16, lengths=(length, length), dims=(dim, dim))
+    g = 9 * normal(2, 4, length, dim, device=device, dtype=q.dtype, seed=7)
+    large = v.detach().clone()
+    large[:, :, early:] = 1e38
+    results = []
+    for values in (v, large):
+        inputs = [each.detach().requires_grad_() for each in (q, k, values)]
+        output = attention_on(device, q.dtype)(*inputs, **limits)
+        (gradient,) = torch.autograd.grad(output, inputs[:1], g)
+        results.append((output.detach()[:, :, :early], gradient[:, :, :early]))
+    for clean, dirty in zip(*results, strict=True):
+        torch.testing.assert_close(clean, dirty, rtol=0.02, atol=0.02 * clean.abs().max().item())
+
+
 def test_visible_nan_or_infinity_makes_the_row_nan(device: str) -> None:
     for dtype, value in itertools.product(dtypes_on(device), (NAN, INF)):
         q, k, v = tensors(device, dtype)
@@ -1153,6 +1208,20 @@ def test_large_biases(queries: int, kind: str, magnitude: float, device: str) ->
             table = entries.to(of_bias).requires_grad_()
             bias = RelativeBias(table) if "table" in kind else table
             check(q, k, v, bias=bias, causal=True)
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("half", [0, 1])
+def test_large_logits_of_half_the_rows(half: int, dim: int) -> None:
+    """Of 16 rows a thread has two, 8 apart, and makes the weights of one after the other."""
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 384), dims=(dim, dim))
+    is_large = torch.arange(200, device="cuda")[:, None] // 8 % 2 == half
+    bias = normal(1, 4, 200, 384, device="cuda", seed=4)
+    bias = torch.where(is_large, 1e4 * bias, bias).to(q.dtype).requires_grad_()
+    check(q, k, v, bias=bias, what="biases")
+    check(torch.where(is_large, 300 * q, q), k, v, what="queries")
 
 
 @gpu

@@ -7,9 +7,10 @@
 
 namespace megasoftmax {
 
-// Makes params.note, of which `batches` and `heads` have words of their own: all, or one.
+// Makes params.note, of which `batches` and `heads` have words of their own: all, or one. What the
+// backward alone reads is not written unless it `is_for_backward`.
 cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
-                           cudaStream_t stream);
+                           bool is_for_backward, cudaStream_t stream);
 
 // Into how many parts the forward wants the keys split, and whether it needs the workspace for
 // them.

@@ -215,20 +215,6 @@ struct FloatBias {
   }
 };
 
-// The bias of a warp's 16 rows in registers, of 16 columns at a time.
-template <class T, int kSteps>
-struct LoadedBias {
-  Pack<T> packs[kSteps];
-
-  __device__ void load(int, int n, float (&left)[4], float (&right)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      left[i] = packs[n / 2][i];
-      right[i] = packs[n / 2][4 + i];
-    }
-  }
-};
-
 // Makes logits of products: scale * product + bias, rounded once.
 template <int kM, int kN, class Bias>
 __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,

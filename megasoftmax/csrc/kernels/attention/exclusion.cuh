@@ -12,6 +12,9 @@ struct KeyRange {
   int begin, end;
 
   __device__ bool contains(int key) const { return key >= begin && key < end; }
+  __device__ bool contains(int first, int count) const {
+    return begin <= first && end >= first + count;
+  }
 };
 
 // A bit for each of the 32 keys from `first_key` on that is outside of a range.
@@ -39,6 +42,17 @@ __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch
   if (end.data != nullptr) range.end = min(range.end, end.at(batch, head, query));
   return range;
 }
+// What this lane's query of each 32 of a tile sees.
+template <int kCount>
+__device__ __forceinline__ void find_ranges(KeyRange (&ranges)[kCount],
+                                            const AttentionParams& params, int batch, int head,
+                                            int first_query) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int query = first_query + 32 * i + thread_index_anew() % 32;
+    ranges[i] = query < params.queries ? visible_keys(params, batch, head, query) : KeyRange{0, 0};
+  }
+}
 // The queries that see a key, by length and window; a range of them.
 __device__ inline KeyRange visible_from(const AttentionParams& params, int key) {
   const int diagonal = key + params.queries - params.keys;
@@ -55,10 +69,11 @@ __device__ inline KeyRange visible_from_all(const AttentionParams& params, int f
   return {visible_from(params, last_key).begin, visible_from(params, first_key).end};
 }
 
-// Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair;
-// none: one from `count` on.
-__device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count) {
-  uint32_t bits = ~0u << tile % 32;
+// Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair,
+// and `bits` of the 32 tiles around it; none: one from `count` on.
+__device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count,
+                                uint32_t& bits) {
+  bits = ~0u << tile % 32;
   for (int word = tile / 32; word * 32 < count; ++word) {
     bits &= __ldg(line + word) | __ldg(other + word);
     if (bits != 0) return word * 32 + __ffs(static_cast<int>(bits)) - 1;
@@ -67,22 +82,22 @@ __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int
   return count;
 }
 // The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
-// `first_key` on, by the note.
+// `first_key` on, by the note; and the `bits` of the tiles around it.
 template <int kKeys>
 __device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
-                                      int first_key, int query) {
+                                      int first_key, int query, uint32_t& bits) {
   const NoteLayout& layout = params.note.layout;
   const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
   const int tile = first_key / kNoteTile;
   const int last = min(tile + divide_up(kKeys, kNoteTile), layout.key_tiles) - 1;
   return next_seen(lines + int64_t{tile} * layout.words_of_queries(),
                    lines + int64_t{last} * layout.words_of_queries(), query / kNoteTile,
-                   layout.query_tiles) *
+                   layout.query_tiles, bits) *
          kNoteTile;
 }
 
 // The tiles of queries that see some of a block's keys, one after the other, of all heads that
-// share the keys; by the note where there is one.
+// share the keys; by the note where there is one, of which a word serves 32 tiles.
 template <int kKeys, int kQueries, bool kIsPlain>
 class QueryTiles {
  public:
@@ -106,23 +121,36 @@ class QueryTiles {
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
     query += kQueries;
+    if (!kIsPlain && params.note.words != nullptr) {
+      const int tile = query / kNoteTile;
+      const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
+      const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+      if (rest != 0 && seen < end_) {
+        query = tile_of(seen);
+        return;
+      }
+    }
     find(params, batch, first_key);
   }
 
  private:
+  // Of a noted tile that begins at query `seen`: it may begin before `query`, which is a part of
+  // it.
+  __device__ int tile_of(int seen) const {
+    return kQueries < kNoteTile ? max(query, seen) : seen / kQueries * kQueries;
+  }
   __device__ void find(const AttentionParams& params, int batch, int first_key) {
     for (; head < last_head_; ++head, query = begin_) {
       if (!kIsPlain && params.note.words != nullptr) {
-        const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query);
-        // The tile that was found may begin before this one, which is a part of it.
-        const int first = kQueries < kNoteTile ? max(query, seen) : seen / kQueries * kQueries;
-        query = seen < end_ ? first : end_;
+        const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query, seen_);
+        query = seen < end_ ? tile_of(seen) : end_;
       }
       if (query < end_) break;
     }
   }
 
   int begin_, end_, last_head_;
+  [[maybe_unused]] uint32_t seen_ = 0;  // of the 32 tiles around the last one that was found
 };
 
 // The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
@@ -180,6 +208,16 @@ class KeyTiles {
   uint32_t seen_ = ~0u, mixed_ = 0;
 };
 
+// Whether a tile has a visible pair, by the note.
+__device__ inline bool is_seen(const AttentionParams& params, int batch, int head, int query_tile,
+                               int key_tile) {
+  const NoteLayout& layout = params.note.layout;
+  if (query_tile >= layout.query_tiles || key_tile >= layout.key_tiles) return false;
+  const uint32_t* const words = params.note.of(batch, head) + layout.seen_by_query() +
+                                int64_t{query_tile} * layout.words_of_keys();
+  return (__ldg(words + key_tile / 32) >> key_tile % 32 & 1) != 0;
+}
+
 // A bit for each of a lane's elements. Element i of tile (m, n) is bit 4 * m + i of byte n.
 template <int kM, int kN>
 struct Excluded {
@@ -195,8 +233,8 @@ struct Excluded {
     return all != 0;
   }
 
-  // Adds those of queries in rows that bits_of(half, word) tells: of the row of elements 2 * half,
-  // of 32 keys from number 32 * word on.
+  // Adds those that bits_of(half, word) tells: of the row of elements 2 * half, of 32 columns from
+  // number 32 * word on.
   template <class BitsOf>
   __device__ __forceinline__ void add_words(BitsOf&& bits_of) {
     static_assert(kM == 1);
@@ -208,23 +246,27 @@ struct Excluded {
     }
   }
 
-  // Adds those of queries in columns: a lane has the bits of 32 keys of the query of its number, of
-  // which the first in a row is number `first_row`, and of the query 32 further.
-  __device__ __forceinline__ void add_bits_of_lanes(const uint32_t (&bits)[kN / 4], int first_row) {
-    static_assert(kN % 4 == 0);
-    uint32_t all = 0;
+  __device__ void add_all() {
 #pragma unroll
-    for (const uint32_t word : bits) all |= word;
-    if (!__any_sync(~0u, all != 0)) return;
+    for (uint32_t& word : words) word = ~0u;
+  }
+  // Adds those of keys in rows, from `first_key` on, that are not among what keys_of(offset) tells
+  // of the query in this lane's column `offset`.
+  template <class KeysOf>
+  __device__ __forceinline__ void add_others(int first_key, KeysOf&& keys_of) {
     const FirstElement mine;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
-        const int column = column_offset(n, right);
-        add_column(n, right,
-                   __shfl_sync(~0u, bits[column / 32], mine.column + column % 32) >>
-                       (first_row + mine.row));
+        const KeyRange visible = keys_of(column_offset(n, right));
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int i = right; i < 4; i += 2) {
+            if (!visible.contains(first_key + mine.row + row_offset(m, i))) add(m, n, i);
+          }
+        }
       }
     }
   }
@@ -235,37 +277,18 @@ struct Excluded {
   template <bool kKeysInRows, bool kIsPlain = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
-    find<kKeysInRows, kIsPlain>(params, batch, head, first_query, first_key, is_cut,
-                                [&](int query, int, bool has_ranges) {
-                                  if (query >= params.queries) return KeyRange{0, 0};
-                                  return has_ranges ? visible_keys(params, batch, head, query)
-                                                    : visible_keys(params, query);
-                                });
-  }
-  // The same; keys_of(query, offset, has_ranges) tells what a query sees, by range if that may
-  // matter, and nothing of one beyond the tensor. It is this lane's `offset` queries from its
-  // first. The note is not read where it `is_known` what it excludes.
-  template <bool kKeysInRows, bool kIsPlain, class KeysOf>
-  __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
-                                       int first_query, int first_key, bool is_cut,
-                                       KeysOf&& keys_of, bool is_known = false) {
     const FirstElement mine;
     bool is_mixed = false;
-    if (!kIsPlain && !is_known && params.note.words != nullptr) {
+    if (!kIsPlain && params.note.words != nullptr) {
       const NoteLayout& layout = params.note.layout;
       const uint32_t* const note = params.note.of(batch, head);
       const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
-      if (query_tile >= layout.query_tiles || key_tile >= layout.key_tiles) {
-        exclude_all();
+      if (!is_seen(params, batch, head, query_tile, key_tile)) {
+        add_all();
         return;
       }
-      const uint32_t* const words =
-          note + int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
-      if ((__ldg(words + layout.seen_by_query()) >> key_tile % 32 & 1) == 0) {
-        exclude_all();
-        return;
-      }
-      is_mixed = (__ldg(words + layout.mixed_by_query()) >> key_tile % 32 & 1) != 0;
+      const int64_t word = int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
+      is_mixed = (__ldg(note + layout.mixed_by_query() + word) >> key_tile % 32 & 1) != 0;
       if (is_mixed && layout.bit_rows > 0) {
         add_masked<kKeysInRows>(params, note + layout.bits(), first_query, first_key, mine);
       }
@@ -273,23 +296,12 @@ struct Excluded {
     }
     if (!is_cut && !is_mixed) return;
     const auto range_of = [&](int lane_query, int offset) {
-      return keys_of(first_query + lane_query + offset, offset, is_mixed);
+      const int query = first_query + lane_query + offset;
+      if (query >= params.queries) return KeyRange{0, 0};
+      return is_mixed ? visible_keys(params, batch, head, query) : visible_keys(params, query);
     };
     if constexpr (kKeysInRows) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int right = 0; right < 2; ++right) {
-          const KeyRange visible = range_of(mine.column, column_offset(n, right));
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-#pragma unroll
-            for (int i = right; i < 4; i += 2) {
-              if (!visible.contains(first_key + mine.row + row_offset(m, i))) add(m, n, i);
-            }
-          }
-        }
-      }
+      add_others(first_key, [&](int offset) { return range_of(mine.column, offset); });
     } else {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -331,14 +343,10 @@ struct Excluded {
     keys = (keys | keys >> 12) & 0x55u;
     words[n / 4] |= keys << (n % 4 * 8 + right);
   }
-  // Of the row of elements 2 * half those that the bits of 32 keys tell.
+  // Of the row of elements 2 * half those that the bits of 32 columns tell.
   __device__ __forceinline__ void add_word(int m, int half, int word, uint32_t bits,
                                            const FirstElement& mine) {
     words[word] |= (bits >> mine.column & 0x03030303u) << (m * 4 + half * 2);
-  }
-  __device__ void exclude_all() {
-#pragma unroll
-    for (uint32_t& word : words) word = ~0u;
   }
   // What the bits of a note exclude.
   template <bool kKeysInRows>
@@ -373,6 +381,93 @@ struct Excluded {
       }
     }
   }
+};
+
+// Which of a warp's 16 keys and of the queries of a tile are excluded, keys in rows.
+template <int kQueries, bool kIsPlain>
+class ExcludedOfTile {
+ public:
+  static constexpr int kPanels = kQueries / kNoteTile;
+  using Panels = Excluded<1, kNoteTile / 8>[kPanels];
+
+  // `group_key`: the first of the 64 keys of a warpgroup.
+  __device__ ExcludedOfTile(const AttentionParams& params, int batch, int group_key, int warp_key)
+      : params_(params),
+        batch_(batch),
+        warp_key_(warp_key),
+        all_visible_(visible_from_all<64>(params, group_key)),
+        has_ranges_(!kIsPlain && params.visible.are_given()),
+        has_bits_(!kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0),
+        has_blocks_(!kIsPlain && params.mask.data != nullptr && !has_bits_) {}
+
+  // The bits of 64 queries that the mask excludes, of this lane's keys number 0 and 8.
+  using Masked = uint2[2];
+  __device__ bool has_bits() const { return has_bits_; }
+  // From the note. Where all queries share the bits of a key, those are the bits of any tile.
+  __device__ __forceinline__ void load_masked(Masked& masked, int head, int query) const {
+    if (!has_bits_) return;
+    const NoteLayout& layout = params_.note.layout;
+    const uint32_t* const note = params_.note.of(batch_, head);
+    const int key = warp_key_ + FirstElement().row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (layout.has_bits_by_key()) {
+        masked[half] = __ldg(reinterpret_cast<const uint2*>(
+                                 note + layout.bits_by_key(key / kNoteTile, query / kNoteTile)) +
+                             key % kNoteTile + 8 * half);
+      } else {
+        const uint32_t bits = __ldg(note + layout.bits() + warp_key_ / 32);
+        masked[half].x = masked[half].y = -(bits >> (key % 32 + 8 * half) & 1);
+      }
+    }
+  }
+
+  __device__ bool has_ranges() const { return has_ranges_; }
+  // masked_of(panel, half) tells the bits of a key, as Masked has them, and sees_all(panel) whether
+  // all queries of a panel see all keys of the warp, by range; range_of(column) what a query sees.
+  template <class MaskedOf, class SeesAll, class RangeOf>
+  __device__ __forceinline__ void find(Panels& excluded, int head, int query, MaskedOf&& masked_of,
+                                       SeesAll&& sees_all, RangeOf&& range_of) const {
+    const bool is_cut = query < all_visible_.begin || query + kQueries > all_visible_.end;
+    if (has_ranges_) {
+      const int column = FirstElement().column;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        if (!sees_all(panel))
+          excluded[panel].add_others(
+              warp_key_, [&](int offset) { return range_of(panel * kNoteTile + offset, column); });
+      }
+    } else if (is_cut) {
+      const int key = warp_key_ + FirstElement().row;
+      const auto queries_of = [&](int key) {
+        return key < params_.keys ? visible_from(params_, key) : KeyRange{0, 0};
+      };
+      const KeyRange seen_from[2] = {queries_of(key), queries_of(key + 8)};
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        excluded[panel].add_words([&](int half, int word) {
+          return bits_outside(seen_from[half], query + 64 * panel + 32 * word);
+        });
+    }
+    if (kIsPlain || (!has_bits_ && !has_blocks_)) return;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      if (has_bits_) {
+        const Masked masked = {masked_of(panel, 0), masked_of(panel, 1)};
+        excluded[panel].add_words(
+            [&](int half, int word) { return word == 0 ? masked[half].x : masked[half].y; });
+      } else if (!is_seen(params_, batch_, head, query / kNoteTile + panel,
+                          warp_key_ / kNoteTile)) {
+        excluded[panel].add_all();
+      }
+    }
+  }
+
+ private:
+  const AttentionParams& params_;
+  int batch_, warp_key_;
+  KeyRange all_visible_;  // queries that see all of the 64 keys
+  bool has_ranges_, has_bits_, has_blocks_;
 };
 
 }  // namespace megasoftmax

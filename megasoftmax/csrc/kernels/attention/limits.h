@@ -91,6 +91,9 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
+// Where lengths are not known, tiles of at least so many heads lie side by side that each head has
+// so many blocks at a time.
+inline constexpr int64_t kBlocksOfHead = 8;
 // The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias. For 64 and
 // 128 cuDNN has 464 and 669.
 // clang-format off

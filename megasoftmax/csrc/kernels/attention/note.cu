@@ -100,7 +100,33 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
   }
 }
 
+// Of 32 x 32 bits, a row in each lane, the columns.
+__device__ uint32_t transposed(uint32_t bits) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t mask = 0x0000ffff;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2, mask ^= mask << distance) {
+    const uint32_t other = __shfl_xor_sync(~0u, bits, distance);
+    bits = (lane & distance) != 0 ? (bits & ~mask) | (other >> distance & mask)
+                                  : (bits & mask) | (other & mask) << distance;
+  }
+  return bits;
+}
+
+// Writes the bits of a tile again, those of the queries of each key together.
+__device__ void write_by_key(uint32_t* tile, const TileBits (&excluded)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto of_keys = [&](TileBits bits) {
+      return transposed(static_cast<uint32_t>(bits >> half * 32));
+    };
+    reinterpret_cast<uint2*>(tile)[half * 32 + threadIdx.x % 32] =
+        make_uint2(of_keys(excluded[0]), of_keys(excluded[1]));
+  }
+}
+
 // The bits of tiles must be 0.
+template <bool kIsForBackward>
 __global__ void __launch_bounds__(kNoteThreads)
     attention_note_kernel(const __grid_constant__ AttentionParams params, int batches, int heads) {
   if (!kIsAmpere) return;
@@ -119,6 +145,8 @@ __global__ void __launch_bounds__(kNoteThreads)
   TileBits excluded[2] = {0, 0};
   read_mask(params, batch, head, first_query, first_key, excluded);
   uint32_t* const words = params.note.of(batch, head);
+  if (kIsForBackward && layout.has_bits_by_key())
+    write_by_key(words + layout.bits_by_key(key_tile, query_tile), excluded);
   const TileBits inside = bits_below(params.keys - first_key);
   bool is_seen = false, is_mixed = false;
 #pragma unroll
@@ -234,7 +262,7 @@ __global__ void __launch_bounds__(kRangesThreads)
 }  // namespace
 
 cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
-                           cudaStream_t stream) {
+                           bool is_for_backward, cudaStream_t stream) {
   const Note& note = params.note;
   const int64_t entries = int64_t{batches} * heads;
   const int64_t tiles = entries * note.layout.query_tiles * note.layout.key_tiles;
@@ -258,8 +286,8 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaMemsetAsync(note.words + entry * note.layout.words(), 0, width, stream));
   }
-  return start(attention_note_kernel, divide_up<int64_t>(tiles, kNoteThreads / 32), kNoteThreads,
-               batches);
+  return start(is_for_backward ? attention_note_kernel<true> : attention_note_kernel<false>,
+               divide_up<int64_t>(tiles, kNoteThreads / 32), kNoteThreads, batches);
 }
 
 }  // namespace megasoftmax

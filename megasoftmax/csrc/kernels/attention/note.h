@@ -12,7 +12,8 @@ namespace megasoftmax {
 
 // The words of a head: a bit for each tile that is seen, in lines of queries, and for each that is
 // mixed; the first again in lines of keys; then one for each pair that the mask excludes, unless it
-// excludes whole tiles.
+// excludes whole tiles. Where queries have bits of their own, those come again, tile by tile, so
+// that a copy of bytes brings what the backward takes: 64 queries of each key.
 struct NoteLayout {
   int query_tiles = 0, key_tiles = 0;
   int bit_rows = 0;  // one for each query, or one that all share
@@ -38,7 +39,16 @@ struct NoteLayout {
   __host__ __device__ int64_t bits() const {
     return divide_up<int64_t>(seen_by_key() + int64_t{key_tiles} * words_of_queries(), 4) * 4;
   }
-  __host__ __device__ int64_t words() const { return bits() + int64_t{bit_rows} * words_of_bits(); }
+  // Tiles of the same keys lie side by side. Each tile has 64 bits for each of its keys.
+  static constexpr int kWordsOfTile = 2 * kNoteTile;
+  __host__ __device__ bool has_bits_by_key() const { return bit_rows > 1; }
+  __host__ __device__ int64_t bits_by_key(int key_tile = 0, int query_tile = 0) const {
+    return bits() + int64_t{bit_rows} * words_of_bits() +
+           (int64_t{key_tile} * query_tiles + query_tile) * kWordsOfTile;
+  }
+  __host__ __device__ int64_t words() const {
+    return bits_by_key(has_bits_by_key() ? key_tiles : 0);
+  }
 };
 
 // Absent when words is null.

@@ -34,54 +34,53 @@ struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float row = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-          row = fmaxf(row, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        largest[m][half] = fmaxf(max[m][half], warp_max<4>(row) * to_logit);
+        largest[m][half] = find_largest<1>(scores, m, half, to_logit);
         magnitude = fmaxf(magnitude, fabsf(largest[m][half]));
       }
     }
-    // The exponent in one instruction instead of two: all weights of a row then have the same
-    // error, that of rounding max * log2(e), which the sum has too; that of rounding the factor of
-    // a score is 2^-24 of it. Where the maximum is large it is taken off first.
-    const bool is_large = __any_sync(~0u, magnitude * kLog2E > kLargestOffset);
-    const float c = to_logit * kLog2E;
-    if (is_large) {
-      const float back = kAreLogits ? 1.f : 1.f / scale;
+    const bool are_large = is_large(offset_of(magnitude));
+    if (are_large) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            scores[m][n][i] = fmaf(scores[m][n][i], to_logit, -largest[m][i / 2]) * back;
-        }
+        for (int half = 0; half < 2; ++half)
+          take_off<kAreLogits>(scores, m, half, largest[m][half], to_logit);
       }
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float row = largest[m][half], offset = __fmul_rn(row, kLog2E);
-        if (__any_sync(~0u, row != max[m][half])) {
-          // Rounded as the offset was: fused, a row whose maximum stays would have a factor that is
-          // not 1, again with each tile.
-          const float factor = exp2_approximate(
-              is_large ? (max[m][half] - row) * kLog2E : __fmul_rn(max[m][half], kLog2E) - offset);
-          sum[m][half] *= factor;
-          rescale(m, half, factor);
-          max[m][half] = row;
-        }
-        const float taken = is_large ? 0.f : offset;
+        const float row = largest[m][half];
+        if (__any_sync(~0u, row != max[m][half]))
+          rescale(m, half, raise_max(m, half, row, are_large));
+        make_weights(scores, m, half, row, are_large, to_logit);
+      }
+    }
+  }
+
+  // The same of 16 rows, 8 of which follow the others: while one unit makes powers of some, others
+  // find the maximum of the next ones. Calls prepare(half) before it reads a half, and rescale for
+  // each half.
+  template <bool kAreLogits, int kN, class Prepare, class Rescale>
+  __device__ __forceinline__ void weigh_halves(Accumulators<kM, kN>& scores, Prepare&& prepare,
+                                               Rescale&& rescale) {
+    static_assert(kM == 1);
+    const float to_logit = kAreLogits ? 1.f : scale;
+    float largest[2];
+    prepare(0);
+    largest[0] = find_largest<2>(scores, 0, 0, to_logit);
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            scores[m][n][i] = exp2_approximate(fmaf(scores[m][n][i], c, -taken));
-            sum[m][half] += scores[m][n][i];
-          }
-        }
+    for (int half = 0; half < 2; ++half) {
+      // A sum is never negative. Asking keeps the powers of the first half before the vote.
+      const bool never = half == 1 && sum[0][0] < 0.f;
+      const bool are_large = is_large(offset_of(largest[half]), never);
+      if (are_large) take_off<kAreLogits>(scores, 0, half, largest[half], to_logit);
+      rescale(half, raise_max(0, half, largest[half], are_large));
+      make_weights(scores, 0, half, largest[half], are_large, to_logit);
+      if (half == 0) {
+        prepare(1);
+        largest[1] = find_largest<2>(scores, 0, 1, to_logit);
       }
     }
   }
@@ -101,6 +100,61 @@ struct OnlineSoftmax {
 
  private:
   static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
+
+  // Of a row the largest logit, also of what came before. kChains of operations wait for each
+  // other.
+  template <int kChains, int kN>
+  __device__ __forceinline__ float find_largest(const Accumulators<kM, kN>& scores, int m, int half,
+                                                float to_logit) const {
+    float row[kChains];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float pair = fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
+      row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
+    }
+    return fmaxf(max[m][half], warp_max<4>(reduce_pairwise(row, fmaxf)) * to_logit);
+  }
+  // The exponent in one instruction instead of two: all weights of a row then have the same error,
+  // that of rounding max * log2(e), which the sum has too; that of rounding the factor of a score
+  // is 2^-24 of it. Where that of a row which the warp has at a time is large it is taken off
+  // first.
+  __device__ __forceinline__ static float offset_of(float row) { return __fmul_rn(row, kLog2E); }
+  __device__ __forceinline__ static bool is_large(float offset, bool never = false) {
+    return __any_sync(~0u, fabsf(offset) > kLargestOffset || never);
+  }
+  template <bool kAreLogits, int kN>
+  __device__ __forceinline__ void take_off(Accumulators<kM, kN>& scores, int m, int half, float row,
+                                           float to_logit) const {
+    const float back = kAreLogits ? 1.f : 1.f / scale;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i)
+        scores[m][n][i] = fmaf(scores[m][n][i], to_logit, -row) * back;
+    }
+  }
+  // Returns the factor of what was summed before. Rounded as the offset: fused, a row whose maximum
+  // stays would have a factor that is not 1, again with each tile.
+  __device__ __forceinline__ float raise_max(int m, int half, float row, bool are_large) {
+    const float factor = exp2_approximate(are_large ? (max[m][half] - row) * kLog2E
+                                                    : offset_of(max[m][half]) - offset_of(row));
+    sum[m][half] *= factor;
+    max[m][half] = row;
+    return factor;
+  }
+  template <int kN>
+  __device__ __forceinline__ void make_weights(Accumulators<kM, kN>& scores, int m, int half,
+                                               float row, bool are_large, float to_logit) {
+    const float c = to_logit * kLog2E, taken = are_large ? 0.f : offset_of(row);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[m][n][i] = exp2_approximate(fmaf(scores[m][n][i], c, -taken));
+        sum[m][half] += scores[m][n][i];
+      }
+    }
+  }
 };
 
 // What remains of a row: its factor and its statistics.

@@ -203,10 +203,14 @@ inline int splits_for(const AttentionParams& params, int64_t blocks, int rows, i
   return static_cast<int>(best);
 }
 
+// Whether the host does not know how many keys a query sees.
+inline bool has_unknown_lengths(const AttentionParams& params) {
+  return params.note.words != nullptr || params.visible.are_given();
+}
+
 // Such launches have kernels of their own, which lose no time over masks, ranges and dropout.
 inline bool is_plain(const AttentionParams& params) {
-  return params.note.words == nullptr && !params.visible.are_given() &&
-         params.dropout.seed == nullptr;
+  return !has_unknown_lengths(params) && params.dropout.seed == nullptr;
 }
 
 // Tensor copies know no entries that several batches, heads or tokens share.
@@ -282,7 +286,7 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
 // clusters: they take the same tiles of it.
 inline bool sums_in_clusters(const AttentionBackwardParams& params) {
   const int64_t batches = params.batches_per_bias.divisor;
-  return params.bias_gradient_kind == BiasGradient::kShared && params.note.words == nullptr &&
+  return params.bias_gradient_kind == BiasGradient::kShared && !has_unknown_lengths(params) &&
          params.heads_per_bias.divisor == 1 && batches > 1 && batches <= kMaxBiasCluster &&
          (batches & (batches - 1)) == 0;
 }
@@ -303,15 +307,19 @@ inline bool shares_blocks(const AttentionParams& params) {
 // of the grid: those of the bias where its gradient is made in order, for example. Batches that
 // share a dense bias stay together, so that it is read from device memory once. Where tiles of a
 // head differ in length there are more: of each head the tiles read `bytes_of_head` again and
-// again, and half of the L2 cache has to hold them.
+// again, and half of the L2 cache has to hold them. Where lengths are not known, all tiles end at
+// about the same time if the last ones are the shortest of many heads, of each of which
+// kBlocksOfHead of the multiprocessors still read the same.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
-                                int64_t bytes_of_head, int cache_bytes) {
+                                int64_t bytes_of_head, int cache_bytes, int multiprocessors = 0) {
   const bool shares_bias =
       params.bias.data != nullptr && !params.is_relative && params.batches_per_bias.divisor > 1;
-  const bool is_even = params.window_left < 0 && params.window_right < 0 &&
-                       params.note.words == nullptr && !params.visible.are_given();
+  const bool is_even =
+      params.window_left < 0 && params.window_right < 0 && !has_unknown_lengths(params);
+  const int64_t fewest = has_unknown_lengths(params) ? multiprocessors / kBlocksOfHead : 1;
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
-  const int64_t held = is_even ? 1 : cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1);
+  const int64_t held =
+      is_even ? 1 : std::max(cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1), fewest);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));
   while (count % most != 0) --most;
   return most * together;

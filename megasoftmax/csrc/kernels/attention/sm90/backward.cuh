@@ -9,13 +9,13 @@
 // Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
 // writes where it alone has read. So the tile is that of the bias's gradient, too.
 //
-// The warps of the copying warpgroup that would be idle take part in the gradient of a bias. They
-// clear it where no tile is. Where batches share it, and a cluster of blocks has one of them each,
-// each block sums some rows of a tile, part by part as the others send it theirs. Else they add to
-// it.
+// The warps of the copying warpgroup that would be idle take part in the gradient of a dense bias.
+// They clear it where no tile is. Where batches share it, and a cluster of blocks has one of them
+// each, each block sums some rows of a tile, part by part as the others send it theirs. Else they
+// add to it.
 //
-// With a relative bias another warp of the copying warpgroup fills in its entries for a tile, and
-// the last two sum the gradients of scores along diagonals, while the next tile runs.
+// With a relative bias another warp of the copying warpgroup fills in its entries for a tile. All
+// four of them sum the gradients of scores along diagonals, while the next tile runs.
 
 #include "../../common/limits.h"
 #include "../../common/math.cuh"
@@ -34,12 +34,12 @@ struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
-// Sums along diagonals of tiles of gradients of scores, which lie as products read them, by two
-// warps. First blocks of 8 x 8 gradients that lie diagonally behind each other are added up, by
-// products with ones; then the diagonals of these sums.
+// Sums along diagonals of tiles of gradients of scores, which lie as products read them, by the
+// warps of a warpgroup. First blocks of 8 x 8 gradients that lie diagonally behind each other are
+// added up, by products with ones; then the diagonals of these sums.
 template <int kKeys, int kQueries>
 struct SumsOfDiagonals {
-  static constexpr int kWarps = 2, kThreads = 32 * kWarps;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
   // Sums are followed and led by a block of zeros. Of a block 8 rows, and space: so a thread each
   // for neighbouring diagonals reads another bank.
@@ -51,15 +51,16 @@ struct SumsOfDiagonals {
   float* sums;
 
   __device__ static int thread() { return thread_index_anew() % kThreads; }
-  // For both warps, when they have met.
+  // For all warps, when they have met.
   __device__ void clear() const {
     const int thread = this->thread();
-    sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
+    if (thread < kPitch) sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
   }
   // The diagonals of a tile of keys and all queries. A thread clears those that it adds to, so that
   // nothing else orders the two.
   __device__ static void clear(float* diagonals, int queries) {
-    for (int i = (thread() + queries) % kThreads; i < kKeys - 1 + queries; i += kThreads)
+    for (int i = (thread() + queries + kThreads - kQueries) % kThreads; i < kKeys - 1 + queries;
+         i += kThreads)
       diagonals[i] = 0.f;
   }
   // Four blocks at a time. Behind the last key comes the first one again: up to there the keys of a
@@ -73,53 +74,51 @@ struct SumsOfDiagonals {
     const uint32_t zeros = shared_address(sums + (kBlocks - 1) * kPitch);
     const uint32_t first_of_row = scores + (block * 8 + row) * 128;
     float* const place = sums + mine.row * 8 + mine.column;
-#pragma unroll 1
-    for (uint32_t i = thread / 32; i < 4; i += kWarps) {
+    const uint32_t i = thread / 32;
 #pragma unroll
-      for (int four = 0; four < 4; ++four) {
-        const auto add = [&](int begin, int end, int distance, bool is_behind) {
-          uint32_t loaded[kFours][4];
+    for (int four = 0; four < 4; ++four) {
+      const auto add = [&](int begin, int end, int distance, bool is_behind) {
+        uint32_t loaded[kFours][4];
 #pragma unroll
-          for (int j = begin; j < end; ++j) {
-            const uint32_t chunk = (4 * (four + j) + i + block) % 16;
-            uint32_t from =
-                first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
-            // The keys end among these blocks.
-            if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
-            load_matrices(loaded[j], from);
-          }
-          float sum[4] = {};
+        for (int j = begin; j < end; ++j) {
+          const uint32_t chunk = (4 * (four + j) + i + block) % 16;
+          uint32_t from =
+              first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
+          // The keys end among these blocks.
+          if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
+          load_matrices(loaded[j], from);
+        }
+        float sum[4] = {};
 #pragma unroll
-          for (int j = begin; j < end; ++j) multiply_add<T>(sum, loaded[j], ones, ones);
-          *reinterpret_cast<float2*>(place + (distance + kQueryBlocks) * kPitch) =
-              make_float2(sum[0] + sum[2], sum[1] + sum[3]);
-        };
-        const int first = 4 * four + i;
-        add(0, std::min(kFours, 4 - four), first, false);
-        if (4 - four <= kFours) add(3 - four, kFours, first - 16, true);
-      }
+        for (int j = begin; j < end; ++j) multiply_add<T>(sum, loaded[j], ones, ones);
+        *reinterpret_cast<float2*>(place + (distance + kQueryBlocks) * kPitch) =
+            make_float2(sum[0] + sum[2], sum[1] + sum[3]);
+      };
+      const int first = 4 * four + i;
+      add(0, std::min(kFours, 4 - four), first, false);
+      if (4 - four <= kFours) add(3 - four, kFours, first - 16, true);
     }
   }
-  // Adds them to `diagonals`, of which that of the tile's first query and key is number `first`.
-  // Each of those always gets its sums from the same thread, and so in the same order.
+  // Adds them to `diagonals`, of which that of the tile's first query and key is number
+  // `queries - 1 - query`. Each of those always gets its sums from the same thread, and so in the
+  // same order.
   template <class T>
-  __device__ __forceinline__ void add_to(float* diagonals, int first, uint32_t scores) const {
-    const int thread = this->thread();
-    constexpr int kCount = kKeys + kQueries - 1, kEach = divide_up(kCount, kThreads);
-    static_assert(kQueries % kThreads == 0);
+  __device__ __forceinline__ void add_to(float* diagonals, int queries, int query,
+                                         uint32_t scores) const {
+    constexpr int kCount = kKeys + kQueries - 1;
 #pragma unroll 1
-    for (int i = 0; i < kEach; ++i) {
-      const int number = thread + i * kThreads, distance = number - (kQueries - 1);
-      if (number >= kCount || first + distance < 0) continue;
-      const int offset = (number + 1) % 8;
-      const float* const block = sums + (number + 1) / 8 * kPitch + offset;
+    for (int i = (thread() + query) % kThreads; i < kCount; i += kThreads) {
+      const int distance = i - (kQueries - 1), number = queries - 1 - query + distance;
+      if (number < 0) continue;
+      const int offset = (i + 1) % 8;
+      const float* const block = sums + (i + 1) / 8 * kPitch + offset;
       const float* const next_block = block + kPitch - 8;
       float sum = 0.f;
 #pragma unroll
       for (int row = 0; row < 8; ++row) sum += (row + offset < 8 ? block : next_block)[row * 9];
       // Products spread what is not finite to neighbours in its row.
       if (!(fabsf(sum) < INFINITY)) sum = sum_of<T>(scores, distance);
-      add_to_global(diagonals + first + distance, sum);
+      add_to_global(diagonals + number, sum);
     }
   }
 
@@ -161,9 +160,10 @@ struct HopperBackwardMemory {
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
 
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
-  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what a
-  // table gives each stage, and sums for its gradient, or what a tile of the bias has from other
-  // blocks of a cluster; barriers. At the end results of each warpgroup lie where its sums did.
+  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what
+  // the mask excludes, and what queries see by range, of each stage; what a table gives each stage,
+  // and sums for its gradient; barriers. Clusters have no mask: what a tile of the bias has from
+  // other blocks lies in its place. At the end results of each warpgroup lie where its sums did.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -182,10 +182,18 @@ struct HopperBackwardMemory {
   static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
-  static constexpr int kDiagonalsAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kMaskedAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kMaskedTileBytes = NoteLayout::kWordsOfTile * 4;
+  static constexpr int kMaskedPanelBytes = kQueryPanels * kMaskedTileBytes;  // of 64 keys
+  static constexpr int kMaskedBytes = kWarpgroups * kMaskedPanelBytes;
+  // Of each panel of queries the range that all see, then that of each query.
+  static constexpr int kRangesAt = kMaskedAt + kStages * kMaskedBytes;
+  static constexpr int kRangesBytes = (2 + kQueries) * 8;
+  static constexpr int kDiagonalsAt = kRangesAt + kStages * kRangesBytes;
   static constexpr int kDiagonalSumsAt = kDiagonalsAt + kStages * Diagonals::kBytes;
-  static constexpr int kSentAt = kDiagonalsAt;
+  static constexpr int kSentAt = kMaskedAt;
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
+  static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
   // Parts of what blocks send each other: 64 keys of half of the rows that a block sums. The next
   // step's part is sent as soon as all have summed this one, while they sum the others.
@@ -198,8 +206,8 @@ struct HopperBackwardMemory {
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
-  // Those of the gradient of a bias, which would be idle; one more fills what a table gives.
-  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? 2 : 3;
+  // Those of the gradient of a bias.
+  static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
   // In a cluster one of them sends what others sum.
   static constexpr int kStoringWarps = 2;
 
@@ -207,6 +215,18 @@ struct HopperBackwardMemory {
 
   __device__ static Diagonals diagonals(char* memory, int stage) {
     return {reinterpret_cast<float*>(memory + kDiagonalsAt + stage * Diagonals::kBytes)};
+  }
+  // Pairs of the first key and the one after the last.
+  __device__ static int2* ranges_of_panels(char* memory, int stage) {
+    return reinterpret_cast<int2*>(memory + kRangesAt + stage * kRangesBytes);
+  }
+  __device__ static int2* ranges(char* memory, int stage) {
+    return ranges_of_panels(memory, stage) + 2;
+  }
+  // The bits of 64 queries of each of 64 keys.
+  __device__ static uint2* masked(char* memory, int stage, int warpgroup, int panel) {
+    return reinterpret_cast<uint2*>(memory + kMaskedAt + stage * kMaskedBytes +
+                                    warpgroup * kMaskedPanelBytes + panel * kMaskedTileBytes);
   }
   __device__ uint32_t keys() const { return address; }
   __device__ uint32_t values() const { return address + kValuesAt; }
@@ -228,6 +248,9 @@ struct HopperBackwardMemory {
     return address + kSentAt + (part * others + other) * rows * 64;
   }
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
+  __device__ uint32_t masked(int stage, int warpgroup) const {
+    return address + kMaskedAt + stage * kMaskedBytes + warpgroup * kMaskedPanelBytes;
+  }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
   __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
@@ -416,11 +439,20 @@ __device__ __forceinline__ void start_copy_of_keys(const Memory& memory,
 }
 
 // Of a weight, which is negative where dropout drops it, and of its gradient.
-template <bool kIsPlain>
+template <bool kMayDrop>
 __device__ __forceinline__ float score_gradient(float gradient, float weight, float delta,
                                                 float dropout_factor) {
-  if constexpr (kIsPlain) return (gradient - delta) * weight;
+  if constexpr (!kMayDrop) return (gradient - delta) * weight;
   return fmaf(weight < 0.f ? 0.f : gradient, dropout_factor, -delta) * fabsf(weight);
+}
+// Calls body.operator()<does a launch drop weights?>().
+template <bool kIsPlain, class Body>
+__device__ __forceinline__ void with_dropout(const AttentionParams& params, Body&& body) {
+  if (!kIsPlain && params.dropout.seed != nullptr) {
+    body.template operator()<!kIsPlain>();
+  } else {
+    body.template operator()<false>();
+  }
 }
 
 template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
@@ -473,6 +505,100 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
+    constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
+    const bool is_first = threadIdx.x == 0;
+    const NoteLayout& layout = params.note.layout;
+    const bool copies_masked =
+        !kIsPlain && params.note.words != nullptr && layout.has_bits_by_key();
+    const bool has_ranges = !kIsPlain && params.visible.are_given();
+    const auto start_copy_of_tile = [&](int head, int query, int step) {
+      const int stage = step % kStages;
+      [[maybe_unused]] KeyRange ranges[kQueries / 32];
+      if (has_ranges) find_ranges(ranges, params, batch, head, query);
+      memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
+      if (has_ranges) {
+#pragma unroll
+        for (int i = 0; i < kQueries / 32; i += 2) {
+          const int begin = largest_of_lanes(max(ranges[i].begin, ranges[i + 1].begin));
+          const int end = smallest_of_lanes(min(ranges[i].end, ranges[i + 1].end));
+          if (is_first)
+            Memory::ranges_of_panels(shared_memory, stage)[i / 2] = make_int2(begin, end);
+          for (int j = i; j < i + 2; ++j)
+            Memory::ranges(shared_memory, stage)[32 * j + thread_index_anew() % 32] =
+                make_int2(ranges[j].begin, ranges[j].end);
+        }
+        __syncwarp();  // all lanes have written theirs
+      }
+      if (!is_first) return;
+      const Barrier there = memory.stage_is_there(stage);
+      const int rows = min(kQueries, params.queries - query);
+      const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
+      const int masked_bytes =
+          copies_masked ? divide_up(rows, kNoteTile) * Memory::kMaskedTileBytes : 0;
+      const int masked_tiles = min(kWarpgroups, layout.key_tiles - first_key / kNoteTile);
+      there.arrive_and_expect(Memory::kStageBytes + row_bytes + masked_tiles * masked_bytes);
+      for (int i = 0; i < masked_tiles && copies_masked; ++i)
+        start_copy_of_bytes(memory.masked(stage, i),
+                            params.note.of(batch, head) +
+                                layout.bits_by_key(first_key / kNoteTile + i, query / kNoteTile),
+                            masked_bytes, there);
+      start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries, query, head,
+                                    batch);
+      start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient, there,
+                                         kQueries, query, head, batch);
+      start_copy_of_bytes(memory.rows(stage),
+                          params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
+                          there);
+    };
+    if constexpr (kHasTable) {
+      // All warps sum a tile when they have begun to copy the one after the next.
+      const int warp = static_cast<int>(uniform(threadIdx.x / 32));
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      const typename Memory::DiagonalSums sums{
+          reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
+      if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
+      const auto sync = [] { sync_warps<kWarpgroups + 2, Memory::kSummingWarps>(); };
+      auto summed = tiles;
+      // Tiles that are copied, and summed.
+      for (int step = 0, done = 0;;) {
+        const int stage = step % kStages;
+        if (tiles.are_left()) {
+          if (warp == 0) start_copy_of_tile(tiles.head, tiles.query, step);
+          if (warp == 1) {
+            Memory::diagonals(shared_memory, stage)
+                .template fill<32>(lane, BiasRows<T>(params, batch, tiles.head), tiles.query,
+                                   first_key, params.queries, params.keys, [&] {
+                                     memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
+                                   });
+            __syncwarp();  // all lanes have written theirs
+            if (lane == 0) memory.stage_is_there(stage).arrive();
+          }
+          tiles.advance(params, batch, first_key);
+          ++step;
+          if (step < done + 3 && tiles.are_left()) continue;
+        }
+        if (has_diagonals && done == 0) {  // also where no tile is
+          sums.clear();
+          const int heads = static_cast<int>(params.heads_per_key_head.divisor);
+          for (int head = key_head * heads; head < (key_head + 1) * heads; ++head)
+            sums.clear(diagonals_of<kKeys>(params, batch, head, first_key), params.queries);
+        }
+        if (!summed.are_left()) return;
+        if (has_diagonals) {
+          const int buffer = done % 2;
+          memory.gradients_are_there(buffer).wait(done / 2 & 1);
+          sync();
+          sums.template add_blocks<T>(memory.scores(buffer));
+          sync();
+          sums.template add_to<T>(diagonals_of<kKeys>(params, batch, summed.head, first_key),
+                                  params.queries, summed.query, memory.scores(buffer));
+          __syncwarp();  // all lanes have read theirs
+          if (lane == 0) memory.scores_are_used(buffer).arrive();
+        }
+        summed.advance(params, batch, first_key);
+        ++done;
+      }
+    }
     if (threadIdx.x >= 32) {
       const int lane = static_cast<int>(threadIdx.x) % 32;
       if constexpr (kHasTile) {
@@ -560,63 +686,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           clear(done, tiles.query);
           done = tiles.query + kQueries;
         }
-      } else if constexpr (kHasTable) {
-        const int warp = static_cast<int>(threadIdx.x) / 32;
-        if (warp == 1) {
-          for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-            const int stage = step % kStages;
-            Memory::diagonals(shared_memory, stage)
-                .template fill<32>(thread_index_anew() % 32, BiasRows<T>(params, batch, tiles.head),
-                                   tiles.query, first_key, params.queries, params.keys, [&] {
-                                     memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
-                                   });
-            __syncwarp();  // all lanes have written theirs
-            if (lane == 0) memory.stage_is_there(stage).arrive();
-          }
-          return;
-        }
-        if (!has_diagonals) return;
-        const typename Memory::DiagonalSums sums{
-            reinterpret_cast<float*>(shared_memory + Memory::kDiagonalSumsAt)};
-        sums.clear();
-        sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
-        const int heads = static_cast<int>(params.heads_per_key_head.divisor);
-        for (int head = key_head * heads; head < (key_head + 1) * heads; ++head)
-          sums.clear(diagonals_of<kKeys>(params, batch, head, first_key), params.queries);
-        for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
-          const int buffer = step % 2;
-          memory.gradients_are_there(buffer).wait(step / 2 & 1);
-          sums.template add_blocks<T>(memory.scores(buffer));
-          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
-          sums.template add_to<T>(diagonals_of<kKeys>(params, batch, tiles.head, first_key),
-                                  params.queries - 1 - tiles.query, memory.scores(buffer));
-          sync_warps<kWarpgroups + 2, Memory::kSummingWarps>();
-          if (lane == 0) memory.scores_are_used(buffer).arrive();
-        }
       }
       return;
     }
-    const bool is_first = threadIdx.x == 0;
-    constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
     if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     int step = 0;
     for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
       const int head = tiles.head, query = tiles.query;
-      const int stage = step % kStages;
-      memory.stage_is_used(stage).wait((step / kStages & 1) ^ 1);
-      if (is_first) {
-        const Barrier there = memory.stage_is_there(stage);
-        const int rows = min(kQueries, params.queries - query);
-        const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
-        there.arrive_and_expect(Memory::kStageBytes + row_bytes);
-        start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries, query,
-                                      head, batch);
-        start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient, there,
-                                           kQueries, query, head, batch);
-        start_copy_of_bytes(memory.rows(stage),
-                            params.rows_of_backward + params.row_index(batch, head, query),
-                            row_bytes, there);
-      }
+      start_copy_of_tile(head, query, step);
       if constexpr (kHasTile) {
         const int buffer = step % 2;
         int bias_batch, bias_head;
@@ -644,7 +721,6 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const bool is_first_of_group = threadIdx.x % 128 == 0;
   const int group_key = first_key + 64 * warpgroup;
   const int warp_key = group_key + 16 * warp_in_group;
-  const KeyRange all_visible = visible_from_all<64>(params, group_key);
   // Its 64 queries and columns of dQ.
   const int query_panel = warpgroup % Memory::kQueryPanels;
   const int column_panel = warpgroup / Memory::kQueryPanels;
@@ -694,35 +770,24 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
                              moved(b, step * 16 * 128), step > 0);
     end_products();
   };
-  const auto exclude = [&](const Excluded<1, 8>(&excluded)[Memory::kQueryPanels],
-                           float (&elements)[kN][4]) {
-#pragma unroll
-    for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
-      excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
+  ExcludedOfTile<kQueries, kIsPlain> excluding(params, batch, group_key, warp_key);
+  // Where all queries share the bits of a key, each warp writes those of its keys for all tiles of
+  // a head.
+  const bool shares_bits =
+      !kIsPlain && excluding.has_bits() && !params.note.layout.has_bits_by_key();
+  [[maybe_unused]] int head_of_bits = -1;
+  const auto masked_of = [&](int stage, int panel, int half) -> uint2& {
+    return Memory::masked(shared_memory, stage, warpgroup,
+                          panel)[16 * warp_in_group + FirstElement().row + 8 * half];
   };
-  // What every 32nd query of a tile sees: lanes ask each other, so that a tile waits for memory
-  // once.
-  [[maybe_unused]] KeyRange ranges[kQueries / 32];
-  const bool has_ranges = !kIsPlain && params.visible.are_given();
-  const auto find_ranges = [&](int head, int query) {
+  const auto write_shared_bits = [&](int head) {
+    typename ExcludedOfTile<kQueries, kIsPlain>::Masked masked;
+    excluding.load_masked(masked, head, 0);
 #pragma unroll
-    for (int i = 0; i < kQueries / 32; ++i) {
-      const int row = query + 32 * i + lane;
-      ranges[i] = row < params.queries ? visible_keys(params, batch, head, row) : KeyRange{0, 0};
-    }
-  };
-  // Of these queries the bits of this warp's keys, and of others, that the mask excludes.
-  [[maybe_unused]] uint32_t masked[Memory::kQueryPanels][2];
-  const bool has_bits =
-      !kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0;
-  const auto find_masked = [&](int head, int query) {
-    const NoteLayout& layout = params.note.layout;
-    const uint32_t* const words = params.note.of(batch, head) + layout.bits() + warp_key / 32;
-    const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
-#pragma unroll
-    for (int i = 0; i < kQueries / 32; ++i)
-      masked[i / 2][i % 2] =
-          __ldg(words + int64_t{min(query + 32 * i + lane, params.queries - 1)} * pitch);
+    for (int i = 0; i < kStages * Memory::kQueryPanels * 2; ++i)
+      masked_of(i % kStages, i / kStages / 2, i / kStages % 2) = masked[i / kStages % 2];
+    head_of_bits = head;
+    __syncwarp();
   };
   // From this lane's first column on.
   const auto rows_of = [&](int stage) {
@@ -763,6 +828,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
           });
     }
   };
+  const auto exclude = [](const Excluded<1, 8>(&excluded)[Memory::kQueryPanels],
+                          float (&elements)[kN][4]) {
+#pragma unroll
+    for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+      excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
+  };
   const auto multiply_weights_of = [&](int stage) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -772,20 +843,24 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   // Gradients of weights become those of scores.
   const auto find_score_gradients_of = [&](int stage) {
     const RowOfBackward* const rows = rows_of(stage);
-    bool is_finite = true;
+    // Not 0 where a delta is not finite; or also, with a mask or ranges, a gradient.
+    float check = 0.f;
+    with_dropout<kIsPlain>(params, [&]<bool kMayDrop>() {
 #pragma unroll
-    for (int column = 0; column < 2 * kN; ++column) {
-      const float delta = rows[column_offset(column / 2, column)].delta;
-      is_finite = is_finite && fabsf(delta) < INFINITY;
+      for (int column = 0; column < 2 * kN; ++column) {
+        const float delta = rows[column_offset(column / 2, column)].delta;
+        if constexpr (kIsPlain) check = fmaf(delta, 0.f, check);
 #pragma unroll
-      for (int i = column % 2; i < 4; i += 2) {
-        const float weight = weights[column / 2][i];
-        float& gradient = gradients[column / 2][i];
-        gradient = score_gradient<kIsPlain>(gradient, weight, delta, params.dropout.factor);
+        for (int i = column % 2; i < 4; i += 2) {
+          float& gradient = gradients[column / 2][i];
+          gradient = score_gradient<kMayDrop>(gradient, weights[column / 2][i], delta,
+                                              params.dropout.factor);
+          if constexpr (!kIsPlain) check = fmaf(gradient, 0.f, check);
+        }
       }
-    }
+    });
     // As in sm80/backward_tile.cuh.
-    if (!is_finite) {
+    if (check != 0.f) {
 #pragma unroll
       for (int i = 0; i < 4 * kN; ++i) {
         if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
@@ -798,8 +873,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       as_matrix_a<T>(rounded_gradients[step], gradients, step);
-      const uint32_t (&pairs)[4] = rounded_gradients[step];
-      store_matrices_transposed(first + step * 16 * 128, {pairs[0], pairs[1], pairs[2], pairs[3]});
+      store_matrices_transposed(first + step * 16 * 128, rounded_gradients[step]);
     }
   };
 
@@ -808,33 +882,22 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
 #pragma unroll 1
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
-    if (has_ranges) find_ranges(head, query);
-    if (has_bits) find_masked(head, query);
+    if (shares_bits && head != head_of_bits) write_shared_bits(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     start_scores(memory.queries(stage));
     start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
     Excluded<1, 8> excluded[Memory::kQueryPanels];
-    const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
-    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
-#pragma unroll
-      for (int panel = 0; panel < Memory::kQueryPanels; ++panel) {
-        // What the mask leaves of ranges is in the note alone.
-        const bool is_known = has_bits && !has_ranges;
-        if (is_known) excluded[panel].add_bits_of_lanes(masked[panel], warp_key % 32);
-        excluded[panel].template find<true, kIsPlain>(
-            params, batch, head, query + 64 * panel, warp_key, is_cut,
-            [&](int seeing, int offset, bool) {
-              if (!has_ranges)
-                return seeing < params.queries ? visible_keys(params, seeing) : KeyRange{0, 0};
-              const KeyRange& of_lane = ranges[panel * 2 + offset / 32];
-              const int source = FirstElement().column + offset % 32;
-              return KeyRange{__shfl_sync(~0u, of_lane.begin, source),
-                              __shfl_sync(~0u, of_lane.end, source)};
-            },
-            is_known);
-      }
-    }
+    const auto key_range_of = [](int2 range) { return KeyRange{range.x, range.y}; };
+    excluding.find(
+        excluded, head, query, [&](int panel, int half) { return masked_of(stage, panel, half); },
+        [&](int panel) {
+          return key_range_of(Memory::ranges_of_panels(shared_memory, stage)[panel])
+              .contains(warp_key, 16);
+        },
+        [&](int offset, int column) {
+          return key_range_of(Memory::ranges(shared_memory, stage)[offset + column]);
+        });
     wait_for_products<1>();
     touch(weights);
     weigh(stage, step, head, query);
@@ -847,7 +910,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
     touch(gradients);
     find_score_gradients_of(stage);
-    exclude(excluded, gradients);
+    if constexpr (kIsPlain) exclude(excluded, gradients);  // of few tiles
     if constexpr (!kIsEarly) multiply_weights_of(stage);
     if (has_diagonals) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);

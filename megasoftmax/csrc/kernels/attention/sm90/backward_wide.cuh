@@ -74,73 +74,6 @@ struct HopperWideBackwardMemory {
 // overflow.
 inline constexpr float kPassedWeight = 4096;
 
-// Which of a warp's 16 keys and 64 queries of a tile are excluded.
-template <bool kIsPlain>
-class ExcludedOfTile {
- public:
-  __device__ ExcludedOfTile(const AttentionBackwardParams& params, int batch, int first_key,
-                            int warp_key)
-      : params_(params),
-        batch_(batch),
-        warp_key_(warp_key),
-        all_visible_(visible_from_all<64>(params, first_key)),
-        has_ranges_(!kIsPlain && params.visible.are_given()),
-        has_bits_(!kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0) {}
-
-  // What memory has of a tile, loaded before it is needed: a lane has every 32nd query, and lanes
-  // ask each other.
-  __device__ __forceinline__ void load(int head, int query) {
-    const int lane = thread_index_anew() % 32;
-    if (has_ranges_) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = query + 32 * i + lane;
-        ranges_[i] =
-            row < params_.queries ? visible_keys(params_, batch_, head, row) : KeyRange{0, 0};
-      }
-    }
-    if (has_bits_) {
-      const NoteLayout& layout = params_.note.layout;
-      const uint32_t* const words = params_.note.of(batch_, head) + layout.bits() + warp_key_ / 32;
-      const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        masked_[i] =
-            __ldg(words + int64_t{min(query + 32 * i + lane, params_.queries - 1)} * pitch);
-    }
-  }
-
-  // Of the tile that was loaded.
-  __device__ __forceinline__ Excluded<1, 8> find(int head, int query) const {
-    Excluded<1, 8> excluded;
-    const bool is_cut = query < all_visible_.begin || query + 64 > all_visible_.end;
-    if (!is_cut && (kIsPlain || params_.note.words == nullptr)) return excluded;
-    // What the mask leaves of ranges is in the note alone.
-    const bool is_known = has_bits_ && !has_ranges_;
-    if (is_known) excluded.add_bits_of_lanes(masked_, warp_key_ % 32);
-    excluded.template find<true, kIsPlain>(
-        params_, batch_, head, query, warp_key_, is_cut,
-        [&](int seeing, int offset, bool) {
-          if (!has_ranges_)
-            return seeing < params_.queries ? visible_keys(params_, seeing) : KeyRange{0, 0};
-          const KeyRange& of_lane = ranges_[offset / 32];
-          const int source = FirstElement().column + offset % 32;
-          return KeyRange{__shfl_sync(~0u, of_lane.begin, source),
-                          __shfl_sync(~0u, of_lane.end, source)};
-        },
-        is_known);
-    return excluded;
-  }
-
- private:
-  const AttentionBackwardParams& params_;
-  int batch_, warp_key_;
-  KeyRange all_visible_;  // queries that see all keys of the block
-  bool has_ranges_, has_bits_;
-  KeyRange ranges_[2];
-  uint32_t masked_[2];
-};
-
 // Starts the product of 64 keys, or values, with 64 queries, or gradients of outputs.
 template <class T, int kDim>
 __device__ __forceinline__ void start_wide_scores(float (&scores)[8][4], uint32_t keys,
@@ -284,7 +217,29 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 
   take_registers<Memory::kTile.registers>();
   const int warp_key = first_key + 16 * warp_in_group;
-  ExcludedOfTile<kIsPlain> excluded_of(params, batch, first_key, warp_key);
+  using Excluding = ExcludedOfTile<kQueries, kIsPlain>;
+  Excluding excluding(params, batch, first_key, warp_key);
+  // What memory has of a tile is loaded before it is needed. Lanes ask each other for ranges.
+  typename Excluding::Masked masked;
+  KeyRange ranges[kQueries / 32];
+  const auto load_excluded = [&] {
+    if (!tiles.are_left()) return;
+    if (excluding.has_ranges()) find_ranges(ranges, params, batch, tiles.head, tiles.query);
+    excluding.load_masked(masked, tiles.head, tiles.query);
+  };
+  const auto find_excluded = [&](typename Excluding::Panels& excluded, int head, int query) {
+    excluding.find(
+        excluded, head, query, [&](int, int half) { return masked[half]; },
+        [&](int) {
+          return __all_sync(~0u,
+                            ranges[0].contains(warp_key, 16) && ranges[1].contains(warp_key, 16));
+        },
+        [&](int offset, int column) {
+          const KeyRange& range = ranges[offset / 32];
+          return KeyRange{__shfl_sync(~0u, range.begin, column + offset % 32),
+                          __shfl_sync(~0u, range.end, column + offset % 32)};
+        });
+  };
   const auto rows_of = [&](int stage) {  // from this lane's first column on
     return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
                                                   stage * Memory::kRowBytes) +
@@ -300,7 +255,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   };
   int step = 0;
   memory.keys_are_there().wait(0);
-  if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+  load_excluded();
 
   if (warpgroup == 1) {
     float value_gradient[Memory::kValueDim / 8][4] = {}, weights[8][4];
@@ -315,9 +270,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 #pragma unroll 1
     for (; tiles.are_left(); ++step) {
       const int stage = step % kStages, head = tiles.head, query = tiles.query;
-      const Excluded<1, 8> excluded = excluded_of.find(head, query);
+      typename Excluding::Panels excluded;
+      find_excluded(excluded, head, query);
       tiles.advance(params, batch, first_key);
-      if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+      load_excluded();
       wait_for_products<0>();
       touch(weights);
       const RowOfBackward* const rows = rows_of(stage);
@@ -337,7 +293,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
               negate_below(pair[0], pair[1], halves, dropping.least);
             });
       }
-      excluded.apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
+      excluded[0].apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
 #pragma unroll
       for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsPlain>(rounded[i], weights, i);
       memory.gradients_are_there(stage).wait(parity_of(step));
@@ -381,9 +337,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 #pragma unroll 1
     for (; tiles.are_left(); ++step) {
       const int stage = step % kStages;
-      const Excluded<1, 8> excluded = excluded_of.find(tiles.head, tiles.query);
+      typename Excluding::Panels excluded;
+      find_excluded(excluded, tiles.head, tiles.query);
       tiles.advance(params, batch, first_key);
-      if (tiles.are_left()) excluded_of.load(tiles.head, tiles.query);
+      load_excluded();
       memory.queries_are_there(stage).wait(parity_of(step));
       memory.weights_are_there().wait(step & 1);
       Pack<__half, 8> eights[4];
@@ -409,7 +366,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         for (int i = column % 2; i < 4; i += 2) {
           const float weight = eights[column / 4][column / 2 % 2 * 4 + i] * (1 / kPassedWeight);
           float& gradient = gradients[column / 2][i];
-          gradient = score_gradient<kIsPlain>(gradient, weight, delta, params.dropout.factor);
+          gradient = score_gradient<!kIsPlain>(gradient, weight, delta, params.dropout.factor);
         }
       }
       // As in sm80/backward_tile.cuh.
@@ -419,7 +376,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           if (eights[i / 8][i % 8] == 0.f) gradients[i / 4][i % 4] = 0.f;
         }
       }
-      excluded.apply(reinterpret_cast<Accumulators<1, 8>&>(gradients), 0.f);
+      excluded[0].apply(reinterpret_cast<Accumulators<1, 8>&>(gradients), 0.f);
       memory.scores_are_used().wait((step & 1) ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -31,11 +31,13 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min(items, most_blocks);
-  // Blocks that take several tiles in turn get all lengths of them without sections.
-  const int cache_bytes = blocks == items ? current_device().cache_bytes : 0;
-  params.order = TileOrder(
-      tiles, params.batches,
-      heads_of_section(params, heads, params.batches, bytes_of_head(params), cache_bytes));
+  // Blocks that know their tiles from the start get all lengths of them without sections.
+  const Device& device = current_device();
+  const bool is_known = !has_unknown_lengths(params);
+  params.order = TileOrder(tiles, params.batches,
+                           heads_of_section(params, heads, params.batches, bytes_of_head(params),
+                                            blocks < items && is_known ? 0 : device.cache_bytes,
+                                            device.multiprocessors));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
                 stream, params, maps);
@@ -131,6 +133,8 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
             make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_queries(maps.output, params, params.output, params.value_dim, 16));
         if constexpr (kBias == HopperBias::kTile)
           MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
         return launch_with_maps(kernel, tiles, heads, most_blocks, 1, Memory::kThreads,

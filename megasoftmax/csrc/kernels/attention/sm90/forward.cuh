@@ -21,8 +21,9 @@
 namespace megasoftmax {
 
 // Boxes of 64 columns: of 64 queries, and of the keys of a tile. Of the bias 64 queries and keys.
+// Of the output the 16 queries of a warp.
 struct TensorMaps {
-  CUtensorMap query, key, value, bias;
+  CUtensorMap query, key, value, bias, output;
 };
 
 // What the copying warp tells the others of a tile of queries that the block takes, and what they
@@ -33,21 +34,25 @@ struct AssignedTile {
   static constexpr int kGroups = kQueries / 64;
 
   int number;  // of the tile; negative: there is no other
-  int unused;
-  KeyRange seen[kGroups], whole[kGroups], rows[kQueries];
+  TileOfQueries block;
+  alignas(8) KeyRange seen[kGroups], whole[kGroups], rows[kQueries];
 
   // By the lanes of a warp.
-  __device__ void find(const AttentionParams& params, const TileOfQueries& block) {
+  __device__ void find(const AttentionParams& params, const TileOfQueries& tile, int number) {
+    if (threadIdx.x == 0) {
+      this->number = number;
+      block = tile;
+    }
     const int lane = thread_index_anew() % 32;
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
       int first = INT32_MAX, end = 0, whole_first = 0, whole_end = INT32_MAX;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = group * 64 + half * 32 + lane, query = block.first_query + row;
+        const int row = group * 64 + half * 32 + lane, query = tile.first_query + row;
         KeyRange range{0, 0};
         if (query >= 0 && query < params.queries) {
-          range = visible_keys(params, block.batch, block.head, query);
+          range = visible_keys(params, tile.batch, tile.head, query);
           if (range.begin < range.end) {
             first = min(first, range.begin);
             end = max(end, range.end);
@@ -68,6 +73,7 @@ struct AssignedTile {
         whole[group] = {whole_first, whole_end};
       }
     }
+    __syncwarp();  // all lanes have written theirs
   }
   // The first key from `key` on between those that some 64 queries see; INT32_MAX if none is left.
   __device__ int next(int key) const {
@@ -181,6 +187,13 @@ struct QueriesOfBlock : TileOfQueries {
     head = key_head * group + before;
     heads = min(params.heads_of_block, group - before);
   }
+  // As it was assigned, the same for all lanes.
+  __device__ explicit QueriesOfBlock(const TileOfQueries& assigned) : TileOfQueries(assigned) {
+    first_query = uniform(first_query);
+    head = uniform(head);
+    batch = uniform(batch);
+    split = uniform(split);
+  }
   // Of a warpgroup that has none, the last one.
   __device__ int head_of(int warpgroup) const {
     return kMayShare && heads > 0 ? head + min(warpgroup, heads - 1) : head;
@@ -226,14 +239,16 @@ class TilesOfBlock {
     }
   }
   __device__ bool are_left() const { return key < end; }
+  // Up to key `seen_end`, for all lanes the same, no tile is left out, unless a note tells.
   __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block,
-                          const AssignedTile<kQueries>& assigned) {
+                          const AssignedTile<kQueries>& assigned, int seen_end = 0) {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
-      go_to(params.note.words == nullptr
-                ? assigned.next(key + kKeys)
-                : tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; }));
+      go_to(params.note.words != nullptr
+                ? tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; })
+            : key + kKeys < seen_end ? key + kKeys
+                                     : assigned.next(key + kKeys));
     }
     ++step;
   }
@@ -304,7 +319,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   constexpr bool kHasBias = kBias != HopperBias::kNone;
   constexpr bool kHasTile = kBias == HopperBias::kTile;
   constexpr bool kMayTakeTurns =
-      kKeys > kNoteTile && (kHasTile ? kWarpgroups == 2 : !kHasBias && kIsPlain);
+      kKeys > kNoteTile && (kHasTile ? kWarpgroups == 2 : kIsPlain || !kHasBias);
+  // Two warpgroups with a bias and nothing else are faster without.
+  constexpr bool kWeighsHalves = !kIsPlain || !kHasBias || kWarpgroups > 2;
   using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
   extern __shared__ __align__(1024) char shared_memory[];
@@ -337,6 +354,13 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     return static_cast<int>(
         uniform(static_cast<uint32_t>(Memory::assignment(shared_memory, done).number)));
   };
+  const auto block_of = [&](const auto& assigned) {
+    if constexpr (kIsPlain) {
+      return Block(params, kQueries, work.number());
+    } else {
+      return Block(assigned.block);
+    }
+  };
   const auto may_come = [&](int done, int& number) {
     if constexpr (kIsPlain) {
       return work.may_come();
@@ -352,8 +376,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         int number;
         for (int done = 0; may_come(done, number); work.advance(), ++done) {
           if (kIsPlain && !work.is_left()) continue;
-          const Block block(params, kQueries, kIsPlain ? work.number() : number);
           const auto& assigned = Memory::assignment(shared_memory, done);
+          const Block block = block_of(assigned);
           const BiasRows<T> bias(params, block.batch, block.head);
           Tiles tiles(params, block, assigned, first_step);
           for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
@@ -382,25 +406,17 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     for (int done = 0; kIsPlain ? work.may_come() : true; work.advance()) {
       if (kIsPlain && !work.is_left()) continue;
       auto& assigned = Memory::assignment(shared_memory, done);
-      [[maybe_unused]] uint32_t following;
+      // The tile before the last one is done, and what was assigned then is not needed any more.
       if constexpr (kIsPlain) {
         number = work.number();
-      } else {
-        // The tile before the last one is done, and what was assigned then is not needed any more.
-        const bool is_left = work.has(number);
-        if (is_left) {
-          following = work.next(params);
-          assigned.find(params, Block(params, kQueries, static_cast<int>(number)));
-        }
-        if (is_first) assigned.number = is_left ? static_cast<int>(number) : -1;
-        __syncwarp();  // all lanes have written theirs
-        if (!is_left) {
-          memory.queries_are_used().wait((done & 1) ^ 1);
-          if (is_first) memory.queries_are_there().arrive();
-          return;
-        }
+      } else if (!work.has(number)) {
+        if (is_first) assigned.number = -1;
+        memory.queries_are_used().wait((done & 1) ^ 1);
+        if (is_first) memory.queries_are_there().arrive();
+        return;
       }
       const Block block(params, kQueries, static_cast<int>(number));
+      if constexpr (!kIsPlain) assigned.find(params, block, static_cast<int>(number));
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
       memory.queries_are_used().wait((done & 1) ^ 1);
@@ -447,7 +463,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             memory.values_are_used(stage), tiles.step, tiles.key);
       }
       first_step = uniform(tiles.step);
-      if constexpr (!kIsPlain) number = __shfl_sync(~0u, following, 0);
+      // The next one is taken as late as it is in time, so that all blocks end at about the same.
+      if constexpr (!kIsPlain) number = __shfl_sync(~0u, work.next(params), 0);
     }
     return;
   }
@@ -468,7 +485,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   // Warpgroups take turns at the products of queries and keys, one for each tile of keys, also of
   // those that they pass. So one makes weights while another has products; else all make weights at
   // the same time, and then all wait for products.
-  const bool takes_turns = kMayTakeTurns && (kHasTile || params.window_right < 0);
+  const bool takes_turns = kMayTakeTurns && (kHasTile || params.note.words == nullptr);
   const auto wait_for_my_turn = [&] {
     if (takes_turns) wait_for_turn<kWarpgroups>(warpgroup);
   };
@@ -480,8 +497,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   int number;
   for (int done = 0; may_come(done, number); work.advance()) {
     if (kIsPlain && !work.is_left()) continue;
-    const Block block(params, kQueries, kIsPlain ? work.number() : number);
     const auto& assigned = Memory::assignment(shared_memory, done);
+    const Block block = block_of(assigned);
     const int head = block.head_of(warpgroup), group_query = block.query_of(params, warpgroup);
     const int warp_query = group_query + 16 * warp_in_group;
     // By length, window and range: of these keys all queries of the warpgroup see all; and these
@@ -521,42 +538,59 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       end_products();
     };
     // Where registers have room, the tile of a bias is loaded while products run, and given back at
-    // once. Else it waits until the warp has voted on the largest logits, which takes no registers:
-    // all lanes have read theirs.
+    // once. Else the rows of a half are loaded when logits are made of them, and the tile waits
+    // until the warp has voted on the largest ones, which takes no registers: all lanes have read
+    // theirs.
     constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
-    [[maybe_unused]] LoadedBias<T, kSteps> bias;
+    [[maybe_unused]] Pack<T> bias[2][kN / 4];
     const auto wait_for_bias = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
       memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
       return stage;
     };
-    const auto load_bias = [&](const Tiles& tiles) {
-      const int stage = wait_for_bias(tiles);
+    const auto load_bias = [&](int stage, int half) {
       using Panel = Tile<T, 64, 64>;
-      const FragmentsDown<Panel> fragments(Panel{memory.bias(stage, warpgroup)},
-                                           16 * warp_in_group);
+      const uint32_t first =
+          memory.bias(stage, warpgroup) + Panel::offset(16 * warp_in_group + lane % 8, lane / 8);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        load_matrices(bias.packs[step].words,
-                      (fragments.address ^ step % 4 * 32) + step / 4 * Memory::kBiasPanelBytes);
-      if constexpr (kLoadsBiasAhead) {
-        uint32_t words = 0;  // one of each load
+      for (int n = 0; n < kN; n += 4)
+        load_matrices(bias[half][n / 4].words, (first ^ n % 8 * 16) + half * 8 * Panel::kRowBytes +
+                                                   n / 8 * Memory::kBiasPanelBytes);
+    };
+    const auto load_bias_ahead = [&](const Tiles& tiles) {
+      const int stage = wait_for_bias(tiles);
+      uint32_t words = 0;  // one of each load
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) words |= bias.packs[step].words[0];
-        wait_for_loads(words);
-        release(memory.bias_is_used(stage, warpgroup));
+      for (int half = 0; half < 2; ++half) {
+        load_bias(stage, half);
+#pragma unroll
+        for (int i = 0; i < kN / 4; ++i) words |= bias[half][i].words[0];
+      }
+      wait_for_loads(words);
+      release(memory.bias_is_used(stage, warpgroup));
+    };
+    // Makes logits of products, of a half of the rows.
+    const auto add_bias_of = [&](const Tiles& tiles, int half) {
+      if constexpr (!kLoadsBiasAhead)
+        load_bias(half == 0 ? wait_for_bias(tiles) : tiles.step % Memory::kBiasStages, half);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[0][n][2 * half + i];
+          score = fmaf(score, params.scale, bias[half][n / 4][n % 4 * 2 + i]);
+        }
       }
     };
-    // Makes logits of products.
-    const auto add_bias_of = [&](const Tiles& tiles) {
+    const auto add_all_bias_of = [&](const Tiles& tiles) {
       if constexpr (Memory::kIsTable) {
         const int stage = wait_for_bias(tiles);
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
       } else {
-        if constexpr (!kLoadsBiasAhead) load_bias(tiles);
-        add_bias(scores, params.scale, bias);
+        add_bias_of(tiles, 0);
+        add_bias_of(tiles, 1);
       }
     };
     // Of a tile the bits of this lane's rows that the mask excludes, on their way while products
@@ -591,12 +625,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // Scores become weights; the output before is to be scaled by `factors`.
-    const auto weigh = [&](const Tiles& tiles) {
+    // Scores become weights. `rescale_output` scales the output before by `factors`.
+    const auto weigh = [&](const Tiles& tiles, auto&& rescale_output) {
       release(memory.keys_are_used(tiles.step % kStages));
-      if constexpr (kHasBias) add_bias_of(tiles);
       const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
-      if (is_cut || tiles.may_exclude()) {
+      const bool excludes = is_cut || tiles.may_exclude();
+      const bool adds_halves = kIsPlain && kHasTile && kWeighsHalves && !excludes;
+      if constexpr (kHasBias) {
+        if (!adds_halves) add_all_bias_of(tiles);
+      }
+      if (excludes) {
         Excluded<1, kN> excluded;
         if constexpr (kIsPlain) {
           excluded.template find<false, true>(params, block.batch, block.head, warp_query,
@@ -614,23 +652,41 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
         excluded.apply(scores, -INFINITY);
       }
-      factors[0] = factors[1] = 1.f;
-      softmax.template weigh<kHasBias>(
-          scores, [&](int, int half, float factor) { factors[half] = factor; });
-      if constexpr (kHasBias && !kLoadsBiasAhead)
-        release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
-      if (!kIsPlain && params.dropout.seed != nullptr) {
-        const Dropping<false> dropping(params, block.batch, block.head);
-        dropping.template for_each_word<1, kN>(
-            warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
-              clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
-                          halves, dropping.least);
-            });
-      }
-    };
-    const auto round_weights = [&] {
+      const auto release_bias = [&] {
+        if constexpr (kHasBias && !kLoadsBiasAhead)
+          release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
+      };
+      const auto weigh_logits = [&](auto&& prepare) {
+        if constexpr (kWeighsHalves) {
+          softmax.template weigh_halves<kHasBias>(scores, prepare, [&](int half, float factor) {
+            factors[half] = factor;
+            if (half == 0) return;
+            release_bias();
+            if (!kIsPlain) rescale_output();
+          });
+        } else {
+          factors[0] = factors[1] = 1.f;
+          softmax.template weigh<kHasBias>(
+              scores, [&](int, int half, float factor) { factors[half] = factor; });
+          release_bias();
+        }
+        if (kIsPlain) rescale_output();
+        if (!kIsPlain && params.dropout.seed != nullptr) {
+          const Dropping<false> dropping(params, block.batch, block.head);
+          dropping.template for_each_word<1, kN>(
+              warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
+                clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
+                            halves, dropping.least);
+              });
+        }
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
+        for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
+      };
+      if (adds_halves) {
+        if constexpr (kHasTile) weigh_logits([&](int half) { add_bias_of(tiles, half); });
+      } else {
+        weigh_logits([](int) {});
+      }
     };
 
     if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
@@ -677,14 +733,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for(keys_are_there, first);
       wait_for_my_turn();
       start_scores(first % kStages);
-      if constexpr (kLoadsBiasAhead) load_bias(tiles);
+      if constexpr (kLoadsBiasAhead) load_bias_ahead(tiles);
       wait_for_products<0>();
       touch(scores[0]);
       pass_my_turn();
-      weigh(tiles);
-      round_weights();
-      for (tiles.advance(params, block, assigned); tiles.are_left() && tiles.key < seen.end;
-           tiles.advance(params, block, assigned)) {
+      weigh(tiles, [] {});
+      for (tiles.advance(params, block, assigned, seen.end);
+           tiles.are_left() && tiles.key < seen.end;
+           tiles.advance(params, block, assigned, seen.end)) {
         const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
         load_masked(tiles);
         wait_for(keys_are_there, step);
@@ -692,20 +748,20 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
-        if constexpr (kLoadsBiasAhead) load_bias(tiles);
+        if constexpr (kLoadsBiasAhead) load_bias_ahead(tiles);
         wait_for_products<1>();
         touch(scores[0]);
         pass_my_turn();
-        weigh(tiles);
-        wait_for_products<0>();
-        touch(output[0]);
-        release(memory.values_are_used(before % kStages));
+        weigh(tiles, [&] {
+          wait_for_products<0>();
+          touch(output[0]);
+          release(memory.values_are_used(before % kStages));
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
+          for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
-        }
-        round_weights();
+            for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
+          }
+        });
       }
       release_queries();
       const uint32_t last = step_of(tiles) - 1;
@@ -744,16 +800,44 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         row_end.store(params, first_row + row);
       factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
     }
-    // Results of a warp take the place of queries of all warps.
-    if constexpr (!Memory::kHasOwnResults) sync_warpgroup(warpgroup);
-    store_rows<T, Tile<T, 64, 64 * Memory::kValuePanels>>(
-        shared_memory + Memory::kResultsAt + warpgroup * Memory::kResultPitch, 16 * warp_in_group,
-        output[0], factors, params.output.row<T>(block.batch, head, group_query),
-        params.output.query_stride, params.queries - group_query, params.value_dim);
-    if constexpr (!Memory::kHasOwnResults) publish_writes();  // before queries are copied there
-    __syncwarp();                                             // results may take their place again
-    if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
+    const auto wait_for_copy_of_results = [&] {
+      if (lane == 0) wait_for_reads_of_stores();
+      __syncwarp();
+    };
+    if constexpr (Memory::kHasOwnResults) {
+      wait_for_copy_of_results();
+    } else {  // results of a warp take the place of queries of all warps
+      sync_warpgroup(warpgroup);
+    }
+    const int results_at = Memory::kResultsAt + warpgroup * Memory::kResultPitch;
+    const auto write_panel = [&]<int kN>(int panel) {
+      store_to_tile<Tile<T, 64, 64>>(
+          shared_memory + results_at + panel * Memory::kQueryPanelBytes, 16 * warp_in_group,
+          reinterpret_cast<const float (&)[kN][4]>(output[0][8 * panel]), 0,
+          [&](float first, float second, int half) {
+            return round_pair<T>(first * factors[half], second * factors[half]);
+          });
+    };
+#pragma unroll
+    for (int panel = 0; panel < kColumns / 8; ++panel) write_panel.template operator()<8>(panel);
+    if constexpr (kColumns % 8 != 0) write_panel.template operator()<kColumns % 8>(kColumns / 8);
+    publish_writes();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < Memory::kValuePanels; ++panel)
+        start_store_of_box(maps.output,
+                           memory.address + results_at + panel * Memory::kQueryPanelBytes +
+                               16 * warp_in_group * 128,
+                           64 * panel, warp_query, head, block.batch);
+      end_stores();
+    }
+    if constexpr (!Memory::kHasOwnResults) {
+      wait_for_copy_of_results();
+      release_queries_at_last();
+    }
   }
+  if (lane == 0) wait_for_reads_of_stores();
 #endif
 }
 
