@@ -215,7 +215,7 @@ def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
     unit, results = 128 * 32, 2 * LIMITS.constants["kResultBytes"]
     for rows, columns, name, units in (
         (1024, 65536, "cluster_4", 18),
-        (2000, 30001, "turns_512x2", 30),
+        (2000, 40001, "turns_512x2", 40),
         (1024, 2**18, "turns_512x8", 55),
     ):
         found = explain(rows, columns, HALF, backward=True)

@@ -902,7 +902,7 @@ def test_rows_beyond_the_tables(variant: str, dtype: torch.dtype, columns: int) 
 
 
 @gpu
-@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= 1026])
+@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= 1032])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges_of_regimes_in_a_window(chunks: int, dtype: torch.dtype) -> None:
     """A row takes the regime of what a window leaves of it: a narrow row of at most half of it."""
