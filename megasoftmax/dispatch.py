@@ -154,7 +154,7 @@ def reasons_against_fused_topk(
         ),
         _rows(logits),
         _columns(logits, False),
-        forward_mode(),
+        _forward_mode(),
     )
     return _given(found)
 
@@ -171,7 +171,7 @@ def reasons_against_fused_attention(
         _attention_dropout(dropout),
         _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
         _count("queries + keys", query.shape[2] + key.shape[2], _attention_limit("kMaxPositions")),
-        forward_mode(),
+        _forward_mode(),
     )
     return _given(found)
 
@@ -440,7 +440,7 @@ def _count(name: str, count: int, most: int) -> Reason | None:
     return None if count <= most else Reason(name, str(count), f"at most {most}")
 
 
-def forward_mode() -> Reason | None:
+def _forward_mode() -> Reason | None:
     """Plain torch has such derivatives by itself; beside kernels only softmax has one."""
     if torch.autograd.forward_ad._current_level < 0:
         return None
@@ -449,7 +449,7 @@ def forward_mode() -> Reason | None:
 
 def _compiled_forward_mode() -> Reason | None:
     """For softmax: what autograd has of it for forward mode, torch.compile does not trace."""
-    return forward_mode() if torch.compiler.is_compiling() else None
+    return _forward_mode() if torch.compiler.is_compiling() else None
 
 
 def sdpa_device(query: Tensor) -> Reason | None:

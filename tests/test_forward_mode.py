@@ -272,7 +272,7 @@ def test_others_give_way_to_plain_torch(function, kernels):
 @pytest.mark.parametrize("function", [topk_of, attention_of])
 def test_ops_refuse_forward_mode(function, kernels, monkeypatch):
     """As DTensors use them, and never drop a tangent."""
-    monkeypatch.setattr(dispatch, "forward_mode", lambda: None)
+    monkeypatch.setattr(dispatch, "_forward_mode", lambda: None)
     inputs = normal(*SHAPE, device=kernels, dtype=torch.bfloat16)
     fused = functools.partial(function, fused=True)
     message = r"^(attention|softmax_topk): .*; plain torch has it, fused=False"

@@ -168,9 +168,9 @@ def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor
     words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
     words = -(-words // 4) * 4  # the bits of pairs begin at a multiple of 16 bytes
     if block == 1:
-        words += (1 if mask.shape[2] == 1 else queries) * 4 * -(-of_keys // 2)
-    if block == 1 and mask.shape[2] != 1:
-        words += of_keys * of_queries * 2 * tile  # the same bits, by key
+        is_shared = mask.shape[2] == 1  # by all queries
+        words += (1 if is_shared else queries) * 4 * -(-of_keys // 2)
+        words += 0 if is_shared else of_keys * of_queries * 2 * tile  # the same bits, by key
     return mask.new_empty((*mask.shape[:2], words), dtype=torch.int32)
 
 
