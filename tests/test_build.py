@@ -165,7 +165,8 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
             continue
         spilled, count = _spills(logs[source], _allowed(source, "Spilled"))
         assert not _without_registers(logs[source])
-        assert count == logs[source].count("Compiling entry function")
+        # Functions that are not inlined are reported too.
+        assert count >= logs[source].count("Compiling entry function")
         assert count > 0 or source.parent.name != "instances"
         found += spilled
     if found:
