@@ -69,7 +69,9 @@ def builders(inputs: Inputs, flex: bool, like: Sequence[str] = ()) -> dict[str, 
 def has_flash_attention(case: Case) -> bool:
     """Whether the package is there, which adds nothing to the scores and takes 16 bits."""
     is_plain = not (case.bias or case.sink or case.decode) and case.dtype.itemsize == 2
-    return is_plain and importlib.util.find_spec("flash_attn") is not None
+    # An older package has the same name, without these kernels.
+    names = ("flash_attn", "flash_attn.cute")
+    return is_plain and all(importlib.util.find_spec(name) is not None for name in names)
 
 
 @contextmanager

@@ -45,6 +45,14 @@ def run(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
+def test_example_runs_from_the_command_line(tmp_path):
+    """In a process of its own, which finds the modules beside the example. Others run below."""
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *TINY]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "megasoftmax: " in result.stdout
+
+
 def losses_of(output):
     """The rows (eager, megasoftmax, difference) of the table that a comparison prints."""
     rows = re.findall(r"^│ +\d+ +│ (\S+) +│ (\S+) +│ (\S+) +│$", output, re.MULTILINE)
@@ -339,7 +347,6 @@ def test_config_is_refused(command, tmp_path, text, message):
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_train_megatron_gpt_learns(device, tmp_path):
-    """From the command line, in a process that finds the modules beside the example."""
     change = ["--steps=60", "--batch=8", "--lr=0.01", "--window=8", "--layers=2"]
     command = [sys.executable, EXAMPLES / "train_megatron_gpt.py", "--device", device]
     result = subprocess.run(

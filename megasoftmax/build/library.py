@@ -132,6 +132,7 @@ def host() -> Path:
         if not sources:
             raise BuildError(f"{extension.CSRC / 'host'} has no sources")
         # Two files include all: reading torch's headers takes longer than compiling what follows.
+        # So names that the sources keep to themselves differ from each other.
         units = [folder / f"host{i}.cpp" for i in range(2)]
         for i, unit in enumerate(units):
             unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::2]))

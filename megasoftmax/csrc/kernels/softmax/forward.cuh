@@ -37,6 +37,25 @@ inline constexpr bool kMayBePlain =
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
 
+// Chunks of a plain row, from column `column` on.
+template <int kStride, class T, int kChunks>
+__device__ __forceinline__ void load_plain(Pack<T> (&raw)[kChunks], const T* source, int column,
+                                           int columns) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    raw[i] = Pack<T>::lowest();
+    if (column + i * kStride < columns)
+      raw[i] = load_streaming<T, kPackElements<T>>(source + i * kStride);
+  }
+}
+template <int kStride, class T, int kChunks>
+__device__ __forceinline__ void flip_plain(Pack<T> (&raw)[kChunks], int column, int columns) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (column + i * kStride < columns) raw[i].flip_signs();
+  }
+}
+
 // Plain rows (ForwardParams::is_plain) and nothing else: the time of few rows is that of the code
 // before their loads and behind them. Sums are those of forward_in_registers.
 template <class T, int kKernel>
@@ -54,18 +73,9 @@ __device__ __forceinline__ void forward_plain_rows(const ForwardParams& params) 
   const T* const source =
       keep_in_register(static_cast<const T*>(params.scores.data) + first_element);
   Pack<T> raw[kChunks];
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    raw[i] = Pack<T>::lowest();
-    if (column + i * kStride < columns) raw[i] = load_streaming<T, kElements>(source + i * kStride);
-  }
+  load_plain<kStride>(raw, source, column, columns);
   const Exponent exponent = exponent_of<NoBias>(params);
-  if (params.scale < 0) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride < columns) raw[i].flip_signs();
-    }
-  }
+  if (params.scale < 0) flip_plain<kStride>(raw, column, columns);
   float z[kChunks][kElements];
   MaxAndSum mine{kLowest, 0.f};
   accumulate<kStride>(mine, true, largest_lane(raw), raw, z, owner.first_thread() * kElements,
@@ -112,11 +122,7 @@ __device__ __forceinline__ void forward_plain_units(const ForwardParams& params,
   const T* const source =
       keep_in_register(static_cast<const T*>(params.scores.data) + first_element);
   Pack<T> raw[kChunks];
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    raw[i] = Pack<T>::lowest();
-    if (column + i * kStride < columns) raw[i] = load_streaming<T, kElements>(source + i * kStride);
-  }
+  load_plain<kStride>(raw, source, column, columns);
   if constexpr (kIsCluster) {
     if (threadIdx.x == 0) {
       init_byte_barrier(&barrier);
@@ -125,12 +131,7 @@ __device__ __forceinline__ void forward_plain_units(const ForwardParams& params,
     arrive_at_cluster_relaxed();
   }
   const Exponent exponent = exponent_of<NoBias>(params);
-  if (params.scale < 0) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride < columns) raw[i].flip_signs();
-    }
-  }
+  if (params.scale < 0) flip_plain<kStride>(raw, column, columns);
   float none = 0.f;
   MaxAndSum mine = sum_of(raw, exponent, none);
   mine.sum = warp_sum<32>(mine.sum);
@@ -532,7 +533,7 @@ __global__ void __launch_bounds__(
     }
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
-    // Those that serve few rows.
+    // Blocks of 256 threads serve few rows, whose time is that of the code.
     constexpr KernelShape kShape = kForwardShape<kKernel>;
     if constexpr (kMayBePlain<Mask, Bias, kKernel> && kShape.storage == Storage::kShared &&
                   kShape.threads() == 256) {
