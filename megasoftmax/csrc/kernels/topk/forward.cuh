@@ -413,7 +413,6 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
       if (rank != 0) continue;
       MaxAndSum of_lane{kLowest, 0.f};
       for (int i = lane; i < blocks; i += 32) of_lane.merge(partials.sums[i], exponent);
-      total = warp_merge<32>(of_lane, exponent);
       // What k keys of one block reach, and what a few of each block do.
       const int of_block = divide_up(params.k, blocks);
       uint32_t of_one = 0, of_each = ~0u;
@@ -432,6 +431,7 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
           selection.append(key != kNoKey && key >= least, [&](int) { return key; });
         }
       });
+      total = warp_merge<32>(of_lane, exponent);  // here, as registers are scarce before
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

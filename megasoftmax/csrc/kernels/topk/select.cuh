@@ -99,7 +99,7 @@ struct Selection {
   }
   // Behind a barrier.
   __device__ uint64_t least_offered() const {
-    const int warp = static_cast<int>(threadIdx.x) % kWarps;
+    const int warp = thread_index_anew() % kWarps;
     return uint64_t{max(smallest_of_lanes(least_of_warps[warp]),
                         largest_of_lanes(least_of_whole_warps[warp]))}
            << 32;
