@@ -1,12 +1,14 @@
 """Skips what this machine cannot run, with the reason; order, threads, fixtures of many files."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from inputs import KERNELS, attention_kernels, gpu_like, why_no_attention
+from processes import Forks
 
 from megasoftmax import dispatch
 from megasoftmax.build import extension, library
@@ -34,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // worker["workercount"])
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the garbage collector does not look at it again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +80,13 @@ def _operators(request: pytest.FixtureRequest) -> Iterator[None]:
         library.load()
     with gpu_like(capability) if capability else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    found = Forks()
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from inputs import bits_equal
 from torch import Tensor
@@ -33,6 +34,21 @@ def assert_all_close(
 ) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other)
+
+
+# The ops themselves
+
+
+def check_op(op: Any, arguments: Sequence[Any], *, is_traced: bool) -> None:
+    """opcheck, on a CPU with symbolic sizes only if `is_traced`: that takes 95% of its time.
+
+    Other cases of the op have its rule of autograd and its sizes traced, and have their own
+    schema and fake result checked.
+    """
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if is_traced or arguments[0].is_cuda:
+        tests.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments, test_utils=tests)
 
 
 # Arguments
@@ -88,6 +104,11 @@ def draw_examples(
 
 
 # Compilation
+
+# For tests that take `dynamic`. On a CPU sizes that change are left to `check_compiled_once`.
+static_and_dynamic = pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.gpu)]
+)
 
 
 def check_compiled(

@@ -177,9 +177,23 @@ def backward_arguments(device, lse=True, asked=True, **case):
     )
 
 
+# Between them they have every tensor that the op takes.
+TRACED = (
+    "plain",
+    "shared bias",
+    "relative in groups",
+    "sink",
+    "visible",
+    "blocks",
+    "dropout",
+    "[b, s, h, d]",
+)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_of_forward(case, device):
-    torch.library.opcheck(attention_forward, forward_arguments(device, **CASES[case]))
+    arguments = forward_arguments(device, **CASES[case])
+    op_checks.check_op(attention_forward, arguments, is_traced=case in TRACED)
 
 
 @pytest.mark.parametrize("case", ["shared bias", "relative in groups", "sink", "[b, s, h, d]"])
@@ -198,7 +212,7 @@ def test_opcheck_of_the_reference(case, device):
 )
 def test_opcheck_of_backward(case, lse, device):
     arguments = backward_arguments(device, lse=lse, **CASES[case])
-    torch.library.opcheck(attention_backward, arguments)
+    op_checks.check_op(attention_backward, arguments, is_traced=case in TRACED)
 
 
 @pytest.mark.parametrize("case", ["bias", "relative", "sink"])
@@ -211,7 +225,7 @@ def test_opcheck_of_what_is_not_asked_for(case, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_opcheck_of_other_types(dtype):
     arguments = forward_arguments("cpu", dtype, **CASES["shared bias"])
-    torch.library.opcheck(attention_forward, arguments)
+    op_checks.check_op(attention_forward, arguments, is_traced=False)
 
 
 def test_gradients_lie_as_their_tensors(device):
@@ -376,7 +390,7 @@ def test_types_of_bias_and_sink(attention, device, bias_dtype):
 # Compilation and export
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@op_checks.static_and_dynamic
 def test_compile(attention, device, dynamic):
     *inputs, mask = make_inputs(device)
     function = full_call(attention, mask)
@@ -398,10 +412,13 @@ def test_compiled_in_blocks(monkeypatch):
 
 def test_compiled_once_for_all_lengths(attention, device):
     def call(
-        query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor
-    ) -> tuple[Tensor]:
-        one = attention(query, key, value, bias=bias, causal=True)
-        return (one + attention(query, key, value, bias=RelativeBias(table), window=(3, -1)),)
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, sink: Tensor
+    ) -> tuple[Tensor, ...]:
+        mask = bias > 1
+        output, lse = attention(
+            query, key, value, bias=bias, mask=mask, causal=True, sink=sink, return_lse=True
+        )
+        return output + attention(query, key, value, bias=RelativeBias(table), window=(3, -1)), lse
 
     def draw(batch: int, queries: int, keys: int) -> list[Tensor]:
         shapes = [
@@ -410,6 +427,7 @@ def test_compiled_once_for_all_lengths(attention, device):
             (batch, KEY_HEADS, keys, VALUE_DIM),
             (1, HEADS, queries, keys),
             (HEADS, queries + keys - 1),
+            (HEADS,),
         ]
         dtype = dtype_on(device)
         return [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]

@@ -68,7 +68,9 @@ def results(call: Call, layout: str, has_canaries: bool) -> list[Tensor]:
 
 
 def check(call: Call, layouts: tuple[str, ...] = tuple(LAYOUTS), what: str = "") -> None:
-    for layout in layouts:
+    """Plain torch, on a CPU, knows no alignment: the last two layouts do."""
+    first, *_ = call[1]
+    for layout in layouts if first.is_cuda else layouts[-2:]:
         poisoned = results(call, layout, has_canaries=True)
         # At the end of the storage, what is read in another way is the same.
         clean = results(call, "aligned" if layout == "end of storage" else layout, False)

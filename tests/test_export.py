@@ -1,7 +1,6 @@
 """Programs that torch.export saves, in other processes."""
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,17 +56,9 @@ for name in sys.argv[1:]:
 OPS = ("attention", "softmax", "softmax_columns", "softmax_topk")  # in the program
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-
-
-def test_saved_and_loaded(device, tmp_path):
+def test_saved_and_loaded(device, tmp_path, forks):
     """The process that loads programs imports the package, and calls none of its functions."""
+    run = partial(forks.run, cwd=Path(__file__).parent)
     saved = run(SAVE, tmp_path, device)
     assert saved.returncode == 0, saved.stderr
     in_plain_torch, through_ops = saved.stdout.splitlines()

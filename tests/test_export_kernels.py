@@ -1,8 +1,6 @@
 """What `export-kernels` writes is loaded by Hugging Face's `kernels`, and computes by itself."""
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -38,12 +36,15 @@ def exported(tmp_path_factory):
     return folder
 
 
-def run(script, folder):
-    """Run SETUP and a script in another process."""
-    code = SETUP + textwrap.dedent(script)
-    command = [sys.executable, "-c", code, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture
+def run(forks):
+    """Runs SETUP and a script, with a folder, in another process."""
+
+    def run_script(script, folder):
+        result = forks.run(SETUP + textwrap.dedent(script), folder)
+        assert result.returncode == 0, result.stderr
+
+    return run_script
 
 
 COMPUTES = """
@@ -65,7 +66,7 @@ check(output, torch.softmax(scores, -1) @ value)
 """
 
 
-def test_copy_computes_without_the_package(exported):
+def test_copy_computes_without_the_package(exported, run):
     run(ALONE + COMPUTES, exported)
 
 
@@ -76,7 +77,7 @@ def test_copy_does_not_name_the_package(exported):
         assert not re.search(r"^ *(from|import) megasoftmax", module.read_text(), re.M), module.name
 
 
-def test_copy_of_links_computes(exported, tmp_path):
+def test_copy_of_links_computes(exported, tmp_path, run):
     """The cache of the hub keeps files elsewhere, under other names, and links them one by one."""
     blobs, linked = tmp_path / "blobs", tmp_path / "linked"
     blobs.mkdir()
@@ -90,7 +91,7 @@ def test_copy_of_links_computes(exported, tmp_path):
 
 
 @pytest.mark.parametrize("first", ["copy", "package"])
-def test_copy_and_package_live_together(exported, first):
+def test_copy_and_package_live_together(exported, first, run):
     script = """
     from megasoftmax.reference.softmax import softmax_forward
 
@@ -116,7 +117,7 @@ def test_copy_and_package_live_together(exported, first):
     )
 
 
-def test_layers_replace_those_of_a_model(exported):
+def test_layers_replace_those_of_a_model(exported, run):
     script = """
     from transformers import Qwen3_5MoeTextConfig
     from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
@@ -260,7 +261,7 @@ def test_compiled_part_needs_the_version_of_cuda(tmp_path):
 
 
 @pytest.mark.gpu
-def test_compiled_copy_runs_fused_beside_the_package(tmp_path):
+def test_compiled_copy_runs_fused_beside_the_package(tmp_path, run):
     compiled = library.load().path
     assert compiled is not None
     major = int(torch.version.cuda.split(".")[0])

@@ -149,9 +149,14 @@ BACKWARD_CASES = {
 }
 
 
+# Between them they have every tensor that the op takes.
+TRACED_CASES = ("plain", "broadcast bias", "one sink", "sink value", "visible", "dropout")
+
+
 @pytest.mark.parametrize("case", FORWARD_CASES)
 def test_opcheck_of_forward(case, device):
-    torch.library.opcheck(softmax_forward, forward_arguments(device, **FORWARD_CASES[case]))
+    arguments = forward_arguments(device, **FORWARD_CASES[case])
+    op_checks.check_op(softmax_forward, arguments, is_traced=case in TRACED_CASES)
 
 
 @pytest.mark.parametrize("shape", [(KEYS,), (QUERIES, KEYS), (2, 1, HEADS, QUERIES, KEYS), (3, 0)])
@@ -162,7 +167,9 @@ def test_opcheck_of_other_ranks(shape, device):
 
 @pytest.mark.parametrize("case", BACKWARD_CASES)
 def test_opcheck_of_backward(case, device):
-    torch.library.opcheck(softmax_backward, backward_arguments(device, **BACKWARD_CASES[case]))
+    arguments = backward_arguments(device, **BACKWARD_CASES[case])
+    is_traced = case in ("plain", "bias and one sink", "visible")
+    op_checks.check_op(softmax_backward, arguments, is_traced=is_traced)
 
 
 @pytest.mark.parametrize("has_all", [False, True])
@@ -318,20 +325,22 @@ def test_nothing_is_recorded_without_need(softmax):
 # Compilation and export
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@op_checks.static_and_dynamic
 def test_compile(softmax, device, dynamic):
     *inputs, mask = make_inputs(device)
     op_checks.check_compiled(full_call(softmax, mask), gradients_of, inputs, dynamic)
 
 
 def test_compiled_once_for_all_lengths(softmax, device):
-    def function(scores: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor]:
-        return (softmax(scores, scale=0.5, mask=mask, bias=bias, causal=True, window=(4, 0)),)
+    def function(scores: Tensor, mask: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"scale": 0.5, "causal": True, "window": (4, 0), "return_lse": True}
+        return softmax(scores, mask=mask, bias=bias, sink=sink, **options)
 
     def draw(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
         scores = torch.randn(batch, HEADS, queries, keys, device=device, requires_grad=True)
         bias = torch.randn(1, HEADS, queries, keys, device=device, requires_grad=True)
-        return scores, torch.rand(batch, 1, 1, keys, device=device) < 0.4, bias
+        sink = torch.randn(HEADS, device=device, requires_grad=True)
+        return scores, torch.rand(batch, 1, 1, keys, device=device) < 0.4, bias, sink
 
     op_checks.check_compiled_once(function, draw)
 

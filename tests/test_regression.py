@@ -4,8 +4,6 @@ import functools
 import json
 import math
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -218,10 +216,9 @@ def test_rounded_scale_is_caught_in_fp32(family, device):
     assert 1e-4 < report.failures[0].candidate < 1e-2
 
 
-@pytest.mark.parametrize("family", ["mixtral", "swin"])
-def test_swapped_heads_are_caught_in_bf16(family, device):
+def test_swapped_heads_are_caught_in_bf16(device):
     register_faulty(swapped_heads)
-    report = run(family, candidate="faulty", dtype="bf16", device=device)
+    report = run("mixtral", candidate="faulty", dtype="bf16", device=device)
     assert not report.passed
 
 
@@ -769,11 +766,11 @@ def test_command_runs_all_families(invoke, monkeypatch):
     assert (settings["learning_rate"], settings["baseline"], settings["seed"]) == (0.5, "sdpa", 3)
 
 
-def test_package_imports_neither_transformers_nor_this():
+def test_package_imports_neither_transformers_nor_this(forks):
     code = (
         "import sys, megasoftmax, megasoftmax.__main__; "
         "print([m for m in sys.modules if m.startswith(('transformers', 'matplotlib')) "
         "or 'regression' in m])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = forks.run(code)
     assert result.stdout.strip() == "[]", result.stderr

@@ -121,15 +121,21 @@ def backward_arguments(device, dtype=torch.float32, lse=True, **case):
     )
 
 
+# Between them they have every tensor that the op takes.
+TRACED = ("plain", "broadcast bias", "renormalised, bias", "k 0")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_of_forward(case, device):
-    torch.library.opcheck(topk_forward, forward_arguments(device, **CASES[case]))
+    arguments = forward_arguments(device, **CASES[case])
+    op_checks.check_op(topk_forward, arguments, is_traced=case in TRACED)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 1, 3, 4, 5), (3, 5)])
 @pytest.mark.parametrize("out", [torch.float16, torch.float32])
 def test_opcheck_of_other_ranks_and_types(shape, out, device):
-    torch.library.opcheck(topk_forward, forward_arguments(device, shape=shape, out=out))
+    arguments = forward_arguments(device, shape=shape, out=out)
+    op_checks.check_op(topk_forward, arguments, is_traced=out == torch.float32)
 
 
 def test_opcheck_of_candidates(device):
@@ -142,7 +148,7 @@ def test_opcheck_of_candidates(device):
 )
 def test_opcheck_of_backward(case, lse, device):
     arguments = backward_arguments(device, lse=lse, **CASES[case])
-    torch.library.opcheck(topk_backward, arguments)
+    op_checks.check_op(topk_backward, arguments, is_traced=case in TRACED)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -280,7 +286,7 @@ def test_mixed_types(topk, device, bias_dtype):
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
+@op_checks.static_and_dynamic
 def test_compile(topk, device, dynamic, renormalize):
     *inputs, mask = make_inputs(device)
     function = full_call(topk, mask, renormalize)
@@ -288,8 +294,8 @@ def test_compile(topk, device, dynamic, renormalize):
 
 
 def test_compiled_once_for_all_lengths(topk, device):
-    def function(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return topk(logits, 4, scale=0.5, mask=mask, bias=bias)
+    def function(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return topk(logits, 4, scale=0.5, mask=mask, bias=bias, renormalize=True, return_lse=True)
 
     def draw(batch: int, rows: int, columns: int) -> tuple[Tensor, ...]:
         logits = torch.randn(batch, rows, columns, device=device, requires_grad=True)
