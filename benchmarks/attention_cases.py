@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import measure
 import torch
 from torch import Tensor
 
@@ -81,8 +82,7 @@ class Case:
         heads = str(self.heads) if self.groups == self.heads else f"{self.heads}/{self.groups}"
         length = str(self.keys) if self.queries == self.keys else f"{self.queries}x{self.keys}"
         name = f"{self.batch}x{heads}x{length}x{self.head_dim} {self.masking} {self.variant}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        name += "" if self.dtype == torch.bfloat16 else f" {dtype}"
+        name += "" if self.dtype == torch.bfloat16 else f" {measure.dtype_name(self.dtype)}"
         return f"decode {name}" if self.decode else name
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from attention_cases import DEVICE, Case, Inputs, visible
+from measured import DENSE, OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,8 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import megasoftmax
 from megasoftmax.build import library
 
-OURS = "megasoftmax"
-DENSE = "megasoftmax, dense bias"
 FLEX = "FlexAttention"
 FLASH = "FlashAttention-4"
 BACKENDS = {

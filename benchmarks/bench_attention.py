@@ -14,8 +14,6 @@ Kernels of FlexAttention, and of FlashAttention-4 where it is installed, are com
 beside each other before anything is timed.
 """
 
-import csv
-import gc
 import multiprocessing
 import os
 import re
@@ -30,6 +28,7 @@ import measure
 import torch
 import typer
 from attention_cases import DEVICE, Case, Inputs, cases
+from measured import OURS
 from rich.progress import track
 from torch import Tensor
 
@@ -43,7 +42,7 @@ FIGURES = [
     *("peak_mib", "error_max", "error_rms"),
 ]
 FIELDS = [
-    *("gpu", "torch", "commit", "date", "kind", *CASE_FIELDS),
+    *("kind", *CASE_FIELDS),
     *("pass", "implementation", *FIGURES, "note"),
 ]
 READ = 4.37  # TB/s that a kernel which only reads reaches on an H200
@@ -130,7 +129,7 @@ def described(case: Case) -> dict:
         "case": str(case),
         **{name: getattr(case, name) for name in ("batch", "heads", "queries", "keys", "head_dim")},
         "key_heads": case.groups,
-        "dtype": str(case.dtype).removeprefix("torch."),
+        "dtype": measure.dtype_name(case.dtype),
         "masking": case.masking,
         "bias": case.bias or "",
         **{name: int(getattr(case, name)) for name in ("gradient", "sink", "decode")},
@@ -198,7 +197,7 @@ def compile_case(case: Case) -> None:
             with torch.inference_mode(case.decode):
                 prepare(inputs, build)
     del inputs
-    release()
+    measure.release()
 
 
 def compile_ahead(chosen: list[Case], workers: int) -> None:
@@ -213,56 +212,47 @@ def compile_ahead(chosen: list[Case], workers: int) -> None:
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
 
-def release() -> None:
-    """Gives memory back: closures and graphs refer to each other."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def main(
-    rounds: int = 9,
-    out: Path = RESULTS,
-    only: str = "",
-    quick: bool = False,
-    flex: bool = True,
-    like: Annotated[list[str] | None, typer.Option()] = None,
-    read: float = READ,
-    workers: int = WORKERS,
-    commit: str = "",
-    listed: Annotated[bool, typer.Option("--list")] = False,
+    rounds: measure.Rounds = 9,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
+    quick: Annotated[bool, typer.Option(help="Few cases and rounds.")] = False,
+    flex: Annotated[bool, typer.Option(help="FlexAttention too.")] = True,
+    like: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="megasoftmax with the kernels of another GPU too, by its compute capability; "
+            "repeatable: 8.6 has tiles for 99 KB of shared memory, 10.0 the large tiles, without "
+            "Hopper's."
+        ),
+    ] = None,
+    read: Annotated[float, typer.Option(help="The bandwidth of a read, in TB/s.")] = READ,
+    workers: Annotated[
+        int, typer.Option(help="Compile for FlexAttention and FlashAttention-4.")
+    ] = WORKERS,
+    commit: measure.Commit = "",
+    listed: measure.Listed = False,
 ) -> None:
-    """Runs the cases.
-
-    `only` is a regular expression, searched in their names, which `--list` prints; `quick` takes
-    few of them, for a few rounds; `read` is the bandwidth of a read in TB/s; `workers` compile for
-    FlexAttention, which `--no-flex` leaves out, and FlashAttention-4; `commit` is for a copy
-    without git. `like`, which may be given several times, adds megasoftmax with the kernels of
-    another GPU, by its compute capability: 8.6 has tiles for 99 KB of shared memory, 10.0 the large
-    tiles, without Hopper's.
-    """
+    """Runs the cases."""
     chosen = [case for case in cases() if re.search(only, str(case)) and (case.quick or not quick)]
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
     if listed:
         print(*chosen, sep="\n")
         return
-    common = measure.provenance(commit)
     compiled = [case for case in chosen if case.flex or peers.has_flash_attention(case)]
     if flex and workers > 1 and len(compiled) > 1:
         compile_ahead(compiled, workers)
     timer = measure.gpu_timer(HEAD_START)
     failures = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(common | line for line in ceilings(rounds, timer))
+    with measure.results(out, measure.provenance(commit), FIELDS) as write:
+        for line in ceilings(rounds, timer):
+            write(line)
         for case in track(chosen, "attention"):
             try:
-                release()
+                measure.release()
                 for line in run_case(case, rounds, timer, flex, like or [], read):
-                    writer.writerow(common | described(case) | line)
-                    file.flush()
-                    is_ours = line["implementation"].startswith(peers.OURS)
+                    write(described(case) | line)
+                    is_ours = line["implementation"].startswith(OURS)
                     if is_ours and line["kind"] in ("time", "error"):
                         print(case, *line.values())
                         failures += [f"{case}: {line['note']}"] if "note" in line else []
@@ -270,7 +260,7 @@ def main(
                         failures.append(f"{case}: {line['implementation']} is wrong")
             except Exception as error:  # of the inputs or the timing: the other cases go on
                 line = row("time", "forward", "all", note=reason(error, []))
-                writer.writerow(common | described(case) | line)
+                write(described(case) | line)
                 failures.append(f"{case}: {line['note']}")
     print(*(f"failed: {failure}" for failure in failures), sep="\n")
 

@@ -8,7 +8,6 @@ query allows. `error_rms`, relative, is against float64, of one head. What a bac
 row without a time.
 """
 
-import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from typing import Annotated
 import measure
 import torch
 import typer
-from attention_peers import BACKENDS, OURS
-from bench_attention import attempt, release
+from attention_peers import BACKENDS
+from bench_attention import attempt
+from measured import OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -28,9 +28,9 @@ import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "decoding.csv"
 FIELDS = [
-    *("gpu", "torch", "commit", "date", "case", "batch", "heads", "group", "queries", "keys"),
-    *("head_dim", "window", "implementation", "microseconds", "percent_of_copy", "tflops"),
-    *("of_best", "error_rms", "note"),
+    *("case", "batch", "heads", "group", "queries", "keys", "head_dim", "window"),
+    *("implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
+    *("error_rms", "note"),
 ]
 HEADS = 32
 BAR = 0.95  # of the fastest backend's speed
@@ -169,13 +169,13 @@ def run_case(case: Case, rounds: int, timer: measure.Timer, copy: float) -> Iter
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each call is timed.")] = 7,
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
+    rounds: measure.Rounds = 7,
+    out: measure.Out = RESULTS,
     only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
     quick: Annotated[bool, typer.Option(help="Few cases and rounds.")] = False,
     copy: Annotated[float, typer.Option(help="The bandwidth of a copy, in TB/s.")] = COPY,
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = "",
-    listed: Annotated[bool, typer.Option("--list", help="Print the cases.")] = False,
+    commit: measure.Commit = "",
+    listed: measure.Listed = False,
 ) -> None:
     """Times steps of decoding."""
     chosen = [
@@ -186,23 +186,19 @@ def main(
         return
     torch.manual_seed(0)
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
-    common = measure.provenance(commit)
-    timer = measure.gpu_timer()
-    with torch.inference_mode(), out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
+    common, timer = measure.provenance(commit), measure.gpu_timer()
+    with torch.inference_mode(), measure.results(out, common, FIELDS) as write:
         for case in chosen:
             names = ("batch", "group", "queries", "keys", "head_dim", "window")
             described = {"case": str(case), "heads": HEADS}
             described |= {name: getattr(case, name) for name in names}
             for row in run_case(case, rounds, timer, copy):
-                writer.writerow(common | described | row)
-                file.flush()
+                write(described | row)
                 is_short = row["implementation"] == OURS and float(row.get("of_best") or 1) < BAR
                 figures = [row.get(name, "") for name in ("microseconds", "percent_of_copy")]
                 figures += [row.get("of_best", ""), f"short of {BAR}" if is_short else ""]
                 print(f"{case!s:44} {row['implementation']:20}", *figures)
-            release()
+            measure.release()
 
 
 if __name__ == "__main__":

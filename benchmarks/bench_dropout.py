@@ -5,10 +5,8 @@ bfloat16. forward+backward is one call and the gradients of query, key, value an
 one, the bias; or of the scores. Of causal softmax, torch adds a mask of -inf first.
 """
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import bench_ranges
 import measure
@@ -19,10 +17,6 @@ from torch import Tensor
 import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "dropout.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "case", "pass", "implementation", "dropout"),
-    "microseconds",
-]
 # Batch, heads, tokens, head dimension, causal, a bias [1, heads, tokens, tokens].
 CASES = [
     (8, 16, 1024, 64, True, False),
@@ -56,24 +50,21 @@ def softmax_ways(tokens: int, causal: bool) -> dict[str, Callable[..., Tensor]]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each call is timed.")] = 10,
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = "",
+    rounds: measure.Rounds = 10, out: measure.Out = RESULTS, commit: measure.Commit = ""
 ) -> None:
     """Time dropout."""
     torch.manual_seed(0)
-    common = measure.provenance(commit)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
+    with measure.results(out, measure.provenance(commit)) as write_row:
 
         def write(
             name: str, leaves: tuple[Tensor, ...], ways: dict[str, Callable[..., Tensor]]
         ) -> None:
             for row in bench_ranges.time_ways(name, leaves, ways, rounds, compare=False):
                 implementation, _, dropout = str(row.pop("implementation")).partition("|")
+                microseconds = row.pop("microseconds")
                 row |= {"implementation": implementation, "dropout": dropout}
-                writer.writerow({**common, **row})
+                row |= {"microseconds": microseconds}
+                write_row(row)
                 print(*row.values(), sep="  ")
 
         for batch, heads, tokens, dim, causal, has_bias in CASES:

@@ -9,7 +9,6 @@ python benchmarks/bench_generation.py                                      # one
 python benchmarks/bench_generation.py --device cpu --quick --out new.csv   # a tiny model
 """
 
-import csv
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -31,10 +30,6 @@ from transformers.generation.streamers import BaseStreamer
 from megasoftmax.integrations.transformers import NAME, register
 
 RESULTS = Path(__file__).parent / "results" / "generation.csv"
-FIELDS = [
-    *("device", "torch", "transformers", "commit", "date", "case", "layers", "prompt", "tokens"),
-    *("implementation", "tokens_per_second"),
-]
 IMPLEMENTATIONS = ("sdpa", NAME)
 BAR = 1.1  # of sdpa's tokens per second, not compiled
 
@@ -109,30 +104,25 @@ def run_case(
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64,
-    rounds: int = 5,
+    rounds: measure.Rounds = 5,
     quick: Annotated[bool, typer.Option(help="A tiny model, for one round.")] = False,
     only: Annotated[str, typer.Option(help="Cases whose name has it.")] = "",
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = "",
+    out: measure.Out = RESULTS,
+    commit: measure.Commit = "",
 ) -> None:
     """Runs the cases."""
     if device == "cuda":
         check_fused()
     register()
-    gpu, *rest = measure.provenance(commit).values()
-    provenance = (gpu if device == "cuda" else platform.machine(), rest[0])
-    common = dict(zip(FIELDS, (*provenance, transformers.__version__, *rest[1:]), strict=False))
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
+    place = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    common = measure.provenance(commit, place) | {"transformers": transformers.__version__}
+    with measure.results(out, common) as write:
         for case in (case for case in CASES if only in str(case)):
             rows = run_case(case, device, tokens, 1 if quick else rounds, quick)
             sizes = {"layers": case.layers, "prompt": case.prompt, "tokens": tokens}
             for name, row in rows.items():
-                found = common | {"case": str(case)} | sizes | {"implementation": name} | row
-                writer.writerow(found)
+                write({"case": str(case), **sizes, "implementation": name, **row})
                 print(case, name, row["tokens_per_second"], sep=", ")
-            file.flush()
             ours, sdpa = (float(rows[name]["tokens_per_second"]) for name in (NAME, "sdpa"))
             bar = "" if case.static else f", bar {BAR}x"
             print(f"{case}: {NAME} over sdpa {ours / sdpa:.2f}x{bar}", flush=True)

@@ -5,7 +5,6 @@ Rows of earlier commits stay: docs/host.svg draws how the ratios changed. A run 
 its device and commit.
 """
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +20,6 @@ import megasoftmax
 from megasoftmax.integrations.transformers import attention_forward
 
 RESULTS = Path(__file__).parent / "results" / "host.csv"
-FIELDS = ["device", "torch", "commit", "date", "case", "pass", "implementation", "microseconds"]
 CALLS = 50  # of a round; with a backward pass about 1000 launches, for which a GPU's queue has room
 
 Ways = dict[str, Callable[..., object]]
@@ -95,18 +93,17 @@ def passes(tensors: tuple[Tensor, ...], ways: Ways) -> dict[str, dict[str, measu
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="How often each is timed.")] = 200,
+    rounds: measure.Rounds = 200,
     threads: Annotated[int, typer.Option(help="Of the CPU's kernels.")] = 1,
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = "",
+    out: measure.Out = RESULTS,
+    commit: measure.Commit = "",
 ) -> None:
     """Time the host."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    gpu, *rest = measure.provenance(commit).values()
-    name = f"{gpu if device == 'cuda' else 'CPU'}, host {measure.host_name()}"
-    common = dict(zip(FIELDS, (name, *rest), strict=False))
-    measured = {"device": name, "commit": common["commit"]}
+    place = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    common = measure.provenance(commit, f"{place}, host {measure.host_name()}")
+    measured = {name: common[name] for name in ("device", "commit")}
     rows = [row for row in read(out.name) if not measured.items() <= row.items()]
     timer = measure.host_timer(CALLS, device)
     for case, (tensors, ways) in cases(device).items():
@@ -116,10 +113,9 @@ def main(
                 row = {"case": case, "pass": which, "implementation": implementation}
                 rows.append({**common, **row, "microseconds": f"{microseconds:.1f}"})
                 print(*rows[-1].values(), sep="  ")
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with measure.results(out, {}) as write:
+        for row in rows:
+            write(row)
 
 
 if __name__ == "__main__":

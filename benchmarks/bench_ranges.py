@@ -8,7 +8,6 @@ call and the gradients of query, key and value. "note" is what a TileMask does o
 scores reaches in the same run.
 """
 
-import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +24,7 @@ import megasoftmax
 from megasoftmax import TileMask, ops, ranges
 
 RESULTS = Path(__file__).parent / "results" / "ranges.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "case", "pass", "implementation"),
-    *("microseconds", "percent_of_copy"),
-]
+FIELDS = ["case", "pass", "implementation", "microseconds", "percent_of_copy"]
 BLOCK = 128  # of the block-sparse pattern, and of FlexAttention
 
 Leaves = tuple[Tensor, Tensor, Tensor]
@@ -263,23 +259,19 @@ CASES = [packed, windows, padding, block_sparse, decoding, softmax]
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each call is timed.")] = 10,
+    rounds: measure.Rounds = 10,
     only: Annotated[str, typer.Option(help="Names of cases, with commas.")] = "",
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = "",
+    out: measure.Out = RESULTS,
+    commit: measure.Commit = "",
 ) -> None:
     """Time masks that leave tiles out."""
     torch.manual_seed(0)
-    common = measure.provenance(commit)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
+    with measure.results(out, measure.provenance(commit), FIELDS) as write:
         for case in CASES:
             if only and case.__name__ not in only.split(","):
                 continue
             for row in case(rounds):
-                writer.writerow({**common, **row})
-                file.flush()
+                write(row)
                 figures = row["microseconds"], row.get("percent_of_copy", "")
                 print(f"{row['case']:48} {row['pass']:17} {row['implementation']:24}", *figures)
             torch.cuda.empty_cache()

@@ -3,8 +3,6 @@
 Eager is what models run without fused kernels: scale, masked_fill, softmax in float32, cast, drop.
 """
 
-import csv
-import datetime
 import platform
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import Tensor
 import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "reference_cpu.csv"
+FIELDS = ["case", "eager_ms", "reference_ms", "ratio"]
 SCALE = 0.125
 
 
@@ -25,7 +24,7 @@ def eager(scores: Tensor, mask: Tensor, dropout: float) -> Tensor:
     return torch.nn.functional.dropout(probabilities, dropout) if dropout else probabilities
 
 
-def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
+def main(rounds: measure.Rounds = 15, threads: int = 2, out: measure.Out = RESULTS) -> None:
     """Masked, causal and dropped, forward alone and with backward, float32 and bfloat16."""
     torch.set_num_threads(threads)
     shape = (4, 8, 512, 512)
@@ -36,7 +35,6 @@ def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
         "causal": (causal, {"causal": True}),
         "causal, dropout": (causal, {"causal": True, "dropout": 0.1}),
     }
-    commit = measure.commit()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for variant, (mask, arguments) in variants.items():
@@ -60,20 +58,14 @@ def main(rounds: int = 15, threads: int = 2, out: Path = RESULTS) -> None:
                     times = measure.interleaved(
                         functions, rounds, measure.host_milliseconds, warm_up=2
                     )
-                name = f"{list(shape)} {str(dtype).removeprefix('torch.')} {variant} {direction}"
+                name = f"{list(shape)} {measure.dtype_name(dtype)} {variant} {direction}"
                 milliseconds = (f"{times['eager']:.2f}", f"{times['ours']:.2f}")
                 rows.append((name, *milliseconds, f"{times['ours'] / times['eager']:.2f}"))
                 print(*rows[-1])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    machine = f"{platform.machine()}, {threads} threads"
-    today = datetime.date.today().isoformat()
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["device", "torch", "commit", "date", "case", "eager_ms", "reference_ms", "ratio"]
-        )
+    common = measure.provenance(device=f"{platform.machine()}, {threads} threads")
+    with measure.results(out, common) as write:
         for row in rows:
-            writer.writerow((machine, torch.__version__, commit, today, *row))
+            write(dict(zip(FIELDS, row, strict=True)))
 
 
 if __name__ == "__main__":

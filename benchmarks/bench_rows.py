@@ -10,26 +10,23 @@ What the host needs for a launch is not in it, and the tensors may stay in the L
 call to the next, those of the copy too.
 """
 
-import csv
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import measure
 import torch
 import typer
+from measured import OURS
 from rich.progress import track
 from torch import Tensor
 
 import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "rows.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "shape", "dim", "rows", "columns", "dtype"),
-    *("pass", "timing", "implementation", "microseconds", "bytes", "percent_of_copy"),
-]
-OURS = "megasoftmax"
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SMALL = 64 * 2**20  # bytes of scores and probabilities together
 CALLS = 20  # in a graph
@@ -78,7 +75,7 @@ class Case:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        name = f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+        name = f"{'x'.join(map(str, self.shape))} {measure.dtype_name(self.dtype)}"
         return name if self.dim == -1 else f"{name} dim {self.dim}"
 
 
@@ -100,6 +97,7 @@ def table(dim0: bool) -> list[Case]:
 Softmax = Callable[[Tensor], Tensor]
 
 
+@functools.cache
 def installed() -> dict[str, Softmax]:
     """The peers that are packages; says which are missing."""
     found: dict[str, Softmax] = {}
@@ -118,9 +116,7 @@ def installed() -> dict[str, Softmax]:
     return found
 
 
-def implementations(
-    case: Case, packages: dict[str, Softmax]
-) -> Iterator[tuple[str, Softmax, tuple[str, ...]]]:
+def implementations(case: Case) -> Iterator[tuple[str, Softmax, tuple[str, ...]]]:
     """Name, function and passes of all that are to be timed.
 
     quack compiles for each length, which takes seconds: its backward is timed in PEERS_TABLE alone.
@@ -131,7 +127,7 @@ def implementations(
     if case.dim != -1:
         return
     key = (*case.shape, case.dtype)
-    for name, softmax in packages.items():
+    for name, softmax in installed().items():
         if name != "quack":
             yield name, softmax, both
         elif case.columns <= QUACK_COLUMNS:
@@ -148,11 +144,11 @@ def implementations(
 
 
 def calls_of(
-    case: Case, scores: Tensor, gradient: Tensor, packages: dict[str, Softmax]
+    case: Case, scores: Tensor, gradient: Tensor
 ) -> dict[str, dict[str, measure.Function]]:
     """{pass: {implementation: call}} of what does not refuse the case; each has run once."""
     calls: dict[str, dict[str, measure.Function]] = {"forward": {}, "backward": {}}
-    for name, softmax, passes in implementations(case, packages):
+    for name, softmax, passes in implementations(case):
         try:
             with torch.no_grad():
                 softmax(scores)
@@ -175,13 +171,13 @@ def calls_of(
     return calls
 
 
-def run_case(case: Case, rounds: int, packages: dict[str, Softmax]) -> Iterator[dict]:
+def run_case(case: Case, rounds: int) -> Iterator[dict]:
     """The lines of one case: forward and backward, with the copy."""
     scores = torch.randn(case.shape, device="cuda", dtype=case.dtype)
     gradient, target = torch.randn_like(scores), torch.empty_like(scores)
     timer = measure.gpu_timer()
     fewest = {"forward": 2 * case.bytes, "backward": 3 * case.bytes}
-    for direction, functions in calls_of(case, scores, gradient, packages).items():
+    for direction, functions in calls_of(case, scores, gradient).items():
         functions = {"copy": lambda: target.copy_(scores)} | functions
         with torch.set_grad_enabled(direction != "forward"):
             times = {"call": measure.interleaved(functions, rounds, timer)}
@@ -210,46 +206,37 @@ def lines(
     case: Case, direction: str, timing: str, times: dict[str, float], fewest: int
 ) -> Iterator[dict]:
     """A line per implementation, from microseconds per call."""
-    bandwidth = 2 * case.bytes / times["copy"]
-    for name, microseconds in times.items():
-        bytes_moved = 2 * case.bytes if name == "copy" else fewest
+    for columns in measure.beside_copy(times, 2 * case.bytes, fewest):
         yield {
             "shape": "x".join(map(str, case.shape)),
             "dim": case.dim,
             "rows": case.rows,
             "columns": case.columns,
-            "dtype": str(case.dtype).removeprefix("torch."),
+            "dtype": measure.dtype_name(case.dtype),
             "pass": direction,
             "timing": timing,
-            "implementation": name,
-            "microseconds": f"{microseconds:.2f}",
-            "bytes": bytes_moved,
-            "percent_of_copy": f"{100 * bytes_moved / bandwidth / microseconds:.1f}",
+            **columns,
         }
 
 
 def main(
-    rounds: int = 15, out: Path = RESULTS, only: str = "", commit: str = "", dim0: bool = False
+    rounds: measure.Rounds = 15,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help='Cases whose "shape dtype" has it.')] = "",
+    commit: measure.Commit = "",
+    dim0: Annotated[bool, typer.Option(help="The middle of three dimensions, too.")] = False,
 ) -> None:
-    """Runs the table.
-
-    `only` keeps the cases whose "shape dtype" contains it; `dim0` adds softmax over the middle of
-    three dimensions; `commit` is for a copy without git.
-    """
+    """Runs the table."""
     common = measure.provenance(commit)
     cases = [case for case in table(dim0) if only in str(case)]
-    packages = installed()
-    out.parent.mkdir(parents=True, exist_ok=True)
     # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    with out.open("w", newline="") as file, torch.cuda.stream(torch.cuda.Stream()):
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    on_stream = torch.cuda.stream(torch.cuda.Stream())
+    with measure.results(out, common) as write, on_stream:
         for case in track(cases, "rows"):
-            for row in run_case(case, rounds, packages):
-                writer.writerow(common | row)
-                file.flush()
+            for row in run_case(case, rounds):
+                write(row)
                 if row["implementation"] == OURS:
-                    print(*(row[name] for name in FIELDS[4:]))
+                    print(*row.values())
             torch.cuda.empty_cache()
 
 

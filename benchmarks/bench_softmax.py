@@ -6,25 +6,25 @@ The variants of a case are timed in turn, round after round, with the L2 cache f
 each call; a figure is the median over the rounds.
 """
 
-import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import measure
 import torch
 import torch._functorch.config as functorch_config
 import typer
+from bench_rows import Softmax, installed
+from measured import OURS
 from rich.progress import track
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.explain.common import Window, visible_entries, window_of
+from megasoftmax.reference.softmax import excluded_by_window
 
 RESULTS = Path(__file__).parent / "results" / "softmax.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "shape", "dtype", "variant", "pass"),
-    *("implementation", "microseconds", "bytes", "percent_of_copy"),
-]
 SCALE = 0.125
 
 TABLE = [
@@ -79,34 +79,21 @@ class Case:
     def visible(self) -> float:
         """The share of scores that causality and window leave."""
         queries, keys = self.shape[-2:]
-        if self.arguments.get("causal"):
-            return sum(min(i + 1 + keys - queries, keys) for i in range(queries)) / (queries * keys)
-        if "window" in self.arguments:
-            left, right = self.arguments["window"]
-            offset = keys - queries
-            spans = (
-                min(keys - 1, i + offset + right) - max(0, i + offset - left) + 1
-                for i in range(queries)
-            )
-            return sum(spans) / (queries * keys)
-        return 1.0
+        return visible_entries(self.limits, queries, keys) / (queries * keys)
+
+    @property
+    def limits(self) -> Window:
+        """The sides of causality and window."""
+        return window_of(self.arguments.get("causal", False), self.arguments.get("window"))
 
     def excluded(self) -> Tensor | None:
         """What a peer without windows and causality needs as a mask."""
-        queries, keys = self.shape[-2:]
         if "mask" in self.arguments:
             return self.arguments["mask"]
-        if not (self.arguments.get("causal") or "window" in self.arguments):
-            return None
-        distance = torch.arange(keys, device="cuda") - torch.arange(queries, device="cuda")[:, None]
-        distance -= keys - queries
-        excluded = distance > 0
-        if "window" in self.arguments:
-            excluded |= distance < -self.arguments["window"][0]
-        return excluded
+        return excluded_by_window(*self.shape[-2:], False, *self.limits, self.scores.device)
 
 
-def eager(case: Case, excluded: Tensor | None) -> Callable[[Tensor], Tensor]:
+def eager(case: Case, excluded: Tensor | None) -> Softmax:
     """What a model without fused kernels runs: scale, bias, masked_fill, softmax, cast."""
     bias, sink = case.arguments.get("bias"), case.arguments.get("sink")
 
@@ -125,10 +112,10 @@ def eager(case: Case, excluded: Tensor | None) -> Callable[[Tensor], Tensor]:
     return softmax
 
 
-def implementations(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+def implementations(case: Case) -> Iterator[tuple[str, Softmax]]:
     """Every softmax that takes the case: ours, eager torch, torch.compile, and installed ones."""
     yield (
-        "megasoftmax",
+        OURS,
         lambda scores: megasoftmax.softmax(scores, scale=SCALE, fused=True, **case.arguments),
     )
     plain = eager(case, case.excluded())
@@ -137,18 +124,7 @@ def implementations(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor
     yield "torch.compile", torch.compile(plain, dynamic=False)
     if case.variant == "scaled":
         yield "torch.softmax", lambda scores: scores.softmax(-1)
-        try:
-            from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-            yield "liger", LigerSoftmaxFunction.apply
-        except ImportError:
-            pass
-        try:
-            from quack.softmax import softmax as quack_softmax
-
-            yield "quack", quack_softmax
-        except ImportError:
-            pass
+        yield from installed().items()
 
 
 def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
@@ -167,7 +143,7 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
     timer = measure.gpu_timer()
     calls: dict[str, dict[str, measure.Function]] = {name: {} for name in fewest}
     for name, softmax in implementations(case):
-        if not peers and name != "megasoftmax":
+        if not peers and name != OURS:
             continue
         leaf = scores.detach().requires_grad_()
 
@@ -190,42 +166,34 @@ def run_case(case: Case, rounds: int, peers: bool) -> Iterator[dict]:
         with torch.set_grad_enabled(direction != "forward"):
             copy = {"copy": lambda: target.copy_(scores)}
             times = measure.interleaved(copy | functions, rounds, timer)
-        bandwidth = 2 * size / times["copy"]
-        for name, microseconds in times.items():
-            bytes_moved = 2 * size if name == "copy" else fewest[direction]
+        for columns in measure.beside_copy(times, 2 * size, fewest[direction]):
             yield {
                 "shape": "x".join(map(str, case.shape)),
-                "dtype": str(scores.dtype).removeprefix("torch."),
+                "dtype": measure.dtype_name(scores.dtype),
                 "variant": case.variant,
                 "pass": direction,
-                "implementation": name,
-                "microseconds": f"{microseconds:.1f}",
-                "bytes": bytes_moved,
-                "percent_of_copy": f"{100 * bytes_moved / bandwidth / microseconds:.1f}",
+                **columns,
             }
 
 
 def main(
-    rounds: int = 15, peers: bool = True, out: Path = RESULTS, only: str = "", commit: str = ""
+    rounds: measure.Rounds = 15,
+    peers: Annotated[bool, typer.Option(help="Others than megasoftmax too.")] = True,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help='Cases whose "shape variant" has it.')] = "",
+    commit: measure.Commit = "",
 ) -> None:
-    """Runs the table.
-
-    `only` keeps the cases whose "shape variant" contains it; `commit` is for a copy without git.
-    """
+    """Runs the table."""
     functorch_config.donated_buffer = False  # one output is differentiated many times
     common = measure.provenance(commit)
     cases = [(shape, variant) for shape, variants in TABLE for variant in variants]
     cases = [case for case in cases if only in f"{'x'.join(map(str, case[0]))} {case[1]}"]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    with measure.results(out, common) as write:
         for shape, variant in track(cases, "softmax"):
             for row in run_case(Case.make(shape, variant), rounds, peers):
-                writer.writerow(common | row)
-                file.flush()
-                if row["implementation"] == "megasoftmax":
-                    print(*(row[name] for name in FIELDS[4:]))
+                write(row)
+                if row["implementation"] == OURS:
+                    print(*row.values())
 
 
 if __name__ == "__main__":

@@ -10,25 +10,21 @@ size of the logits, is timed in the same rounds.
 What the host needs for a launch is not in it, and the logits may stay in the L2 cache.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import measure
 import torch
 import typer
+from measured import OURS
 from rich.progress import track
 from torch import Tensor
 
 import megasoftmax
 
 RESULTS = Path(__file__).parent / "results" / "topk.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "rows", "columns", "dtype", "k", "data"),
-    *("pass", "timing", "implementation", "microseconds", "bytes", "percent_of_copy"),
-]
-OURS = "megasoftmax"
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SMALL = 32 * 2**20  # bytes of the logits
 CALLS = 20  # in a graph
@@ -65,7 +61,7 @@ class Case:
         return logits.copy_(rising if self.data == "sorted" else rising.flip(0))
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = measure.dtype_name(self.dtype)
         return f"{self.rows}x{self.columns} {dtype} k={self.k} {self.data}"
 
 
@@ -158,38 +154,35 @@ def run_case(case: Case, rounds: int) -> Iterator[dict]:
             totals = measure.interleaved(graphs, rounds, timer)
             times["graph"] = {name: total / CALLS for name, total in totals.items()}
         for timing, found in times.items():
-            bandwidth = 2 * case.bytes / found["copy"]
-            for name, microseconds in found.items():
-                bytes_moved = 2 * case.bytes if name == "copy" else case.fewest[direction]
+            for columns in measure.beside_copy(found, 2 * case.bytes, case.fewest[direction]):
                 yield {
                     "rows": case.rows,
                     "columns": case.columns,
-                    "dtype": str(case.dtype).removeprefix("torch."),
+                    "dtype": measure.dtype_name(case.dtype),
                     "k": case.k,
                     "data": case.data,
                     "pass": direction,
                     "timing": timing,
-                    "implementation": name,
-                    "microseconds": f"{microseconds:.2f}",
-                    "bytes": bytes_moved,
-                    "percent_of_copy": f"{100 * bytes_moved / bandwidth / microseconds:.1f}",
+                    **columns,
                 }
 
 
-def main(rounds: int = 9, out: Path = RESULTS, only: str = "", commit: str = "") -> None:
-    """Runs the cases whose name contains `only`; `commit` is for a copy without git."""
+def main(
+    rounds: measure.Rounds = 9,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help="Cases whose name has it.")] = "",
+    commit: measure.Commit = "",
+) -> None:
+    """Runs the cases."""
     common = measure.provenance(commit)
-    out.parent.mkdir(parents=True, exist_ok=True)
     # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    with out.open("w", newline="") as file, torch.cuda.stream(torch.cuda.Stream()):
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    on_stream = torch.cuda.stream(torch.cuda.Stream())
+    with measure.results(out, common) as write, on_stream:
         for case in track([case for case in CASES if only in str(case)], "topk"):
             for row in run_case(case, rounds):
-                writer.writerow(common | row)
-                file.flush()
+                write(row)
                 if row["implementation"] == OURS:
-                    print(*(row[name] for name in FIELDS[4:]))
+                    print(*row.values())
             torch.cuda.empty_cache()
 
 

@@ -14,8 +14,6 @@ python benchmarks/bench_training.py --only "dropout|Mistral|documents" --rounds 
 python benchmarks/bench_training.py --device cpu --quick    # tiny models, to try it
 """
 
-import csv
-import gc
 import math
 import platform
 import re
@@ -42,7 +40,7 @@ from megasoftmax.integrations.transformers import NAME, register
 RESULTS = Path(__file__).parent / "results" / "training.csv"
 CASE_FIELDS = ["layers", "width", "heads", "batch", "length", "targets"]
 FIELDS = [
-    *("gpu", "torch", "transformers", "commit", "date", "case", *CASE_FIELDS, "checkpointed"),
+    *("case", *CASE_FIELDS, "checkpointed"),
     *("implementation", "tokens_per_second", "step_ms", "peak_memory_bytes"),
     *("loss", "gradient_difference", "note"),
 ]
@@ -141,14 +139,8 @@ def attempt(function: Callable[[], Result], row: Row) -> Result | None:
         return function()
     except torch.OutOfMemoryError:
         row["note"] = "out of memory"
-    release()  # outside of the handler, which holds the frames and their tensors
+    measure.release()  # outside of the handler, which holds the frames and their tensors
     return None
-
-
-def release() -> None:
-    """Gives the GPU back what nothing refers to."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def compare(training: Training, rows: dict[str, Row]) -> None:
@@ -227,19 +219,15 @@ def check_fused() -> None:
 
 
 def main(
-    rounds: int = 7,
-    out: Path = RESULTS,
-    only: str = "",
-    quick: bool = False,
+    rounds: measure.Rounds = 7,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
+    quick: Annotated[bool, typer.Option(help="Tiny models, for a few rounds.")] = False,
     device: Device = "cuda",
-    commit: str = "",
-    listed: Annotated[bool, typer.Option("--list")] = False,
+    commit: measure.Commit = "",
+    listed: measure.Listed = False,
 ) -> None:
-    """Runs the cases.
-
-    `only` is a regular expression, searched in their names, which `--list` prints; `quick` takes
-    tiny models, for a few rounds; `commit` is for a copy without git.
-    """
+    """Runs the cases."""
     chosen = [case for case in cases() if re.search(only, str(case))]
     if listed:
         print(*chosen, sep="\n")
@@ -252,20 +240,16 @@ def main(
         common["gpu"] = platform.machine()
     rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
     failures = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    with measure.results(out, common, FIELDS) as write:
         for case in track(chosen, "training"):
-            release()
+            measure.release()
             case = case.tiny() if quick else case
             rows = run_case(case, rounds, device)
             for name, row in rows.items():
-                writer.writerow(common | described(case) | {"implementation": name} | row)
+                write(described(case) | {"implementation": name} | row)
                 print(case, name, *(f"{key} {value}" for key, value in row.items()), sep=", ")
                 if row.get("note", "").startswith(WRONG):
                     failures.append(f"{case}: {name}: {row['note']}")
-            file.flush()
             print(*bars(case, rows), sep="\n")
     if failures:
         sys.exit("\n".join(failures))

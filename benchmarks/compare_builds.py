@@ -6,7 +6,6 @@ A change of the kernels must not slow down what it does not mean to change. Each
 processes of its own, in turn; of each case the fewest microseconds count. `ratio` is new over old.
 """
 
-import csv
 import functools
 import json
 import subprocess
@@ -22,10 +21,10 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import RelativeBias
+from megasoftmax.biases import alibi_bias
 from megasoftmax.build import library as compiled_part
 
 RESULTS = Path(__file__).parent / "results" / "builds.csv"
-FIELDS = ["gpu", "torch", "commit", "date", "case", "pass", "old_us", "new_us", "ratio"]
 CALLS = 40  # of a case in a process
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -90,14 +89,12 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 def bias_of(
     kind: str, batch: int, heads: int, queries: int, length: int
 ) -> Tensor | RelativeBias | None:
-    positions = 2 * length - 1
     if kind == "none":
         return None
     if kind == "table":
-        return RelativeBias(normal(heads, positions, dtype=BFLOAT).requires_grad_())
+        return RelativeBias(normal(heads, 2 * length - 1, dtype=BFLOAT).requires_grad_())
     if kind == "alibi":
-        distances = torch.arange(1 - length, length, device="cuda").abs()
-        return RelativeBias(-torch.linspace(0.01, 0.5, heads, device="cuda")[:, None] * distances)
+        return alibi_bias(torch.linspace(0.01, 0.5, heads, device="cuda"), length, length)
     dtype = FLOAT if "float32" in kind else BFLOAT
     shape = (batch if "b" in kind else 1, heads, queries, length)
     return normal(*shape, dtype=dtype).requires_grad_()
@@ -182,7 +179,7 @@ def main(
         Path | None, typer.Argument(help="None: print the times of `old` alone.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Processes for each library.")] = 2,
-    out: Annotated[Path, typer.Option(help="The CSV to write.")] = RESULTS,
+    out: measure.Out = RESULTS,
     commit: Annotated[str, typer.Option(help="Of the new library.")] = "",
 ) -> None:
     """Compare the kernels of two libraries."""
@@ -197,10 +194,7 @@ def main(
             )
             for name, microseconds in json.loads(answer.stdout.splitlines()[-1]).items():
                 times[name] = min(microseconds, times.get(name, microseconds))
-    common = measure.provenance(commit)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    with measure.results(out, measure.provenance(commit)) as write:
         for name, before in fewest[old].items():
             case, which = name.rsplit(", ", 1)
             after = fewest[new][name]
@@ -209,7 +203,7 @@ def main(
                 "new_us": f"{after:.1f}",
                 "ratio": f"{after / before:.3f}",
             }
-            writer.writerow(common | {"case": case, "pass": which} | numbers)
+            write({"case": case, "pass": which} | numbers)
             print(f"{name:75}{before:10.1f}{after:10.1f}{100 * (after / before - 1):+7.1f}%")
 
 

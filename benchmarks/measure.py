@@ -1,15 +1,25 @@
-"""What the benchmarks share: what they measure, and functions that are timed in turn."""
+"""What the benchmarks share: options, files of results, and functions that are timed in turn."""
 
+import csv
 import datetime
+import gc
 import platform
 import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
+
+Rounds = Annotated[int, typer.Option(help="How often each call is timed.")]
+Out = Annotated[Path, typer.Option(help="The CSV file to write.")]
+Commit = Annotated[str, typer.Option(help="Of a copy without git.")]
+Listed = Annotated[bool, typer.Option("--list", help="Print the names of the cases.")]
 
 Function = Callable[[], object]
 Timer = Callable[[Function], float]
@@ -24,18 +34,76 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
 
 
-def provenance(commit_of_copy: str = "") -> dict[str, str]:
-    """What every row of results says of its GPU and its code.
+def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str, str]:
+    """What every row of results says of its device and its code.
 
     Args:
         commit_of_copy: in place of the commit that is checked out, for a copy without git.
+        device: its name, for the column "device"; None: that of the GPU, for the column "gpu".
     """
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        **({"gpu": gpu} if device is None else {"device": device}),
         "torch": torch.__version__,
         "commit": commit_of_copy or commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+@contextmanager
+def results(
+    out: Path, common: Mapping[str, object], fields: Iterable[str] = ()
+) -> Iterator[Callable[[Mapping[str, object]], None]]:
+    """What writes a row of a CSV file, at once: a run that is cut off leaves what it has measured.
+
+    Args:
+        out: the file; its folder is made if need be.
+        common: what all rows have, in the first columns.
+        fields: the other columns; by default those of the first row.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="") as file:
+        writer: csv.DictWriter | None = None
+
+        def write(row: Mapping[str, object]) -> None:
+            nonlocal writer
+            if writer is None:
+                writer = csv.DictWriter(file, [*common, *(fields or row)], lineterminator="\n")
+                writer.writeheader()
+            writer.writerow({**common, **row})
+            file.flush()
+
+        yield write
+
+
+def beside_copy(times: dict[str, float], copied: int, fewest: int) -> Iterator[dict[str, object]]:
+    """The columns of each implementation, from microseconds of a call; one of them is "copy".
+
+    Args:
+        times: by implementation.
+        copied: bytes that the copy reads and writes.
+        fewest: bytes that the others have to read and write.
+    """
+    for name, microseconds in times.items():
+        moved = copied if name == "copy" else fewest
+        share = moved / copied * times["copy"] / microseconds
+        yield {
+            "implementation": name,
+            "microseconds": f"{microseconds:.2f}",
+            "bytes": moved,
+            "percent_of_copy": f"{100 * share:.1f}",
+        }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def release() -> None:
+    """Gives the GPU back what nothing refers to; closures and graphs refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def host_name() -> str:

@@ -2,7 +2,9 @@
 
 import csv
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -12,6 +14,7 @@ NOT_PEERS = (OURS, DENSE, "megasoftmax_softmax", "copy")
 
 Row = dict[str, str]
 Case = dict[str, Row]  # by implementation
+Key = TypeVar("Key")
 
 
 def read(name: str) -> list[Row]:
@@ -23,13 +26,18 @@ def read(name: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def by_case(rows: list[Row], direction: str) -> dict[tuple[str, str], Case]:
-    """softmax.csv: {(shape, variant): case} of one pass, in the order of the file."""
-    cases: dict[tuple[str, str], Case] = defaultdict(dict)
+def by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Case]:
+    """{key of the row: case}, in the order of the file."""
+    cases: dict[Key, Case] = defaultdict(dict)
     for row in rows:
-        if row["pass"] == direction:
-            cases[row["shape"], row["variant"]][row["implementation"]] = row
+        cases[key(row)][row["implementation"]] = row
     return cases
+
+
+def by_case(rows: list[Row], direction: str) -> dict[tuple[str, str], Case]:
+    """softmax.csv: {(shape, variant): case} of one pass."""
+    of_pass = (row for row in rows if row["pass"] == direction)
+    return by(of_pass, lambda row: (row["shape"], row["variant"]))
 
 
 def by_timing(rows: list[Row], fields: tuple[str, ...]) -> dict[tuple[str, ...], Case]:
@@ -43,19 +51,13 @@ def by_timing(rows: list[Row], fields: tuple[str, ...]) -> dict[tuple[str, ...],
 
 def by_attention(rows: list[Row], kind: str, direction: str) -> dict[str, Case]:
     """attention.csv: {case: case} of one kind and pass, without what refuses the case."""
-    cases: dict[str, Case] = defaultdict(dict)
-    for row in rows:
-        if row["kind"] == kind and row["pass"] == direction and not row["note"]:
-            cases[row["case"]][row["implementation"]] = row
-    return cases
+    asked = {"kind": kind, "pass": direction, "note": ""}
+    return by_model(row for row in rows if asked.items() <= row.items())
 
 
-def by_model(rows: list[Row]) -> dict[str, Case]:
-    """training.csv and generation.csv: {case: case}."""
-    cases: dict[str, Case] = defaultdict(dict)
-    for row in rows:
-        cases[row["case"]][row["implementation"]] = row
-    return cases
+def by_model(rows: Iterable[Row]) -> dict[str, Case]:
+    """training.csv, generation.csv and decoding.csv: {case: case}."""
+    return by(rows, lambda row: row["case"])
 
 
 def of_last_commit(rows: list[Row]) -> list[Row]:

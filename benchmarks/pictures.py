@@ -30,6 +30,7 @@ plt.rcParams |= {
     f"{name}color": INK
     for name in ("text.", "axes.edge", "axes.label", "axes.title", "xtick.", "ytick.")
 }
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 plt.rcParams |= {"axes.facecolor": "none", "savefig.facecolor": "none", "svg.hashsalt": "docs"}
 # An implementation -> its colour and the shape of its mark, in the order of legends.
 MARKS = {
@@ -54,6 +55,7 @@ MARKS = {
 # Where a regime keeps a row between the pass that sums and the pass that writes -> colour.
 KEPT = {
     "tile": ("shared memory, many rows in a tile", PURPLE),
+    "dense": ("registers", GREEN),
     "lanes": ("registers", GREEN),
     "warp": ("registers", GREEN),
     "shared": ("shared memory, of a block", BLUE),
@@ -96,7 +98,7 @@ def draw_headline() -> None:
     axis.set_yticks([])
     axis.set_ylim(len(speedups) - 0.5, -0.8)
     axis.set_xlabel("speed beside the fastest peer")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["left"].set_visible(False)
     figure.tight_layout()
     save(figure, "headline.svg")
 
@@ -148,7 +150,6 @@ def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: 
     axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_topk(rows: list[Row]) -> None:
@@ -234,7 +235,6 @@ def draw_roofline(rows: list[Row]) -> None:
     axis.set_ylabel("TFLOP/s")
     for each in (axis.xaxis, axis.yaxis):
         each.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(
         f"Attention forward under {fastest_read:.1f} TB/s and {fastest_product:.0f} TFLOP/s, "
         f"both measured, {origin(rows)}"
@@ -290,7 +290,6 @@ def draw_host(rows: list[Row]) -> None:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_title(device)
-        axis.spines[["top", "right"]].set_visible(False)
         handles = [plt.Line2D([], [], color=color) for color in colors[: len(cases)]]
         handles += [plt.Line2D([], [], color=GREY, linestyle=line) for line in lines[: len(passes)]]
         axis.legend(handles, [*cases, *passes], frameon=False, fontsize=8)
@@ -309,7 +308,6 @@ def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:
     axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("keys")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_training(rows: list[Row]) -> None:
@@ -384,7 +382,6 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
     axis.set_ylabel("% of copy")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def color_of(regime: str) -> str:
@@ -408,7 +405,6 @@ def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
     axis.set_xlim(left=0)
     axis.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def add_legend(figure: plt.Figure, names: set[str]) -> None:

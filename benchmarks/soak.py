@@ -14,7 +14,6 @@ In the CSV, `worst_ratio` is the ratio of an error to the allowed one, and `seco
 is the time of all processes together.
 """
 
-import csv
 import itertools
 import multiprocessing
 import os
@@ -37,7 +36,7 @@ import megasoftmax
 
 RESULTS = {"cuda": "soak.csv", "cpu": "soak_cpu.csv"}
 FIELDS = [
-    *("gpu", "torch", "commit", "date", "family", "configurations", "redrawn", "failures"),
+    *("family", "configurations", "redrawn", "failures"),
     *("worst_ratio", "worst_result", "seed", "seconds"),
 ]
 SHARES = {"softmax": 0.40, "softmax_topk": 0.15, "attention": 0.45}  # of the time
@@ -250,10 +249,7 @@ def write(tallies: dict[str, Tally], out: Path, device: str, commit: str) -> Non
     common = measure.provenance(commit)
     if device == "cpu":
         common["gpu"] = f"none, {platform.machine()}"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    with measure.results(out, common, FIELDS) as write_row:
         for family, tally in tallies.items():
             row = {
                 "family": family,
@@ -268,7 +264,7 @@ def write(tallies: dict[str, Tally], out: Path, device: str, commit: str) -> Non
                     "worst_result": tally.worst.result,
                     "seed": tally.worst.seed,
                 }
-            writer.writerow(common | row)
+            write_row(row)
             print(f"{family}: {tally}, {tally.seconds:.1f} s")
 
 
@@ -287,7 +283,7 @@ def main(
     first: Annotated[int | None, typer.Option(help="first seed; default: at random")] = None,
     processes: Annotated[int, typer.Option(help="default: 8, or the cores")] = 0,
     out: Annotated[Path | None, typer.Option(help="default: in results/")] = None,
-    commit: Annotated[str, typer.Option(help="for a copy without git")] = "",
+    commit: measure.Commit = "",
 ) -> None:
     """Runs for `seconds`, or one `seed`; exit status 1 where a result is wrong."""
     families = family or list(FAMILIES)

@@ -122,9 +122,30 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
+class Drawn:
+    """A dataclass that says which of its fields are not None, False or as they are by default."""
+
+    family = ""
+    nothing = "none"
+
+    def __str__(self) -> str:
+        found = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or value is False or value == field.default:
+                continue
+            name = field.name.replace("_", " ")
+            words = str(value).removeprefix("torch.")
+            found.append(name if value is True else f"{name} {words}")
+        text = ", ".join(found) or self.nothing
+        return f"{self.family}: {text}" if self.family else f"({text})"
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Drawn):
     """How a tensor lies in its storage, which ends where the tensor ends."""
+
+    nothing = "contiguous"
 
     order: str = "as it is"  # of the dimensions in memory
     step: int = 1  # between elements of the last of them
@@ -174,12 +195,9 @@ class Layout:
             placed.narrow(self.expanded, 0, 1).copy_(values.narrow(self.expanded, 0, 1))
         return placed
 
-    def __str__(self) -> str:
-        return in_words(self, "contiguous")
-
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Drawn):
     shape: Shape
     odds: float  # of an entry to be excluded
     empty_rows: bool  # whether some rows are excluded as a whole
@@ -203,15 +221,12 @@ class Mask:
             mask |= data.coin((*self.shape[:-1], 1), 0.2)
         return self.layout.place(mask)
 
-    def __str__(self) -> str:
-        return in_words(self)
-
 
 KINDS_OF_RANGES = ("any", "any", "documents", "padding", "prefix", "few keys", "nothing in places")
 
 
 @dataclass(frozen=True)
-class Ranges:
+class Ranges(Drawn):
     """Of queries, or of what they share."""
 
     shape: Shape  # without the keys
@@ -276,9 +291,6 @@ class Ranges:
         ]
         return made[0], made[1]
 
-    def __str__(self) -> str:
-        return in_words(self)
-
 
 def made(ranges: Ranges | None, data: Data) -> oracle.Visible | None:
     return None if ranges is None else ranges.make(data)
@@ -288,7 +300,7 @@ BIASES = ("normal", "normal", "levels", "offset", "slope", "lowest in places", "
 
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Drawn):
     shape: Shape
     dtype: torch.dtype
     kind: str
@@ -343,12 +355,9 @@ class Bias:
     def lay(self, values: Tensor) -> Tensor:
         return self.layout.place(values).requires_grad_(self.gradient)
 
-    def __str__(self) -> str:
-        return in_words(self)
-
 
 @dataclass(frozen=True)
-class Sink:
+class Sink(Drawn):
     kind: str  # a number, one element, per head
     value: float  # the number; what the elements are multiplied by
     dtype: torch.dtype
@@ -368,12 +377,9 @@ class Sink:
         values = self.value * data.normal((heads if self.kind == "per head" else 1,))
         return values.to(self.dtype).requires_grad_()
 
-    def __str__(self) -> str:
-        return in_words(self)
-
 
 @dataclass(frozen=True)
-class Incoming:
+class Incoming(Drawn):
     """The gradients of the results."""
 
     ones: bool  # that of the probabilities or the output: 1, of stride 0
@@ -399,23 +405,6 @@ class Incoming:
             g = self.layout.place(data.normal(shape).to(dtype))
         h = self.lse_layout.place(data.normal(lse_shape)) if self.lse else None
         return {"g": g, "h": h, "lse_gradient": self.lse}
-
-    def __str__(self) -> str:
-        return in_words(self)
-
-
-def in_words(value: Any, nothing: str = "none") -> str:
-    """Fields that are not None, False or as they are by default."""
-    found = []
-    for field in fields(value):
-        of_field = getattr(value, field.name)
-        if of_field is None or of_field is False or of_field == field.default:
-            continue
-        name = field.name.replace("_", " ")
-        words = str(of_field).removeprefix("torch.")
-        found.append(name if of_field is True else f"{name} {words}")
-    text = ", ".join(found) or nothing
-    return f"({text})" if not isinstance(value, (Softmax, Topk, Attention)) else text
 
 
 def unless_fused(
@@ -468,7 +457,7 @@ def make_scores(data: Data, kind: str, shape: Shape, dtype: torch.dtype) -> Tens
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(Drawn):
     """Rows, with what stands where they are excluded, and now and then where they are not."""
 
     shape: Shape  # the rows along the last dimension
@@ -521,9 +510,6 @@ class Scores:
         laid = None if bias is None or values is None else bias.lay(values)
         return self.layout.place(scores), laid, excluded
 
-    def __str__(self) -> str:
-        return in_words(self)
-
 
 def draw_scale(random: Random, scores: Scores) -> float:
     """No scale at which a gradient overflows float16, or z float32, or rounding z costs above 1."""
@@ -550,7 +536,9 @@ def draw_row_bias(random: Random, scores: Scores) -> Bias | None:
 
 
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(Drawn):
+    family = "softmax"
+
     scores: Scores
     dim: int  # negative
     out: torch.dtype | None
@@ -631,9 +619,6 @@ class Softmax:
         call(functools.partial(unless_fused, megasoftmax.softmax, fused), scores, **arguments)
         return oracle.compare(softmax, scores, **arguments, **incoming)[1]
 
-    def __str__(self) -> str:
-        return f"softmax: {in_words(self)}"
-
 
 LOGITS = (
     *("two values", "ascending", "descending", "zeros of both signs"),
@@ -642,7 +627,9 @@ LOGITS = (
 
 
 @dataclass(frozen=True)
-class Topk:
+class Topk(Drawn):
+    family = "softmax_topk"
+
     logits: Scores
     k: int
     out: torch.dtype | None
@@ -680,9 +667,6 @@ class Topk:
         function = functools.partial(megasoftmax.softmax_topk, fused=fused)
         return oracle_topk.compare(function, logits, self.k, **arguments, **incoming)[1]
 
-    def __str__(self) -> str:
-        return f"softmax_topk: {in_words(self)}"
-
 
 HEAD_DIMS = (1, 5, 8, 16, 20, 32, 33, 40, 64, 64, 72, 96, 128, 128, 160, 192, 255, MAX_HEAD_DIM)
 
@@ -701,7 +685,9 @@ def determinism(wanted: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Drawn):
+    family = "attention"
+
     batch: int
     heads: int
     key_heads: int
@@ -871,9 +857,6 @@ class Attention:
             if self.visible is not None:
                 values = values.masked_fill(spots(data, values.shape) & ~unseen, self.visible)
         return bias.lay(values)
-
-    def __str__(self) -> str:
-        return f"attention: {in_words(self)}"
 
 
 Case = Softmax | Topk | Attention

@@ -13,8 +13,6 @@ although it says so, or raises an error that does not name the model or layer an
 """
 
 import copy
-import csv
-import datetime
 import logging
 import sys
 import warnings
@@ -23,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import measure
 import torch
@@ -42,10 +41,6 @@ from megasoftmax.integrations.patching import patch_model
 from megasoftmax.integrations.serving import Layer, is_attention, layers_of, why_not_served
 
 FILE = "families.csv"
-FIELDS = [
-    *("transformers", "torch", "commit", "date", "class", "task", "by_name", "by_patch_model"),
-    *("layers", "served", "logits_error", "gradient_error", "generation", "why"),
-]
 FAULTS = ("differs", "silent", "unclear error")
 TOLERANCE = 1e-5  # relative, in the Euclidean norm
 NEW_TOKENS = 4
@@ -76,8 +71,6 @@ class Calls:
 @contextmanager
 def counting(calls: Calls) -> Iterator[None]:
     """Counts calls of megasoftmax, and lets a CPU run attention fused."""
-    originals = {name: getattr(megasoftmax, name) for name in ("attention", "softmax")}
-    takes_attention = integration.takes_attention
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Any, **options: Any) -> Any:
@@ -86,15 +79,12 @@ def counting(calls: Calls) -> Iterator[None]:
 
         return call
 
-    for name, function in originals.items():
-        setattr(megasoftmax, name, counted(function))
-    integration.takes_attention = lambda *given: True
-    try:
+    ours = {name: counted(getattr(megasoftmax, name)) for name in ("attention", "softmax")}
+    with (
+        patch.multiple(megasoftmax, **ours),
+        patch.object(integration, "takes_attention", lambda *given: True),
+    ):
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(megasoftmax, name, function)
-        integration.takes_attention = takes_attention
 
 
 def step(model: PreTrainedModel, padding: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,16 +290,11 @@ def main(
 
 def write(rows: list[dict[str, Any]]) -> None:
     """Into results/families.csv and docs/families.md."""
-    origin = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "commit": measure.commit(),
-        "date": datetime.date.today().isoformat(),
-    }
-    with (RESULTS / FILE).open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(origin | row for row in rows)
+    common = {"transformers": transformers.__version__} | measure.provenance()
+    del common["gpu"]
+    with measure.results(RESULTS / FILE, common) as write_row:
+        for row in rows:
+            write_row(row)
     fill_pages()
 
 

@@ -1,11 +1,13 @@
 """The tables of README.md, docs/numbers.md and docs/families.md, from benchmarks/results."""
 
 import re
+from collections.abc import Iterable, Sequence
 
 from measured import (
     OURS,
     Case,
     Row,
+    by,
     by_attention,
     by_case,
     by_model,
@@ -19,10 +21,17 @@ ATTENTION_PEERS = ("SDPA flash", "SDPA cuDNN", "SDPA mem-efficient", "FlexAttent
 TRAINED = (OURS, "megasoftmax_softmax", "sdpa", "sdpa flash", "eager")
 
 
+def table(head: Sequence[str], rows: Iterable[Iterable[str]], *, words: int = 1) -> str:
+    """In Markdown. The first columns have words, and the others numbers, which end alike."""
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    lines.insert(1, "|" + "---|" * words + "--:|" * (len(head) - words))
+    return "\n".join(lines)
+
+
 def headline() -> str:
     """A few cases of each family beside the fastest peer that was measured."""
-    lines = [compared(label, *case) for label, case in headline_cases().items()]
-    return "\n".join([f"| case | {OURS} | fastest peer | speedup |", "|---|--:|--:|--:|", *lines])
+    rows = (compared(label, *case) for label, case in headline_cases().items())
+    return table(("case", OURS, "fastest peer", "speedup"), rows)
 
 
 def headline_cases() -> dict[str, tuple[Case, str]]:
@@ -62,17 +71,16 @@ def speedup(case: Case, figure: str) -> float:
     return float(fastest_peer(case, figure)[figure]) / float(case[OURS][figure])
 
 
-def compared(label: str, case: Case, figure: str) -> str:
-    """A line of the summary: our time, that of the fastest peer, and their ratio."""
+def compared(label: str, case: Case, figure: str) -> tuple[str, ...]:
+    """A row of the summary: our time, that of the fastest peer, and their ratio."""
     ours, peer = case[OURS], fastest_peer(case, figure)
     unit = "ms" if figure == "step_ms" else "µs"
-    cells = [
+    return (
         label,
         f"{short(ours[figure])} {unit}",
         f"{peer['implementation']} {short(peer[figure])} {unit}",
         f"{speedup(case, figure):.2f}×",
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )
 
 
 def short(number: str) -> str:
@@ -83,28 +91,22 @@ def short(number: str) -> str:
 
 def reference_table(rows: list[Row]) -> str:
     """The reference path on a CPU beside the eager code that it replaces."""
-    lines = ["| case | eager ms | reference ms | ratio |", "|---|--:|--:|--:|"]
-    for row in rows:
-        lines.append(
-            f"| {row['case']} | {row['eager_ms']} | {row['reference_ms']} | {row['ratio']} |"
-        )
-    return "\n".join(lines)
+    fields = ("case", "eager_ms", "reference_ms", "ratio")
+    cells = ([row[name] for name in fields] for row in rows)
+    return table([name.replace("_", " ") for name in fields], cells)
 
 
 def attention_table(rows: list[Row]) -> str:
     """TFLOP/s of forward and backward together, where the bias has a gradient."""
-    lines = [
-        f"| b, h, s, d | mask | bias | {OURS} | {' | '.join(ATTENTION_PEERS)} |",
-        "|---|---|---|" + "--:|" * (1 + len(ATTENTION_PEERS)),
-    ]
+    lines = []
     for found in by_attention(rows, "time", "forward+backward").values():
         ours = found[OURS]
         if ours["gradient"] == "1":
             shape = ", ".join(ours[name] for name in ("batch", "heads", "keys", "head_dim"))
             cells = [shape, ours["masking"], f"[{ours['bias']}]", ours["tflops"]]
             cells += [found[name]["tflops"] if name in found else "" for name in ATTENTION_PEERS]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return table(("b, h, s, d", "mask", "bias", OURS, *ATTENTION_PEERS), lines, words=3)
 
 
 def decode_table(rows: list[Row]) -> str:
@@ -113,7 +115,7 @@ def decode_table(rows: list[Row]) -> str:
     names = [
         name for name in (OURS, *ATTENTION_PEERS) if any(name in step for step in steps.values())
     ]
-    lines = ["| b | keys | " + " | ".join(names) + " |", "|--:|" + "--:|" * (1 + len(names))]
+    lines = []
     for found in steps.values():
         any_row = next(iter(found.values()))
         cells = [
@@ -122,19 +124,15 @@ def decode_table(rows: list[Row]) -> str:
             else ""
             for name in names
         ]
-        lines.append("| " + " | ".join([any_row["batch"], any_row["keys"], *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([any_row["batch"], any_row["keys"], *cells])
+    return table(("b", "keys", *names), lines, words=0)
 
 
 def few_queries_table(rows: list[Row]) -> str:
     """Microseconds, in brackets per cent of a copy, and our speed over the fastest backend's."""
-    cases: dict[str, Case] = {}
-    for row in rows:
-        if row["microseconds"]:
-            cases.setdefault(row["case"], {})[row["implementation"]] = row
+    cases = by_model(row for row in rows if row["microseconds"])
     peers = [name for name in ATTENTION_PEERS if any(name in case for case in cases.values())]
-    head = ["batch", "heads", "queries", "keys", "head dim", "window", OURS, *peers, "speedup"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
+    lines = []
     for case in cases.values():
         shape = next(iter(case.values()))
         cells = [shape["batch"], f"{shape['heads']}/{int(shape['heads']) // int(shape['group'])}"]
@@ -145,21 +143,19 @@ def few_queries_table(rows: list[Row]) -> str:
             cells.append(f"{short(row['microseconds'])} ({row['percent_of_copy']})" if row else "")
         of_best = case[OURS]["of_best"] if OURS in case else ""
         cells.append(f"{float(of_best):.2f}×" if of_best else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = ("batch", "heads", "queries", "keys", "head dim", "window", OURS, *peers, "speedup")
+    return table(head, lines, words=0)
 
 
 def training_table(rows: list[Row]) -> str:
     """Tokens per second and peak GiB per model and implementation, or why there are none."""
-    lines = [
-        f"| model | batch | {' | '.join(TRAINED)} |",
-        "|---|--:|" + "--:|" * len(TRAINED),
-    ]
+    lines = []
     for name, case in by_model(rows).items():
         batch = next(iter(case.values()))["batch"]
         cells = [trained(case[peer]) if peer in case else "" for peer in TRAINED]
-        lines.append("| " + " | ".join([name, batch, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([name, batch, *cells])
+    return table(("model", "batch", *TRAINED), lines)
 
 
 def trained(row: Row) -> str:
@@ -172,11 +168,11 @@ def trained(row: Row) -> str:
 
 def generation_table(rows: list[Row]) -> str:
     """Tokens per second that each model generates, ours and sdpa's, and their ratio."""
-    lines = [f"| model | {OURS} | sdpa | ratio |", "|---|--:|--:|--:|"]
+    lines = []
     for name, case in by_model(rows).items():
         ours, sdpa = (float(case[each]["tokens_per_second"]) for each in (OURS, "sdpa"))
-        lines.append(f"| {name} | {ours:.0f} | {sdpa:.0f} | {ours / sdpa:.2f} |")
-    return "\n".join(lines)
+        lines.append([name, f"{ours:.0f}", f"{sdpa:.0f}", f"{ours / sdpa:.2f}"])
+    return table(("model", OURS, "sdpa", "ratio"), lines)
 
 
 def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
@@ -186,38 +182,28 @@ def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
         found.setdefault(tuple(row[name] for name in by), {})[row["pass"]] = row["microseconds"]
     passes = ("forward", "forward+backward")
     head = [*(name.replace("implementation", "as") for name in by), *(f"{p}, µs" for p in passes)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(by) + "|--:|--:|"]
-    for place, times in found.items():
-        if passes[0] not in times:
-            continue
-        cells = [*place, *(short(times[p]) if p in times else "" for p in passes)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = (
+        [*place, *(short(times[p]) if p in times else "" for p in passes)]
+        for place, times in found.items()
+        if passes[0] in times
+    )
+    return table(head, lines, words=len(by))
 
 
 def host_table(rows: list[Row]) -> str:
     """Microseconds of the host for each call, ours and torch's, and their ratio."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in of_last_commit(rows):
-        place = (row["device"], row["case"], row["pass"])
-        found.setdefault(place, {})[row["implementation"]] = row["microseconds"]
-    lines = [
-        f"| device | case | pass | {OURS}, µs | torch, µs | ratio |",
-        "|---|---|---|--:|--:|--:|",
-    ]
-    for place, times in found.items():
-        ratio = float(times[OURS]) / float(times["torch"])
-        cells = [*place, short(times[OURS]), short(times["torch"]), f"{ratio:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cases = by(of_last_commit(rows), lambda row: (row["device"], row["case"], row["pass"]))
+    lines = []
+    for place, case in cases.items():
+        ours, torchs = (case[name]["microseconds"] for name in (OURS, "torch"))
+        lines.append([*place, short(ours), short(torchs), f"{float(ours) / float(torchs):.1f}"])
+    return table(("device", "case", "pass", f"{OURS}, µs", "torch, µs", "ratio"), lines, words=3)
 
 
 def gpu_tests_table(rows: list[Row]) -> str:
     """The last runs of the tests on GPUs."""
     fields = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")
-    lines = ["| " + " | ".join(fields) + " |", "|---|---|---|---|--:|--:|--:|"]
-    lines += ["| " + " | ".join(row[name] for name in fields) + " |" for row in rows[-3:]]
-    return "\n".join(lines)
+    return table(fields, ([row[name] for name in fields] for row in rows[-3:]), words=4)
 
 
 def origin(name: str, script: str) -> str:
@@ -253,16 +239,14 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
         "works": ", ".join(f"`{row['class']}`" for row in parts["works"]),
         "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
     }
-    lines = ["| class | layers that run megasoftmax | the others |", "|---|---|---|"]
-    lines += (
-        f"| `{row['class']}` | {row['served']} of {row['layers']} | `{row['why']}` |"
+    lines = (
+        (f"`{row['class']}`", f"{row['served']} of {row['layers']}", f"`{row['why']}`")
         for row in parts["in part"]
     )
-    found["in part"] = "\n".join(lines)
+    found["in part"] = table(("class", "layers that run megasoftmax", "the others"), lines, words=3)
     for marker in ("patch_model", "refused", "not built"):
-        lines = ["| class | why |", "|---|---|"]
-        lines += (f"| `{row['class']}` | {short_reason(row['why'])} |" for row in parts[marker])
-        found[marker] = "\n".join(lines) if parts[marker] else "None."
+        lines = ((f"`{row['class']}`", short_reason(row["why"])) for row in parts[marker])
+        found[marker] = table(("class", "why"), lines, words=2) if parts[marker] else "None."
     counts = ["| classes | |", "|--:|---|"]
     for marker, words in (
         ("works", "work by the name and through `patch_model`"),

@@ -13,12 +13,12 @@ and a flushed L2 cache. "cold" are few long rows and a flushed L2 cache. "graph"
 in a CUDA graph of 10 calls, of which each counts for a tenth.
 """
 
-import csv
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import measure
 import torch
@@ -33,10 +33,6 @@ from megasoftmax.limits import RowRegime, kernel_limits
 
 LIMITS = kernel_limits()
 RESULTS = Path(__file__).parent / "results" / "tune.csv"
-FIELDS = [
-    *("gpu", "torch", "commit", "date", "direction", "kind", "timing", "rows", "columns", "dtype"),
-    *("regime", "chosen", "longest", "microseconds", "percent_of_copy"),
-]
 SIZE = 64 * 2**20  # bytes of the scores, at least
 LENGTHS = sorted(
     [
@@ -210,7 +206,7 @@ def run_case(case: Case, rounds: int, force: Force, gpu: Gpu) -> Iterator[dict]:
                 "timing": case.timing,
                 "rows": case.rows,
                 "columns": case.columns,
-                "dtype": str(case.dtype).removeprefix("torch."),
+                "dtype": measure.dtype_name(case.dtype),
                 "regime": candidate.regime.name,
                 "chosen": candidate.chosen,
                 "longest": candidate.longest,
@@ -248,28 +244,26 @@ def report(lines: list[dict]) -> None:
 
 
 def main(
-    dtype: str = "bf16", rounds: int = 7, out: Path = RESULTS, only: str = "", commit: str = ""
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    rounds: measure.Rounds = 7,
+    out: measure.Out = RESULTS,
+    only: Annotated[str, typer.Option(help='Cases whose "rowsxcolumns kind timing" has it.')] = "",
+    commit: measure.Commit = "",
 ) -> None:
-    """Runs the sweep.
-
-    `dtype` is fp16, bf16 or fp32; `only` keeps the cases of which "rowsxcolumns kind timing"
-    contains it; `commit` is for a copy without git.
-    """
+    """Runs the sweep."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     gpu, force = current_gpu(), force_regimes()
     common = measure.provenance(commit)
     cases = [case for case in table(DTYPES[dtype]) if only in str(case)]
-    out.parent.mkdir(parents=True, exist_ok=True)
     # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    with out.open("w", newline="") as file, torch.cuda.stream(torch.cuda.Stream()):
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
+    on_stream = torch.cuda.stream(torch.cuda.Stream())
+    with measure.results(out, common) as write, on_stream:
         for case in track(cases, "regimes"):
-            lines = [common | line for line in run_case(case, rounds, force, gpu)]
+            lines = list(run_case(case, rounds, force, gpu))
             force(-1, -1)
-            writer.writerows(lines)
-            file.flush()
+            for line in lines:
+                write(line)
             report(lines)
             torch.cuda.empty_cache()
 

@@ -17,22 +17,10 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import training
 import typer
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_heads,
-    console,
-    curves_agree,
-    device_named,
-    gradients_agree,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import T5Config, T5ForConditionalGeneration
-from transformers.utils import logging
 
 from megasoftmax.integrations.transformers import register
 
@@ -77,40 +65,36 @@ def main(
     checkpoint: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="folder of a ByT5 or T5")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2)] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
+    steps: training.Steps = 100,
+    batch: training.Batch = 8,
     length: Annotated[int, typer.Option(min=4, help="bytes per sequence")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="of a new model")] = 3,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    width: training.Width = 128,
+    heads: training.Heads = 4,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 1e-3,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a small T5 to fill holes in Python source, with megasoftmax and without it."""
     if checkpoint is None:
-        check_heads(width, heads)
+        training.check_heads(width, heads)
     register()
-    logging.set_verbosity_error()
-    place = device_named(device)
+    place = training.device_named(device)
     trainers = []
     for name in ("eager", "megasoftmax"):
         model = build_model(name, checkpoint, layers, width, heads, seed)
-        trainers.append(Trainer(name, model.to(place), lr))
+        trainers.append(training.Trainer(name, model.to(place), lr))
 
-    first = next(with_holes(pieces(1, batch, length, seed, place)))
-    same = gradients_agree(*trainers, first, "relative_attention_bias")
     before = [biases_of(trainer.model) for trainer in trainers]
-    train(trainers, with_holes(pieces(steps, batch, length, seed, place)), steps)
-    same &= curves_agree(*trainers, LOSS_TOLERANCE)
+    batches = with_holes(training.pieces(steps, batch, length, seed, place))
+    same = training.compare(trainers, batches, steps, "relative_attention_bias", LOSS_TOLERANCE)
     for trainer, bias in zip(trainers, before, strict=True):
         way = (biases_of(trainer.model) - bias).abs().amax((1, 2))
         console.print(f"{trainer.name}: the bias moved by {way[0]:.3f} and {way[1]:.3f}")
         same &= bool(way.min() > 0)
-    console.print("the biases learn alike" if same else "THE BIASES LEARN DIFFERENTLY")
-    raise typer.Exit(0 if same else 1)
+    training.end(same, "the biases learn alike", "THE BIASES LEARN DIFFERENTLY")
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

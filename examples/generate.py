@@ -16,23 +16,13 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
+import training
 import typer
 from rich.panel import Panel
 from rich.text import Text
 from train_gpt import Settings, build_model
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_heads,
-    console,
-    device_named,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 import megasoftmax
 from megasoftmax.integrations.transformers import register
@@ -102,28 +92,27 @@ def main(
     samples: Annotated[int, typer.Option(min=1)] = 3,
     count: Annotated[int, typer.Option(min=1, help="bytes per sample")] = 240,
     steps: Annotated[int, typer.Option(min=2, help="of training")] = 800,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 3,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    batch: training.Batch = 8,
+    length: training.Length = 128,
+    layers: training.Layers = 3,
+    width: training.Width = 128,
+    heads: training.Heads = 4,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 3e-3,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 3e-3,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a small Llama on Python source and let it write on, with top-k sampling."""
-    check_heads(width, heads, is_rotary=True)
+    training.check_heads(width, heads, is_rotary=True)
     if not prompt:
         raise typer.BadParameter("expected at least one character", param_hint="--prompt")
     register()
-    logging.set_verbosity_error()
     settings = Settings(
-        "llama", "fp32", batch, length, layers, width, heads, seed, device_named(device)
+        "llama", "fp32", batch, length, layers, width, heads, seed, training.device_named(device)
     )
-    trainer = Trainer("megasoftmax", build_model(settings, "megasoftmax"), lr)
-    batches = pieces(steps, batch, length, seed, settings.device)
-    train([trainer], ((ids, ids) for ids in batches), steps)
+    trainer = training.Trainer("megasoftmax", build_model(settings, "megasoftmax"), lr)
+    batches = training.pieces(steps, batch, length, seed, settings.device)
+    training.train([trainer], ((ids, ids) for ids in batches), steps)
 
     model = trainer.model.eval()
     report_path(
@@ -141,9 +130,8 @@ def main(
         console.print(Panel(Text(printable(text))))
     if sampler == "compare":
         same = texts["megasoftmax"] == texts["torch"]
-        console.print("the samples are equal" if same else "THE SAMPLES DIFFER")
-        raise typer.Exit(0 if same else 1)
+        training.end(same, "the samples are equal", "THE SAMPLES DIFFER")
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

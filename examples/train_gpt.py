@@ -18,23 +18,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import training
 import typer
 from matplotlib.figure import Figure
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_file,
-    check_heads,
-    console,
-    curves_agree,
-    device_named,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 import megasoftmax
 from megasoftmax.integrations.transformers import register
@@ -102,7 +90,7 @@ def report_path(settings: Settings) -> None:
     console.print(f"megasoftmax runs its {path}", soft_wrap=True)
 
 
-def save_plot(eager: Trainer, ours: Trainer, file: Path) -> None:
+def save_plot(eager: training.Trainer, ours: training.Trainer, file: Path) -> None:
     """The two loss curves, and below them their difference."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     curves, difference = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
@@ -124,43 +112,42 @@ def main(
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="bf16: autocast, weights in fp32")
     ] = "fp32",
-    steps: Annotated[int, typer.Option(min=2)] = 120,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    steps: training.Steps = 120,
+    batch: training.Batch = 8,
+    length: training.Length = 128,
+    layers: training.Layers = 4,
+    width: training.Width = 128,
+    heads: training.Heads = 4,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 5e-4,
-    device: Device = "auto",
+    lr: training.LearningRate = 5e-4,
+    device: training.Device = "auto",
     plot: Annotated[
         Path | None,
         typer.Option(help="where compare saves its plot, by default outputs/train_gpt.png"),
     ] = None,
-    config: Config = None,
+    config: training.Config = None,
 ) -> None:
     """Train a small GPT-2 or Llama on Python source, with megasoftmax and without it."""
-    check_heads(width, heads, is_rotary=model == "llama")
+    training.check_heads(width, heads, is_rotary=model == "llama")
     if attention == "compare":
         if plot is None:
             plot = Path("outputs", "train_gpt.png")
             plot.parent.mkdir(exist_ok=True)
-        check_file(plot, "--plot")
+        training.check_file(plot, "--plot")
     register()
-    logging.set_verbosity_error()
     settings = Settings(
-        model, dtype, batch, length, layers, width, heads, seed, device_named(device)
+        model, dtype, batch, length, layers, width, heads, seed, training.device_named(device)
     )
     if attention in ("megasoftmax", "compare"):
         report_path(settings)
     names = ["eager", "megasoftmax"] if attention == "compare" else [attention]
-    trainers = [Trainer(name, build_model(settings, name), lr, dtype) for name in names]
-    batches = pieces(steps, batch, length, seed, settings.device)
-    train(trainers, ((ids, ids) for ids in batches), steps)
+    trainers = [training.Trainer(name, build_model(settings, name), lr, dtype) for name in names]
+    batches = training.pieces(steps, batch, length, seed, settings.device)
+    training.train(trainers, ((ids, ids) for ids in batches), steps)
     if attention == "compare":
         save_plot(*trainers, plot)
-        raise typer.Exit(0 if curves_agree(*trainers, TOLERANCE[dtype]) else 1)
+        raise typer.Exit(0 if training.curves_agree(*trainers, TOLERANCE[dtype]) else 1)
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

@@ -15,8 +15,9 @@ import warnings
 from typing import Annotated
 
 import torch
+import training
 import typer
-from training import Config, Device, check_heads, console, device_named, pieces, run
+from training import console
 
 warnings.filterwarnings("ignore", module="megatron")  # says which packages could be installed
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -57,21 +58,21 @@ def report_path(query: torch.Tensor) -> None:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=2)] = 200,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    steps: training.Steps = 200,
+    batch: training.Batch = 8,
+    length: training.Length = 128,
+    layers: training.Layers = 4,
+    width: training.Width = 128,
+    heads: training.Heads = 4,
     window: Annotated[int, typer.Option(min=1, help="bytes that a query sees, itself too")] = 32,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 1e-3,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a Megatron-core GPT on Python source, with megasoftmax as its core attention."""
-    check_heads(width, heads)
-    place = device_named(device)
+    training.check_heads(width, heads)
+    place = training.device_named(device)
     on_gpu = place.type == "cuda"
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -89,7 +90,7 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     positions = torch.arange(length, device=place).expand(batch, -1)
     losses, start = [], time.perf_counter()
-    for step, text in enumerate(pieces(steps, batch, length + 1, seed, place)):
+    for step, text in enumerate(training.pieces(steps, batch, length + 1, seed, place)):
         ids, labels = text[:, :-1], text[:, 1:]
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
             loss = model(ids, positions, attention_mask=None, labels=labels).mean()
@@ -105,4 +106,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

@@ -17,23 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import torch
+import training
 import typer
 from torch.nn.utils.rnn import pad_sequence
 from train_gpt import TOLERANCE, Settings, build_model, report_path
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_heads,
-    console,
-    curves_agree,
-    device_named,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import DataCollatorWithFlattening, PreTrainedModel
-from transformers.utils import logging
 
 from megasoftmax.integrations.transformers import register
 
@@ -47,7 +36,7 @@ RATIO = 32  # of the longest document to the shortest
 Documents = list[torch.Tensor]  # int64 [tokens] each
 
 
-class DocumentTrainer(Trainer):
+class DocumentTrainer(training.Trainer):
     """Trains on documents, as `collate` makes a batch of them."""
 
     def __init__(
@@ -97,7 +86,7 @@ def lengths_of(batch: int, longest: int) -> list[int]:
 
 def batches(steps: int, lengths: list[int], seed: int) -> Iterator[tuple[Documents]]:
     """Random documents of Python source."""
-    for rows in pieces(steps, len(lengths), max(lengths), seed, torch.device("cpu")):
+    for rows in training.pieces(steps, len(lengths), max(lengths), seed, torch.device("cpu")):
         yield ([row[:length] for row, length in zip(rows, lengths, strict=True)],)
 
 
@@ -106,7 +95,7 @@ def main(
         Literal["fp32", "bf16"] | None,
         typer.Option(help="bf16: autocast, weights in fp32; by default on a GPU"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=2)] = 60,
+    steps: training.Steps = 60,
     batch: Annotated[
         int | None, typer.Option(min=2, help="documents per step; by default 8, on a GPU 16")
     ] = None,
@@ -121,20 +110,19 @@ def main(
     ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="by default 4, on a GPU 16")] = None,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 5e-4,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 5e-4,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a small Llama on documents of very different lengths, padded and packed."""
-    place = device_named(device)
+    place = training.device_named(device)
     options = {"dtype": dtype, "batch": batch, "length": length}
     options |= {"layers": layers, "width": width, "heads": heads}
     given = {name: value for name, value in options.items() if value is not None}
     defaults = DEFAULTS["cpu" if place.type == "cpu" else "cuda"]
     settings = Settings("llama", **(defaults | given), seed=seed, device=place)
-    check_heads(settings.width, settings.heads, is_rotary=True)
+    training.check_heads(settings.width, settings.heads, is_rotary=True)
     register()
-    logging.set_verbosity_error()
 
     lengths = lengths_of(settings.batch, settings.length)
     rows = settings.batch * settings.length
@@ -147,9 +135,9 @@ def main(
         DocumentTrainer(name, build_model(settings, "megasoftmax"), lr, settings.dtype, collate)
         for name, collate in (("padded", pad), ("packed", pack))
     ]
-    train(trainers, batches(steps, lengths, seed), steps)
-    raise typer.Exit(0 if curves_agree(*trainers, TOLERANCE[settings.dtype]) else 1)
+    training.train(trainers, batches(steps, lengths, seed), steps)
+    raise typer.Exit(0 if training.curves_agree(*trainers, TOLERANCE[settings.dtype]) else 1)
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

@@ -15,21 +15,10 @@ import extras  # noqa: F401  # says which extra has a package that is missing
 from typing import Annotated, Literal
 
 import torch
+import training
 import typer
 from rich.table import Table
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_heads,
-    console,
-    curves_agree,
-    device_named,
-    gradients_agree,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -37,7 +26,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.utils import logging
 
 from megasoftmax.integrations.routers import patch_routers
 
@@ -86,25 +74,24 @@ def chosen_experts(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def main(
     model: Annotated[Literal["mixtral", "qwen3_moe"], typer.Option()] = "mixtral",
-    steps: Annotated[int, typer.Option(min=2)] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 3,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 64,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
+    steps: training.Steps = 100,
+    batch: training.Batch = 8,
+    length: training.Length = 128,
+    layers: training.Layers = 3,
+    width: training.Width = 64,
+    heads: training.Heads = 4,
     experts: Annotated[int, typer.Option(min=1)] = 8,
     k: Annotated[int, typer.Option(min=1, help="experts that take a byte")] = 2,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 1e-3,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a small Mixtral or Qwen-MoE on Python source, its routers patched and as they are."""
-    check_heads(width, heads, is_rotary=True)
+    training.check_heads(width, heads, is_rotary=True)
     if k > experts:
         raise typer.BadParameter(f"expected at most --experts {experts}, got {k}", param_hint="--k")
-    logging.set_verbosity_error()
-    place = device_named(device)
+    place = training.device_named(device)
     stock, ours = (
         build_model(model, length, layers, width, heads, experts, k, seed).to(place)
         for _ in range(2)
@@ -112,22 +99,20 @@ def main(
     patched = patch_routers(ours)
     console.print(f"patched: {', '.join(patched.names)}")
 
-    trainers = [Trainer("stock", stock, lr), Trainer("softmax_topk", ours, lr)]
-    first = next(pieces(1, batch, length, seed, place))
+    trainers = [training.Trainer("stock", stock, lr), training.Trainer("softmax_topk", ours, lr)]
+    first = next(training.pieces(1, batch, length, seed, place))
     same = torch.equal(chosen_experts(stock, first), chosen_experts(ours, first))
     console.print("the first choices are " + ("equal" if same else "DIFFERENT"))
-    same &= gradients_agree(*trainers, (first, first), ".gate.weight")
-    train(trainers, ((ids, ids) for ids in pieces(steps, batch, length, seed, place)), steps)
-    same &= curves_agree(*trainers, LOSS_TOLERANCE)
+    batches = ((ids, ids) for ids in training.pieces(steps, batch, length, seed, place))
+    same &= training.compare(trainers, batches, steps, ".gate.weight", LOSS_TOLERANCE)
 
     table = Table("layer", *map(str, range(experts)), title="shares of the experts")
     for layer, choices in enumerate(chosen_experts(ours, first)):
         shares = torch.bincount(choices.flatten(), minlength=experts) / choices.numel()
         table.add_row(str(layer), *(f"{share:.0%}" for share in shares))
     console.print(table)
-    console.print("the routers agree" if same else "THE ROUTERS DIFFER")
-    raise typer.Exit(0 if same else 1)
+    training.end(same, "the routers agree", "THE ROUTERS DIFFER")
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

@@ -15,23 +15,11 @@ import extras  # noqa: F401  # says which extra has a package that is missing
 from typing import Annotated
 
 import torch
+import training
 import typer
 from rich.table import Table
-from training import (
-    Config,
-    Device,
-    Trainer,
-    check_heads,
-    console,
-    curves_agree,
-    device_named,
-    gradients_agree,
-    pieces,
-    run,
-    train,
-)
+from training import console
 from transformers import GptOssConfig, GptOssForCausalLM
-from transformers.utils import logging
 
 from megasoftmax.integrations.transformers import register
 
@@ -46,26 +34,25 @@ def sinks_of(model: GptOssForCausalLM) -> torch.Tensor:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=2)] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="bytes per sequence")] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    width: Annotated[int, typer.Option(min=1, help="a multiple of --heads")] = 64,
+    steps: training.Steps = 100,
+    batch: training.Batch = 8,
+    length: training.Length = 128,
+    layers: training.Layers = 4,
+    width: training.Width = 64,
     heads: Annotated[int, typer.Option(min=2, help="even: two share their keys")] = 4,
     window: Annotated[int, typer.Option(min=1, help="bytes that every other layer sees")] = 16,
     experts: Annotated[int, typer.Option(min=2, help="of which two take a byte")] = 4,
     seed: int = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    device: Device = "auto",
-    config: Config = None,
+    lr: training.LearningRate = 1e-3,
+    device: training.Device = "auto",
+    config: training.Config = None,
 ) -> None:
     """Train a small gpt-oss on Python source, with megasoftmax and without it."""
-    check_heads(width, heads, is_rotary=True)
+    training.check_heads(width, heads, is_rotary=True)
     if heads % 2 != 0:
         raise typer.BadParameter(f"expected an even number, got {heads}", param_hint="--heads")
     register()
-    logging.set_verbosity_error()
-    place = device_named(device)
+    place = training.device_named(device)
     sizes = {
         "vocab_size": 256,
         "hidden_size": width,
@@ -86,13 +73,11 @@ def main(
     for name in ("eager", "megasoftmax"):
         torch.manual_seed(seed)
         model = GptOssForCausalLM(GptOssConfig(**sizes, attn_implementation=name))
-        trainers.append(Trainer(name, model.to(place), lr))
+        trainers.append(training.Trainer(name, model.to(place), lr))
 
-    ids = next(pieces(1, batch, length, seed, place))
-    same = gradients_agree(*trainers, (ids, ids), "sinks")
     before = sinks_of(model)
-    train(trainers, ((ids, ids) for ids in pieces(steps, batch, length, seed, place)), steps)
-    same &= curves_agree(*trainers, LOSS_TOLERANCE)
+    batches = ((ids, ids) for ids in training.pieces(steps, batch, length, seed, place))
+    same = training.compare(trainers, batches, steps, "sinks", LOSS_TOLERANCE)
 
     wanted, after = (sinks_of(trainer.model) for trainer in trainers)
     table = Table("layer", "sees", "sinks before", "after, eager", "after, megasoftmax")
@@ -107,9 +92,8 @@ def main(
         )
     console.print(table)
     same &= bool((after != before).all())
-    console.print("the sinks learn alike" if same else "THE SINKS LEARN DIFFERENTLY")
-    raise typer.Exit(0 if same else 1)
+    training.end(same, "the sinks learn alike", "THE SINKS LEARN DIFFERENTLY")
 
 
 if __name__ == "__main__":
-    run(main)
+    training.run(main)

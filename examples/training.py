@@ -1,11 +1,12 @@
 """What the examples share: text, training in turns, the comparison of two runs, and options."""
 
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
 import typer
@@ -13,8 +14,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from megasoftmax._progress import Steps
+from megasoftmax import _progress
 from megasoftmax.regression.models import read_text
 
 WARM_UP_STEPS = 20  # in which the learning rate rises to its value
@@ -72,6 +74,7 @@ def check_file(file: Path, option: str) -> None:
 
 def run(main: Callable[..., None]) -> None:
     """Run an example from the command line; wrong options are one line, without a traceback."""
+    logging.set_verbosity_error()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     app()
@@ -132,7 +135,7 @@ def train(
     trainers: list[Trainer], batches: Iterable[tuple[torch.Tensor, torch.Tensor]], steps: int
 ) -> None:
     """Take turns on so many batches, (input_ids, labels)."""
-    with Steps(console, steps) as told:
+    with _progress.Steps(console, steps) as told:
         for step, batch in enumerate(batches, 1):
             for trainer in trainers:
                 trainer.step(*batch)
@@ -147,6 +150,26 @@ def report_run(run: Trainer) -> None:
     memory = f"{statistics.median(run.memory) / 2**20:,.0f} MiB" if run.memory else "n/a on CPU"
     loss = f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}"
     console.print(f"{run.name}: loss {loss}, {run.speed:,.0f} tokens/s, memory {memory}")
+
+
+def compare(
+    trainers: list[Trainer],
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+    part: str,
+    tolerance: float,
+) -> bool:
+    """Train both; whether `gradients_agree` on the first batch, and `curves_agree` on all."""
+    first = next(batches)
+    same = gradients_agree(*trainers, first, part)
+    train(trainers, itertools.chain([first], batches), steps)
+    return curves_agree(*trainers, tolerance) and same
+
+
+def end(same: bool, agree: str, differ: str) -> NoReturn:
+    """Print the verdict; the exit code is 1 for a difference."""
+    console.print(agree if same else differ)
+    raise typer.Exit(0 if same else 1)
 
 
 def curves_agree(first: Trainer, second: Trainer, tolerance: float) -> bool:
@@ -232,6 +255,13 @@ def _checked_device(name: str) -> str:
     return name
 
 
+Steps = Annotated[int, typer.Option(min=2)]
+Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
+Length = Annotated[int, typer.Option(min=2, help="bytes per sequence")]
+Layers = Annotated[int, typer.Option(min=1)]
+Width = Annotated[int, typer.Option(min=1, help="a multiple of --heads")]
+Heads = Annotated[int, typer.Option(min=1)]
+LearningRate = Annotated[float, typer.Option(help="learning rate of AdamW")]
 Config = Annotated[
     Path | None,
     typer.Option(

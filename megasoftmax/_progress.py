@@ -1,7 +1,6 @@
 """How far a command is: a bar in a terminal, and a line now and then where there is none."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -51,10 +50,5 @@ class Steps:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bar.stop()

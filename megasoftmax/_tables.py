@@ -62,6 +62,12 @@ def call_table(found: Explanation, gpu: Gpu) -> Table:
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", blocks),
         ("shared memory", shared),
+        *_costs(found, gpu),
+    )
+
+
+def _costs(found: Explanation | TopkExplanation, gpu: Gpu) -> tuple[tuple[str, str], ...]:
+    return (
         ("workspace", f"{found.workspace_bytes:,} bytes"),
         ("reads", f"{found.bytes_read:,} bytes at least"),
         ("writes", f"{found.bytes_written:,} bytes"),
@@ -110,11 +116,7 @@ def topk_table(found: TopkExplanation, gpu: Gpu) -> Table:
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", f"{found.blocks:,}, of {found.threads} threads"),
         ("shared memory", f"{found.shared_bytes:,} bytes per block"),
-        ("workspace", f"{found.workspace_bytes:,} bytes"),
-        ("reads", f"{found.bytes_read:,} bytes at least"),
-        ("writes", f"{found.bytes_written:,} bytes"),
-        ("expected time", f"{found.microseconds(gpu.bytes_per_second):.1f} µs on {gpu.name}"),
-        ("bandwidth", _bandwidth(gpu)),
+        *_costs(found, gpu),
     )
 
 

@@ -207,10 +207,7 @@ def check_varlen(
         ("value", value, "key_heads"),
     ):
         _check_floating(name, tensor)
-        if tensor.dim() != 3:
-            raise ValueError(
-                f"{name}: expected [tokens, {heads}, dim], got shape {tuple(tensor.shape)}"
-            )
+        check_rank(name, tensor, 3, f"[tokens, {heads}, dim]")
     check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     _check_device("cu_seqlens_q", cu_seqlens_q, "query", query)
     if cu_seqlens_k is not cu_seqlens_q:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
@@ -73,7 +74,7 @@ def is_plain_on_cpu(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
+        and _forward_mode() is None
     )
 
 
@@ -442,7 +443,7 @@ def _count(name: str, count: int, most: int) -> Reason | None:
 
 def _forward_mode() -> Reason | None:
     """Plain torch has such derivatives by itself; beside kernels only softmax has one."""
-    if torch.autograd.forward_ad._current_level < 0:
+    if forward_ad._current_level < 0:
         return None
     return Reason("forward-mode differentiation", "torch.func.jvp or a dual level", "none")
 
@@ -471,7 +472,7 @@ def _sdpa_transforms() -> Reason | None:
     """Where values cannot be read, or derivatives are not those of a single backward pass."""
     if torch._C._are_functorch_transforms_active():
         actual = "torch.func"
-    elif torch.autograd.forward_ad._current_level >= 0:
+    elif _forward_mode() is not None:
         actual = "a dual level"
     else:
         return None

@@ -27,6 +27,8 @@ from megasoftmax.reference.topk import (
 
 REFERENCE = Implementation(softmax_topk_forward, softmax_topk_backward)
 
+_BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias")
+
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
@@ -85,38 +87,24 @@ def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor)
     """Keeps for `double_gradients` what it needs. `inputs` begin as `softmax_topk_backward`'s."""
     given = BackwardArguments(*inputs[:12])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*given[:6], given.mask, given.bias)
-    ctx.given = given._replace(**dict.fromkeys([*given._fields[:6], "mask", "bias"]))
+    ctx.save_for_backward(*(getattr(given, name) for name in _BACKWARD_TENSORS))
+    ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
 
 
 def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor | None) -> Any:
     """The gradients of the arguments of `softmax_topk_backward`."""
     if cotangent is None:
         return BackwardArguments()
-    saved = ctx.saved_tensors
-    gradient, probabilities, indices, lse_gradient, logits, statistics, mask, bias = saved
-    given = ctx.given
-    found = softmax_topk_double_backward(
-        cotangent,
-        gradient,
-        probabilities,
-        indices,
-        lse_gradient,
-        logits,
-        statistics,
-        given.scale,
-        mask,
-        bias,
-        given.renormalize,
-        given.factor,
-    )
-    constant = torch.zeros_like(found.lse)
+    tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
+    given = ctx.given._replace(**tensors)
+    found = softmax_topk_double_backward(cotangent, *given[:-1])  # all but the dtype of the result
+    constant, bias = torch.zeros_like(found.lse), given.bias
     return BackwardArguments(
-        gradient=found.gradient.to(gradient.dtype),
-        probabilities=found.probabilities.to(probabilities.dtype),
+        gradient=found.gradient.to(given.gradient.dtype),
+        probabilities=found.probabilities.to(given.probabilities.dtype),
         lse_gradient=found.lse_gradient,
-        logits=(found.z * given.scale).to(logits.dtype),
-        statistics=torch.stack([constant, constant, found.lse]).to(statistics.dtype),
+        logits=(found.z * given.scale).to(given.logits.dtype),
+        statistics=torch.stack([constant, constant, found.lse]).to(given.statistics.dtype),
         bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
     )
 

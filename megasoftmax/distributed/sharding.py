@@ -113,20 +113,24 @@ def _allowed(splits: tuple[_Split, ...], op: Any, args: tuple[Any, ...]) -> list
 
 def _softmax_forward(*args: Any) -> Iterator[_Split]:
     given = reference.softmax.ForwardArguments(*args)
-    scores = given.scores
-    for dim in range(scores.ndim - 2):
+    for dim in range(given.scores.ndim - 2):
         yield (
             (dim, dim if given.return_lse else _REPLICATED),
-            reference.softmax.ForwardArguments(
-                scores=dim,
-                mask=_of_broadcast(given.mask, scores, dim),
-                bias=_of_broadcast(given.bias, scores, dim),
-                first=_of_broadcast(given.first, scores, dim, missing=1),
-                end=_of_broadcast(given.end, scores, dim, missing=1),
-                sink=_of_sink(given.sink, dim == scores.ndim - 3),
-                seed=_REPLICATED,
-            ),
+            type(given)(scores=dim, **_beside_rows(given, given.scores, dim)),
         )
+
+
+def _beside_rows(given: Any, rows: Any, dim: int) -> dict[str, _Placement]:
+    """Of what a softmax has beside its rows, where these are split."""
+    found = {
+        "bias": _of_broadcast(given.bias, rows, dim),
+        "first": _of_broadcast(given.first, rows, dim, missing=1),
+        "end": _of_broadcast(given.end, rows, dim, missing=1),
+        "sink": _of_sink(given.sink, dim == rows.ndim - 3),
+    }
+    if hasattr(given, "mask"):  # the backward pass without dropout takes neither
+        found |= {"mask": _of_broadcast(given.mask, rows, dim), "seed": _REPLICATED}
+    return found
 
 
 def _softmax_backward(*args: Any) -> Iterator[_Split]:
@@ -143,22 +147,15 @@ def _of_softmax_gradients(given: Any, rows_name: str) -> Iterator[_Split]:
     """Of both backward passes: what is named, gradients and log-sum-exp are split alike."""
     rows = getattr(given, rows_name)
     for dim in range(rows.ndim - 2):
-        bias = _of_broadcast(given.bias, rows, dim)
-        dims = dict.fromkeys((rows_name, "gradient", "lse_gradient", "lse"), dim) | {
-            "bias": bias,
-            "first": _of_broadcast(given.first, rows, dim, missing=1),
-            "end": _of_broadcast(given.end, rows, dim, missing=1),
-            "sink": _of_sink(given.sink, dim == rows.ndim - 3),
-        }
-        if isinstance(given, reference.softmax.DropoutBackwardArguments):
-            dims |= {"mask": _of_broadcast(given.mask, rows, dim), "seed": _REPLICATED}
+        beside = _beside_rows(given, rows, dim)
+        alike = dict.fromkeys((rows_name, "gradient", "lse_gradient", "lse"), dim)
         yield (
             (
                 dim,
-                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED,
                 dim if given.sink_gradient else _REPLICATED,
             ),
-            type(given)(**dims),
+            type(given)(**alike, **beside),
         )
 
 
@@ -210,49 +207,34 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
     for dim in _splittable(given):
         yield (
             (dim, dim + 1),
-            reference.attention.ForwardArguments(
-                query=dim,
-                key=_of_shared(given.key, dim),
-                value=_of_shared(given.value, dim),
-                bias=_of_shared(given.bias, dim),
-                mask=_of_shared(given.mask, dim),
-                sink=_of_sink(given.sink, dim == 1),
-                first=_of_shared(given.first, dim),
-                end=_of_shared(given.end, dim),
-                note=_of_shared(given.note, dim),
-                seed=_REPLICATED,
-            ),
+            type(given)(query=dim, **_beside_queries(given, dim)),
         )
+
+
+def _beside_queries(given: Any, dim: int) -> dict[str, _Placement]:
+    """Of what attention has beside its queries, where these are split."""
+    names = ("key", "value", "bias", "mask", "first", "end", "note")
+    return {
+        **{name: _of_shared(getattr(given, name), dim) for name in names},
+        "sink": _of_sink(given.sink, dim == 1),
+        "seed": _REPLICATED,
+    }
 
 
 def _attention_backward(*args: Any) -> Iterator[_Split]:
     given = reference.attention.BackwardArguments(*args)
     for dim in _splittable(given):
-        key, bias = _of_shared(given.key, dim), _of_shared(given.bias, dim)
+        beside = _beside_queries(given, dim)
+        alike = dict.fromkeys(("query", "d_output", "d_lse", "output"), dim)
         yield (
             (
                 dim,
-                _of_gradient(key),
-                _of_gradient(key),
-                _of_gradient(bias) if given.bias_gradient else _REPLICATED,
+                _of_gradient(beside["key"]),
+                _of_gradient(beside["value"]),
+                _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED,
                 dim if given.sink_gradient else _REPLICATED,
             ),
-            reference.attention.BackwardArguments(
-                d_output=dim,
-                d_lse=dim,
-                query=dim,
-                key=key,
-                value=key,
-                output=dim,
-                statistics=dim + 1,
-                bias=bias,
-                mask=_of_shared(given.mask, dim),
-                sink=_of_sink(given.sink, dim == 1),
-                first=_of_shared(given.first, dim),
-                end=_of_shared(given.end, dim),
-                note=_of_shared(given.note, dim),
-                seed=_REPLICATED,
-            ),
+            type(given)(**alike, statistics=dim + 1, **beside),
         )
 
 

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Window, integers, plans, visible_entries, window_of
+from megasoftmax.explain.common import (
+    Window,
+    check_call,
+    integers,
+    plans,
+    visible_entries,
+    window_of,
+)
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
-from megasoftmax.explain.softmax import DTYPES
 from megasoftmax.limits import kernel_limits
 
 # Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
@@ -209,17 +215,8 @@ class _Call(ctypes.Structure):
 
 class _Plan(ctypes.Structure):
     _fields_ = integers(
-        *(
-            "is_decode",
-            "is_hopper",
-            "tile_head_dim",
-            "tile_value_dim",
-            "tile_queries",
-            "tile_keys",
-            "splits",
-            "slices",
-        ),
-        *("threads", "blocks", "shared_bytes", "workspace_bytes"),
+        *("is_decode", "is_hopper", "tile_head_dim", "tile_value_dim", "tile_queries"),
+        *("tile_keys", "splits", "slices", "threads", "blocks", "shared_bytes", "workspace_bytes"),
     )
 
 
@@ -269,19 +266,13 @@ def _check(
     dtype: torch.dtype,
     bias_dtype: torch.dtype,
 ) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_call(counts, dtype, limits)
     if counts["heads"] % counts["key_heads"] != 0:
         raise ValueError(
             f"key_heads: expected a divisor of {counts['heads']} heads, got {counts['key_heads']}"
         )
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     if bias_dtype not in (dtype, torch.float32):
         raise ValueError(f"bias_dtype: expected {dtype} or torch.float32, got {bias_dtype}")
-    if min(limits) < -1:
-        raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
     if is_stray_gradient:
         raise ValueError("bias_gradient: only the backward pass of a bias computes it")
     constants = kernel_limits().attention

@@ -1,10 +1,15 @@
-"""What explanations share: the plans, and the pairs that causality and windows leave."""
+"""What explanations share: the plans, checks, and the pairs that causality and windows leave."""
 
 import ctypes
 import functools
 from typing import Any
 
+import torch
+
 from megasoftmax.build import library
+from megasoftmax.explain.gpu import LAUNCH_MICROSECONDS
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 Window = tuple[int, int]
 
@@ -13,6 +18,29 @@ Window = tuple[int, int]
 def plans() -> ctypes.CDLL:
     """`library.plans`, asked once."""
     return library.plans()
+
+
+class Moved:
+    """An explanation of a call that takes as long as what it moves."""
+
+    bytes_read: int
+    bytes_written: int
+
+    def microseconds(self, bytes_per_second: float) -> float:
+        """The time that the fewest bytes take at such a bandwidth, with the launch."""
+        moved = self.bytes_read + self.bytes_written
+        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
+
+
+def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1, -1)) -> None:
+    """What every explanation refuses."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    if min(limits) < -1:
+        raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
 
 
 def integers(*names: str) -> list[tuple[str, Any]]:

@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Window, integers, plans, visible_entries, window_of
-from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.explain.common import (
+    Moved,
+    Window,
+    check_call,
+    integers,
+    plans,
+    visible_entries,
+    window_of,
+)
+from megasoftmax.explain.gpu import H200
 from megasoftmax.limits import RowRegime, kernel_limits
 
 PACK_BYTES = 16
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Moved):
     """How the kernels serve a call. A chunk is 16 bytes."""
 
     rows: int
@@ -54,11 +61,6 @@ class Explanation:
 
     bytes_read: int  # fewest: what a row sees is read once
     bytes_written: int
-
-    def microseconds(self, bytes_per_second: float) -> float:
-        """The time that the fewest bytes take at such a bandwidth, with the launch."""
-        moved = self.bytes_read + self.bytes_written
-        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
 
 
 def explain(
@@ -198,27 +200,17 @@ def _check(
     bias_gradient: bool,
     backward: bool,
 ) -> None:
-    for name, value in (("rows", rows), ("columns", columns), ("queries", queries)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    check_call({"rows": rows, "columns": columns, "queries": queries}, dtype, limits)
     if rows % queries != 0:
         raise ValueError(f"queries: expected a divisor of the {rows} rows, got {queries}")
-    if min(limits) < -1:
-        raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
     if bias_gradient and not backward:
         raise ValueError("bias_gradient: only the backward pass computes it")
-    is_limited = _is_limited(limits)
+    is_limited = max(limits) >= 0
     reach = 2 * columns + queries if is_limited else columns
     if max(rows // queries, queries, reach) > kernel_limits().max_index:
         raise ValueError(
             f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
         )
-
-
-def _is_limited(limits: Window) -> bool:
-    return max(limits) >= 0
 
 
 def _reasons(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import integers, plans
-from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.explain.common import Moved, check_call, integers, plans
+from megasoftmax.explain.gpu import H200
 from megasoftmax.limits import kernel_limits
 
 _STATISTICS_BYTES = 3 * 4  # of a row
@@ -17,7 +17,7 @@ _INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
-class TopkExplanation:
+class TopkExplanation(Moved):
     """How the kernels serve a call. A chunk is 16 bytes."""
 
     rows: int
@@ -37,11 +37,6 @@ class TopkExplanation:
 
     bytes_read: int  # fewest: each logit once
     bytes_written: int
-
-    def microseconds(self, bytes_per_second: float) -> float:
-        """The time that the fewest bytes take at such a bandwidth, with the launch."""
-        moved = self.bytes_read + self.bytes_written
-        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
 
 
 def explain_topk(
@@ -140,14 +135,10 @@ def _why(regime: str, plan: _Plan, rows: int) -> str:
 
 
 def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
-    for name, value in (("rows", rows), ("columns", columns), ("k", k)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_call({"rows": rows, "columns": columns, "k": k}, dtype)
     most = min(columns, kernel_limits().topk["kMaxK"])
     if k > most:
         raise ValueError(f"k: expected at most {most}, got {k}")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     if max(rows, columns) > kernel_limits().max_index:
         raise ValueError(
             f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"

@@ -122,28 +122,18 @@ def _serve(model: PreTrainedModel, implementation: str | None = None) -> None:
 
     layers = [layer for layer in layers_of(model) if name_for(layer.config) is not None]
     why_not = why_not_served(layers)
-    refused = refused_of(layers, why_not)
-    if refused:
-        _raise(model, layers, refused, name_for)
+    if refused := refused_of(layers, why_not):
+        first = next(layer for layer in layers if layer.name in refused)
+        raise ValueError(
+            f"attn_implementation: expected one that {type(model).__name__} can run, got "
+            f"{name_for(first.config)!r}; its layer {first.name or 'itself'} "
+            f"({type(first.module).__name__}) {refused[first.name]}; use 'eager' for this model"
+        )
     for change in changes_for(layers, why_not, name_for):
         change.bind(change.ours)
     left = [layer for layer in layers if layer.name in why_not]
     if left:
         _leave(model, left, layers, why_not)
-
-
-def _raise(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    refused: dict[str, str],
-    name_for: Callable[[PreTrainedConfig], str | None],
-) -> None:
-    first = next(layer for layer in layers if layer.name in refused)
-    raise ValueError(
-        f"attn_implementation: expected one that {type(model).__name__} can run, got "
-        f"{name_for(first.config)!r}; its layer {first.name or 'itself'} "
-        f"({type(first.module).__name__}) {refused[first.name]}; use 'eager' for this model"
-    )
 
 
 def _leave(

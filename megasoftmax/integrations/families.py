@@ -7,10 +7,10 @@ key. `by_name` and `patching.patch_model` put them into models.
 
 Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa", its default.
 
-To add a family, write the subclass, add it to FAMILIES, and the tiny model to tests/models.py,
-which tests it. Not possible where attention is not softmax(scale * query . key + bias) value:
-XLNet's and DeBERTa's scores are sums of several products, Longformer's and BigBird's blocks of a
-band.
+To add a family, write the subclass, with `_OrFamily` if its forward is replaced as a whole. Add it
+to FAMILIES, and the tiny model to tests/models.py, which tests it. Not possible where attention is
+not softmax(scale * query . key + bias) value: XLNet's and DeBERTa's scores are sums of several
+products, Longformer's and BigBird's blocks of a band.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,31 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 from megasoftmax.integrations.names import asked_name
 
 
-class MegasoftmaxBloomAttention(BloomAttention):
+class _OrFamily:
+    """`attend` by the function that was asked for; the forward of the family where it is another.
+
+    Comes before the class of the family among the bases of a layer.
+    """
+
+    config: PreTrainedConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        function = _function(self.config)
+        if function is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.attend(function, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+class MegasoftmaxBloomAttention(_OrFamily, BloomAttention):
     """Bloom's, with ALiBi as a bias [batch, heads, 1, keys]."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
         super().__init__(config, layer_idx)
         self.config = config
 
-    def forward(
+    def attend(
         self,
+        function: Callable[..., Any],
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         alibi: torch.Tensor,
@@ -46,18 +62,6 @@ class MegasoftmaxBloomAttention(BloomAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        function = _function(self.config)
-        if function is None:
-            return super().forward(
-                hidden_states,
-                residual,
-                alibi,
-                attention_mask,
-                layer_past,
-                use_cache,
-                output_attentions,
-                **kwargs,
-            )
         if reason := why_not_replaced(self):
             raise ValueError(f"BloomAttention: {reason}")
         query, key, value = self._reshape(self.query_key_value(hidden_states))
@@ -79,11 +83,12 @@ class MegasoftmaxBloomAttention(BloomAttention):
         return residual + output, probabilities
 
 
-class MegasoftmaxFalconAttention(FalconAttention):
+class MegasoftmaxFalconAttention(_OrFamily, FalconAttention):
     """Falcon's, whose mask holds the ALiBi already."""
 
-    def forward(
+    def attend(
         self,
+        function: Callable[..., Any],
         hidden_states: torch.Tensor,
         alibi: torch.Tensor | None,
         attention_mask: torch.Tensor,
@@ -94,19 +99,6 @@ class MegasoftmaxFalconAttention(FalconAttention):
         position_embeddings: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        function = _function(self.config)
-        if function is None:
-            return super().forward(
-                hidden_states,
-                alibi,
-                attention_mask,
-                position_ids,
-                layer_past,
-                use_cache,
-                output_attentions,
-                position_embeddings,
-                **kwargs,
-            )
         heads = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
         if alibi is None:

@@ -165,35 +165,18 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
-    """`flash_attn_func` of one tensor.
+    """`flash_attn_func` of one tensor, [batch, tokens, 3, heads, head_dim].
 
-    Args:
-        qkv: [batch, tokens, 3, heads, head_dim].
-        options, named: those of `flash_attn_func` from dropout_p on, in the same order.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    The options are those of `flash_attn_func` from dropout_p on, in the same order.
     """
     q, k, v = _unpacked("qkv", qkv, "batch, tokens", 3)
     return flash_attn_func(q, k, v, *options, **named)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
-    """`flash_attn_func` with keys and values in one tensor.
+    """`flash_attn_func` with keys and values in one tensor, [batch, keys, 2, key_heads, head_dim].
 
-    Args:
-        q: [batch, queries, heads, head_dim].
-        kv: [batch, keys, 2, key_heads, head_dim].
-        options, named: those of `flash_attn_func` from dropout_p on, in the same order.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    The options are those of `flash_attn_func` from dropout_p on, in the same order.
     """
     k, v = _unpacked("kv", kv, "batch, tokens", 2)
     return flash_attn_func(q, k, v, *options, **named)
@@ -202,19 +185,10 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Result:
-    """`flash_attn_varlen_func` of one tensor.
+    """`flash_attn_varlen_func` of one tensor, [tokens, 3, heads, head_dim].
 
-    Args:
-        qkv: [tokens, 3, heads, head_dim].
-        cu_seqlens: of queries and keys.
-        max_seqlen: of any value.
-        options, named: those of `flash_attn_varlen_func` from dropout_p on, in the same order.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+    cu_seqlens and max_seqlen are those of queries and keys. The options are those of
+    `flash_attn_varlen_func` from dropout_p on, in the same order.
     """
     q, k, v = _unpacked("qkv", qkv, "tokens", 3)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -224,16 +198,8 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """`flash_attn_varlen_func` with keys and values in one tensor.
 
-    Args:
-        q: [tokens, heads, head_dim].
-        kv: [key_tokens, 2, key_heads, head_dim].
-        options, named: those of `flash_attn_varlen_func` from cu_seqlens_q on, in the same order.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`.
+    kv is [key_tokens, 2, key_heads, head_dim]. The options are those of `flash_attn_varlen_func`
+    from cu_seqlens_q on, in the same order.
     """
     k, v = _unpacked("kv", kv, "tokens", 2)
     return flash_attn_varlen_func(q, k, v, *options, **named)

@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 import megasoftmax
-
-Window = tuple[int, int]
-Visible = tuple[Tensor | None, Tensor | None]
+from megasoftmax.arguments import Ranges, Window
 
 
 class Rule(NamedTuple):
@@ -43,7 +41,7 @@ class Rule(NamedTuple):
 
     def visible(
         self, queries: int, keys: int, q_offset: Any, kv_offset: int, aligned: bool, device: Any
-    ) -> Visible | None:
+    ) -> Ranges | None:
         """Ranges of keys, int32 [batch or 1, 1, queries], made on the device.
 
         Args:

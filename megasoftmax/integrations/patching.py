@@ -83,14 +83,8 @@ class PatchedModel(Patched):
             found[name] = Served("router") if is_patched(router) else self._unchanged(name)
         return found
 
-    def unpatch(self) -> None:
-        """Restore what was; calling it twice is harmless.
-
-        Raises:
-            RuntimeError: something was changed since, by another `patch_model` for example, which
-                has to be unpatched first; nothing was restored.
-        """
-        super().unpatch()
+    def undo(self) -> None:
+        super().undo()
         self._why_not = {}
 
     def __repr__(self) -> str:

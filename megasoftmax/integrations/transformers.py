@@ -78,9 +78,10 @@ except ImportError as error:
     ) from error
 
 import megasoftmax
+from megasoftmax.arguments import Ranges, Window
 from megasoftmax.functional import as_autocast, served_attention
 from megasoftmax.integrations.by_name import watch
-from megasoftmax.integrations.mask_functions import Rule, Visible, Window, rule_of
+from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import between_products, capped, takes_attention
 from megasoftmax.integrations.sharing import made_once, with_tiles
@@ -101,7 +102,7 @@ class _Padding(NamedTuple):
     """Bottom-right aligned: the last query sees every key that is not padding."""
     window: Window | None = None
     """As in `megasoftmax.attention`."""
-    visible: Visible | None = None
+    visible: Ranges | None = None
     """As in `megasoftmax.attention`: int32 [batch or 1, 1, queries]."""
 
 

@@ -83,8 +83,8 @@ def attention_forward(
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
         Statistics [3, b, h, m], float32 (float64 for float64 queries), contiguous: the largest z of
-        the row; the logarithm of the denominator relative to it, sink included; and that of the
-        denominator, the log-sum-exp.
+        the row, from kernels one near it; the logarithm of the denominator relative to it, sink
+        included; and that of the denominator, the log-sum-exp.
 
         A row with nothing left has output 0 where mask, bias, causality, a window, first, end or a
         sink is given, and where there are no keys, else NaN; its statistics are 0 and twice the

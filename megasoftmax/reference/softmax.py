@@ -421,22 +421,8 @@ def softmax_columns_backward(
         The gradient of the scores, contiguous, in `dtype`.
     """
     d_scores, _, _ = softmax_backward(
-        gradient.mT,
-        probabilities.mT,
-        lse_gradient,
-        None,
-        scale,
-        None,
-        False,
-        -1,
-        -1,
-        None,
-        None,
-        None,
-        None,
-        dtype,
-        False,
-        False,
+        *(gradient.mT, probabilities.mT, lse_gradient, None, scale, None, False, -1, -1),
+        *(None, None, None, None, dtype, False, False),
     )
     return d_scores.mT.contiguous()
 

@@ -54,13 +54,9 @@ class AppliedToMegatron(Replaced):
         found = {}
         for name, runs in ((_SOFTMAX, "softmax"), (_ROUTING, "router")):
             if not self._is_asked[name]:
-                why = f"{runs}=False"
-            elif _is_applied(name):
-                found[name] = Served(runs)
-                continue
+                found[name] = Served("unchanged", f"{runs}=False")
             else:
-                why = "undone"
-            found[name] = Served("unchanged", why)
+                found[name] = Served(runs) if _is_applied(name) else Served("unchanged", "undone")
         unfused = sum(not layer.scaled_masked_softmax_fusion for layer in _layers)
         if unfused and self._is_asked[_SOFTMAX]:
             name = f"{_SOFTMAX} of {unfused} of {len(_layers)} layers"
@@ -106,8 +102,8 @@ def apply_megasoftmax_to_megatron(
             for module in (dot_product_attention, fused_softmax)
         ]
     if router:
-        for module in (moe_utils, moe_router):
-            changes.append(
-                Change(module, _ROUTING, through_softmax_topk(getattr(module, _ROUTING)))
-            )
+        changes += [
+            Change(module, _ROUTING, through_softmax_topk(getattr(module, _ROUTING)))
+            for module in (moe_utils, moe_router)
+        ]
     return AppliedToMegatron(changes, softmax, router)
