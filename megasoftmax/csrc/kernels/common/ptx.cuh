@@ -101,6 +101,14 @@ __device__ inline Integer sum_of_lanes(Integer x) {
 #endif
 }
 
+// From here on words are as they are: the compiler makes them neither later, where they are needed,
+// nor anew.
+template <int kCount>
+__device__ __forceinline__ void settle(uint32_t (&words)[kCount]) {
+#pragma unroll
+  for (uint32_t& word : words) asm volatile("" : "+r"(word));
+}
+
 // The same number in all lanes, as the compiler then knows: what follows from it takes neither
 // registers nor time of the lanes.
 __device__ inline uint32_t uniform(uint32_t x) {

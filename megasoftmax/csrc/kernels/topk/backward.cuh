@@ -47,13 +47,14 @@ struct TopkEntry {
   float p = 0.f, selected = 0.f, gradient = 0.f;  // of all, of the k, of the latter
 };
 
-// Plain rows have neither mask nor bias, and are dense: their chunks are loaded whole, at the ends
-// with what lies beside the row in the same 16 bytes, where the storage holds them.
-template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
+// With kIsDense rows have neither mask nor bias, and follow each other: their chunks are loaded
+// whole, at the ends with what lies beside the row in the same 16 bytes, where the storage holds
+// them.
+template <class T, class Mask, class Bias, int kRegime, bool kIsDense>
 __global__ void __launch_bounds__(
     kTopkBackwardRegimes[kRegime].threads(),
     (blocks_with_registers(Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
-                                               (kIsPlain ? 1 : 2)),
+                                               (kIsDense ? 1 : 2)),
                            kTopkBackwardRegimes[kRegime].threads())))
     topk_backward_kernel(const __grid_constant__ TopkBackwardParams params,
                          const __grid_constant__ Schedule schedule) {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(
   const int64_t row = is_row ? number : params.rows - 1;
   const RowIndex index = row_at(schedule, row);
   const int columns = static_cast<int>(params.shape.columns);
-  using Grid = std::conditional_t<kIsPlain, LineGrid<kElements>, ChunkGrid<kElements>>;
+  using Grid = std::conditional_t<kIsDense, LineGrid<kElements>, ChunkGrid<kElements>>;
   const RowPlace<kElements, Grid> place(params.shape, index, Bounds{0, columns});
   const int begin = place.first_column + part * schedule.max_units * kUnit;
   const Bounds bounds{max(begin, 0),
@@ -81,8 +82,8 @@ __global__ void __launch_bounds__(
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
-  // Plain rows of several units come through a ring, where each thread reads what it has copied.
-  constexpr bool kHasRing = kIsPlain && kShape.units > 1;
+  // Such rows of several units come through a ring, where each thread reads what it has copied.
+  constexpr bool kHasRing = kIsDense && kShape.units > 1;
   extern __shared__ __align__(16) char shared_memory[];
   Pack<T>* const ring = reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
   const auto place_in_ring = [&](int unit) {
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(
     return load_partial<T, kElements>(logits_row + at, 1, bounds.begin - at, bounds.end - at);
   };
   const auto start = [&](int unit) {
-    if (!kIsPlain || !has_first_term) return;
+    if (!kIsDense || !has_first_term) return;
     const int first = begin + unit * kUnit + owner.thread() * kElements;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(
       wait_for_older_copies<kTopkBackwardStages - 1>();
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) raw[i] = place_in_ring(unit)[i * kBlock];
-    } else if constexpr (!kIsPlain) {
+    } else if constexpr (!kIsDense) {
       const RowReader<T, kElements, true> reader(
           params.scores, params.is_dense, place.first_element, index, place.grid, bounds, columns);
       reader.template load<kStride>(begin + unit * kUnit + owner.thread() * kElements, raw);
@@ -149,12 +150,12 @@ __global__ void __launch_bounds__(
   TopkEntry first_entry;
   if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
   const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
-                                          kIsPlain && params.scale < 0 ? -1.f : 1.f,
+                                          kIsDense && params.scale < 0 ? -1.f : 1.f,
                                           exponent_of<Bias>(params).c);
   const auto find_probability = [&](TopkEntry& entry) {
     if (entry.column < 0) return;
     const float x =
-        kIsPlain ? to_float(logits_row[entry.column])
+        kIsDense ? to_float(logits_row[entry.column])
                  : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
     entry.p = probability(x, entry.column);
   };
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(
   // Rows of one unit meet their entries in shared memory, and are written in whole sectors.
   constexpr bool kIsStaged = kShape.units == 1;
   static_assert(!kIsStaged || kThreads <= 32);
-  constexpr int kReads = kIsPlain ? 1 : kChunks;
+  constexpr int kReads = kIsDense ? 1 : kChunks;
   [[maybe_unused]] __shared__ float staged[kIsStaged ? kChunks : 1][kIsStaged ? kBlock : 1]
                                           [kElements];
   with_result_dtype<T>(params.logits_gradient_type, [&](auto tag) {
@@ -213,14 +214,14 @@ __global__ void __launch_bounds__(
       [[maybe_unused]] float read[kReads][kElements];
       if (has_first_term) {
         finish(0);
-        if constexpr (!kIsPlain) logits.template of<kStride, false>(params, begin, at, raw, read);
+        if constexpr (!kIsDense) logits.template of<kStride, false>(params, begin, at, raw, read);
       }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         float z[kElements] = {};
         if (has_first_term && at + i * kStride < bounds.end) {
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) z[j] = kIsPlain ? raw[i][j] : read[i % kReads][j];
+          for (int j = 0; j < kElements; ++j) z[j] = kIsDense ? raw[i][j] : read[i % kReads][j];
           weigh(at + i * kStride, z);
         }
 #pragma unroll
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(
         continue;
       }
       finish(unit);
-      if constexpr (kIsPlain) {
+      if constexpr (kIsDense) {
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           if (at + i * kStride >= bounds.end || !is_row) continue;

@@ -122,7 +122,7 @@ struct TileCandidates {
       }
       // Without a branch: where none is left, of any logit of the lane.
       const int bit = (31 - __clz(left)) & kLastBit;
-      const Key of_logit = key_at(sizeof(T) == 2 ? begin + bit % 16 * 2 + bit / 16 : bit);
+      const Key of_logit = key_at(sizeof(T) == 2 ? begin + ((bit << 1 | bit >> 4) & 31) : bit);
       const Key key = left == 0 ? Key{0} : of_logit;
       left &= ~(1u << bit);
       return key;

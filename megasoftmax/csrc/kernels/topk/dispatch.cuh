@@ -59,7 +59,8 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (plan.is_plain) return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
+        if (plan.has_unit_stride)
+          return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
       }
       return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
     });

@@ -13,10 +13,10 @@
 
 namespace megasoftmax {
 
-// A block's part of a row. Plain rows have neither mask nor bias, and their logits lie side by
-// side: their chunks are loaded whole, at the ends with what lies beside the row in the same 16
-// bytes, where the storage holds them.
-template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kIsPlain>
+// A block's part of a row. With kHasUnitStride rows have neither mask nor bias, and their logits
+// lie side by side: their chunks are loaded whole, at the ends with what lies beside the row in the
+// same 16 bytes, where the storage holds them.
+template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kHasUnitStride>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
   static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
@@ -37,8 +37,9 @@ struct TopkPart {
       : params(params),
         index(index),
         row(static_cast<const T*>(params.scores.data) + index.offset_in(params.scores)),
-        grid(std::conditional_t<kIsPlain, LineGrid<kElements>, ChunkGrid<kElements>>::aligned_to(
-            static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)), columns())),
+        grid(std::conditional_t<kHasUnitStride, LineGrid<kElements>, ChunkGrid<kElements>>::
+                 aligned_to(static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)),
+                            columns())),
         begin(begin_of(grid, schedule, rank)),
         units(min(schedule.max_units, divide_up(columns() - begin, kUnit))),
         units_per_group(schedule.unit_batches),
@@ -68,9 +69,11 @@ struct TopkPart {
     float largest = -INFINITY;
     int left = units_per_group;
     delegates[0] = delegates[1] = 0;
+    Pack<T> raw[kUnitChunks];
+    if (kHasUnitStride && units > 0) load_unit(0, raw);
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit) {
-      largest = fmaxf(largest, sum_unit(unit, mine, exponent));
+      largest = fmaxf(largest, sum_unit(unit, raw, mine, exponent));
       if (--left > 0 && unit + 1 < units) continue;
       const uint32_t value = ordered(largest);
       *groups = value;
@@ -133,38 +136,49 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
-  // Adds a thread's chunks of a unit to its sum; returns the largest logit.
-  __device__ __forceinline__ float sum_unit(int unit, MaxAndSum& mine, Exponent exponent) const {
+  // A unit's chunks. What is behind the bounds is unspecified.
+  __device__ __forceinline__ void load_unit(int unit, Pack<T> (&raw)[kUnitChunks]) const {
+    const int at = column(unit, static_cast<int>(threadIdx.x));
+    const T* const source = keep_in_register(row + at);
+    Pack<T> loaded[kUnitChunks];
+#pragma unroll
+    for (int i = 0; i < kUnitChunks; ++i) {
+      if (at + i * kStride <= last_whole)
+        loaded[i] = load_streaming<T, kElements>(source + i * kStride);
+    }
+    if (last_whole < bounds.end - 1) {
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; ++i) {
+        if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
+          loaded[i] = load_partial_chunk(at + i * kStride);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnitChunks; ++i) raw[i] = loaded[i];
+  }
+
+  // Adds a thread's chunks of a unit to its sum; returns the largest logit. With kHasUnitStride
+  // they are in `raw`, to which those of the next unit come while the second half is summed. All of
+  // them at a time: whoever waits for a load waits for the later ones of a loop too.
+  __device__ __forceinline__ float sum_unit(int unit, Pack<T> (&raw)[kUnitChunks], MaxAndSum& mine,
+                                            Exponent exponent) const {
     const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
     const bool is_inside = first >= bounds.begin && first + kUnit <= bounds.end;
-    Pack<T> raw[kUnitChunks];  // what is behind the bounds is unspecified
-    if constexpr (!kIsPlain) {
+    float largest = -INFINITY;
+    if constexpr (!kHasUnitStride) {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
                                                  columns());
       reader.template load<kStride>(at, raw);
       if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
-    } else {
-      const T* const source = keep_in_register(row + at);
-      if (is_inside) {
-#pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i)
-          raw[i] = load_streaming<T, kElements>(source + i * kStride);
-        return sum_chunks<true>(first, at, raw, mine, exponent);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {
-        if (at + i * kStride <= last_whole)
-          raw[i] = load_streaming<T, kElements>(source + i * kStride);
-      }
-      if (last_whole < bounds.end - 1) {
-#pragma unroll
-        for (int i = 0; i < kUnitChunks; ++i) {
-          if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
-            raw[i] = load_partial_chunk(at + i * kStride);
-        }
-      }
+    } else if (is_inside) {
+      Pack<T> half[kUnitChunks / 2];
+      take_half<0>(raw, half);
+      largest = sum_packs(half, mine, exponent);
+      take_half<kUnitChunks / 2>(raw, half);
+      if (unit + 1 < units) load_unit(unit + 1, raw);
+      largest = fmaxf(largest, sum_packs(half, mine, exponent));
+      return largest;
     }
-    float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
       if (first + i * kStride >= bounds.end) break;
@@ -172,43 +186,55 @@ struct TopkPart {
       largest = fmaxf(
           largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk, mine, exponent));
     }
+    if (kHasUnitStride && unit + 1 < units) load_unit(unit + 1, raw);
     return largest;
+  }
+
+  // The chunks from kFirst on, with their signs turned where the scale is negative: an operation in
+  // any case, behind which the registers of `raw` are free.
+  template <int kFirst>
+  __device__ void take_half(const Pack<T> (&raw)[kUnitChunks],
+                            Pack<T> (&half)[kUnitChunks / 2]) const {
+    const uint32_t flips = params.scale < 0 ? (sizeof(T) == 4 ? 0x80000000u : 0x80008000u) : 0u;
+#pragma unroll
+    for (int i = 0; i < kUnitChunks / 2; ++i) {
+#pragma unroll
+      for (int word = 0; word < half[i].kWords; ++word)
+        half[i].words[word] = raw[kFirst + i].words[word] ^ flips;
+    }
   }
 
   __device__ Pack<T> load_partial_chunk(int column) const {
     return load_partial<T, kElements>(row + column, 1, bounds.begin - column, bounds.end - column);
   }
 
+  // Packs take half the registers of logits.
+  template <int kChunks>
+  __device__ static __forceinline__ float sum_packs(const Pack<T> (&raw)[kChunks], MaxAndSum& mine,
+                                                    Exponent exponent) {
+    const float largest = largest_lane(raw), max = raise_maximum(mine, largest, exponent);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      float z[kElements];
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
+      mine.sum += sum_of_exponentials(z, max, exponent);
+    }
+    return largest;
+  }
   template <bool kInside, int kChunks>
   __device__ __forceinline__ float sum_chunks(int first, int at, Pack<T> (&raw)[kChunks],
                                               MaxAndSum& mine, Exponent exponent) const {
-    if constexpr (kInside && kIsPlain) {  // packs take half the registers
-      if (params.scale < 0) {
+    float z[kChunks][kElements];
+    logits.template of<kStride, kInside>(params, first, at, raw, z);
+    float largest = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
-      }
-      const float largest = largest_lane(raw), max = raise_maximum(mine, largest, exponent);
+    for (int i = 0; i < kChunks; ++i)
+      largest = fmaxf(largest, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
+    const float max = raise_maximum(mine, largest, exponent);
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        float z[kElements];
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
-        mine.sum += sum_of_exponentials(z, max, exponent);
-      }
-      return largest;
-    } else {
-      float z[kChunks][kElements];
-      logits.template of<kStride, kInside>(params, first, at, raw, z);
-      float largest = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i)
-        largest =
-            fmaxf(largest, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
-      const float max = raise_maximum(mine, largest, exponent);
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) mine.sum += sum_of_exponentials(z[i], max, exponent);
-      return largest;
-    }
+    for (int i = 0; i < kChunks; ++i) mine.sum += sum_of_exponentials(z[i], max, exponent);
+    return largest;
   }
   __device__ static float raise_maximum(MaxAndSum& mine, float largest, Exponent exponent) {
     const float max = fmaxf(mine.max, largest);
@@ -225,7 +251,7 @@ struct TopkPart {
   __device__ void look_at(const int* waiting, int count, uint64_t threshold,
                           Selection<kThreads>& selection) const {
     constexpr int kGroups = 32 / kUnitChunks;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = thread_index_anew() % 32;
     const float least = logit_of(threshold);
     // Does a logit decide whether its key reaches the threshold?
     const bool is_exact = static_cast<uint32_t>(threshold) == 0 && least == least;
@@ -238,22 +264,22 @@ struct TopkPart {
         const int first =
             of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
         Pack<T> raw;
-        if (kIsPlain && first < bounds.end)
+        if (kHasUnitStride && first < bounds.end)
           raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
                                     : load_partial_chunk(first);
         const auto key = [&](int j) {
-          return key_of(kIsPlain ? raw.at(j) * sign() : logit(first + j), first + j);
+          return key_of(kHasUnitStride ? raw.at(j) * sign() : logit(first + j), first + j);
         };
         unsigned wanted = 0;  // without branches: most chunks have none
 #pragma unroll
         for (int j = 0; j < kElements; ++j) {
-          if constexpr (kIsPlain) {
+          if constexpr (kHasUnitStride) {
             wanted |= raw[j] * sign() < least ? 0u : 1u << j;
           } else {
             if (bounds.contains(first + j) && !(logit(first + j) < least)) wanted |= 1u << j;
           }
         }
-        if (kIsPlain) wanted &= bits_inside(first);
+        if (kHasUnitStride) wanted &= bits_inside(first);
         if (!is_exact) {
 #pragma unroll 1
           for (unsigned left = wanted; left != 0; left &= left - 1) {
@@ -314,19 +340,19 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
 // What blocks of a row spread over several hand on: their sums, then their keys, in order. In the
 // workspace, or in the shared memory of the first block of a cluster.
 struct TopkPartials {
-  MaxAndSum* sums;  // [blocks of a row]
-  uint64_t* keys;   // [blocks of a row, k]
-  bool is_cluster;
+  MaxAndSum* sums;    // [blocks of a row]
+  uint64_t* keys;     // [blocks of a row, k]
+  uint64_t* arrived;  // of a cluster: the first block's barrier
 
   __device__ TopkPartials(const TopkForwardParams& params, int64_t row, int blocks)
       : sums(static_cast<MaxAndSum*>(params.workspace) + row * blocks),
         keys(static_cast<uint64_t*>(params.workspace) + params.rows * blocks +
              row * blocks * params.k),
-        is_cluster(false) {}
-  __device__ TopkPartials(char* shared, int blocks)
+        arrived(nullptr) {}
+  __device__ TopkPartials(char* shared, uint64_t* arrived, int blocks)
       : sums(reinterpret_cast<MaxAndSum*>(shared)),
         keys(reinterpret_cast<uint64_t*>(shared) + blocks),
-        is_cluster(true) {}
+        arrived(arrived) {}
 
   __device__ void put_sum(int rank, const MaxAndSum& sum) const {
     put(sums + rank, reinterpret_cast<const uint64_t&>(sum));
@@ -335,23 +361,24 @@ struct TopkPartials {
 
  private:
   __device__ void put(void* at, uint64_t value) const {
-    if (is_cluster) {
-      store_to_cluster(at, 0, value);
+    if (arrived != nullptr) {
+      send_to_cluster(at, arrived, 0, value);
     } else {
       *static_cast<uint64_t*>(at) = value;
     }
   }
 };
 
-// Rows that are not plain need more registers.
-template <class Bias, int kRegime, bool kIsPlain>
+// Other rows need more registers.
+template <class Bias, int kRegime, bool kHasUnitStride>
 inline constexpr int kTopkBlocksPerSm =
-    Bias::blocks_per_sm(kTopkRegimes[kRegime].blocks_per_sm / (kIsPlain ? 1 : 2));
+    Bias::blocks_per_sm(kTopkRegimes[kRegime].blocks_per_sm / (kHasUnitStride ? 1 : 2));
 
-template <class T, class Mask, class Bias, int kRegime, bool kIsPlain>
-__global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
-                                  (blocks_with_registers(kTopkBlocksPerSm<Bias, kRegime, kIsPlain>,
-                                                         kTopkRegimes[kRegime].threads)))
+template <class T, class Mask, class Bias, int kRegime, bool kHasUnitStride>
+__global__ void __launch_bounds__(
+    kTopkRegimes[kRegime].threads,
+    (blocks_with_registers(kTopkBlocksPerSm<Bias, kRegime, kHasUnitStride>,
+                           kTopkRegimes[kRegime].threads)))
     topk_forward_kernel(const __grid_constant__ TopkForwardParams params,
                         const __grid_constant__ Schedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
@@ -360,78 +387,104 @@ __global__ void __launch_bounds__(kTopkRegimes[kRegime].threads,
   auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
   __shared__ Selection<kThreads> selection;
   __shared__ MaxAndSum sums_of_warps[kWarps];
+  __shared__ uint64_t arrived;  // a barrier: what blocks of the cluster hand on
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
   const bool is_cluster = kSpreads && schedule.is_cluster;
   const int rank = is_cluster ? rank_in_cluster() : static_cast<int>(blockIdx.x) % blocks;
-  const bool has_many_delegates = 4 * params.k > kThreads;
   const Exponent exponent = exponent_of<Bias>(params);
   for (int64_t row = is_cluster ? cluster_of_block() : blockIdx.x / blocks; row < params.rows;
        row += gridDim.x / blocks) {
-    // So that all have started. A cluster has one row.
-    if (is_cluster) arrive_at_cluster_relaxed();
-    const RowIndex index =
-        params.is_plain ? RowIndex{0, 0, static_cast<int>(row)} : row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kIsPlain> part(
-        params, schedule, index, rank);
+    if (is_cluster) {  // which has one row
+      if (thread == 0) {
+        init_byte_barrier(&selection.shared);
+        init_byte_barrier(&arrived);
+        expect_bytes(&selection.shared, selection.bytes_of_cluster(blocks));
+        if (rank == 0) expect_bytes(&arrived, static_cast<int>(blocks * partial_bytes(params.k)));
+      }
+      arrive_at_cluster_relaxed();
+    }
+    const RowIndex index = row_at(schedule, row);
+    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kHasUnitStride>
+        part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + thread, exponent, delegates);
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[thread / 32] = of_warp;
-    selection.delegates[thread] = uint64_t{delegates[0]} << 32;
-    selection.delegates[kThreads + thread] = uint64_t{delegates[1]} << 32;
-    if (!has_many_delegates) selection.offer(delegates[0], params.k);
-    __syncthreads();
-    uint64_t least = has_many_delegates ? kNoKey : selection.least_offered();
-    if (least == kNoKey) {  // some warps have too few logits
-      least = selection.find_threshold(selection.delegates,
-                                       has_many_delegates ? 2 * kThreads : kThreads, params.k);
+    selection.delegates[0][thread] = delegates[0];
+    selection.delegates[1][thread] = delegates[1];
+    if (thread == 0) selection.count = 0;
+    if (is_cluster) {
+      wait_for_cluster();
+      selection.share_with_cluster(delegates[0], rank, blocks);
     }
-    selection.select(params.k, least,
+    __syncthreads();
+    uint32_t reached = selection.least_of_delegates(params.k);
+    if (is_cluster) reached = max(reached, selection.least_of_cluster(params.k, blocks));
+    selection.select(params.k, uint64_t{reached} << 32,
                      [&](uint64_t least) { part.collect(least, groups, selection); });
-    MaxAndSum total = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
+    const auto total_of_warps = [&] {
+      return warp_merge<kWarps>(sums_of_warps[thread_index_anew() % kWarps], exponent);
+    };
+    MaxAndSum total = total_of_warps();
     if constexpr (kSpreads) {
       const TopkPartials partials =
           is_cluster ? TopkPartials(shared_memory + groups_bytes(schedule.max_units,
                                                                  schedule.unit_batches, kThreads),
-                                    blocks)
+                                    &arrived, blocks)
                      : TopkPartials(params, row, blocks);
-      if (is_cluster) wait_for_cluster();
       if (thread == 0) partials.put_sum(rank, total);
       selection.for_ranked(
           params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
       for (int i = selection.count + thread; i < params.k; i += kThreads)
         partials.put_key(rank * params.k + i, kNoKey);
-      if (is_cluster) {
-        arrive_at_cluster();
-        wait_for_cluster();
-      } else {
-        sync_grid();
-      }
+      if (!is_cluster) sync_grid();
       if (rank != 0) continue;
-      MaxAndSum of_lane{kLowest, 0.f};
-      for (int i = lane; i < blocks; i += 32) of_lane.merge(partials.sums[i], exponent);
+      if (is_cluster) {
+        wait_for_bytes(&arrived, 0);
+        __syncthreads();  // of those that hand on, all warps have read the candidates
+      }
       // What k keys of one block reach, and what a few of each block do.
       const int of_block = divide_up(params.k, blocks);
       uint32_t of_one = 0, of_each = ~0u;
-      for (int i = lane; i < blocks; i += 32) {
-        of_one = max(of_one, static_cast<uint32_t>(partials.keys[(i + 1) * params.k - 1] >> 32));
-        of_each =
-            min(of_each, static_cast<uint32_t>(partials.keys[i * params.k + of_block - 1] >> 32));
+      MaxAndSum of_thread{kLowest, 0.f};
+      for (int i = thread; i < blocks; i += kThreads) {
+        const uint64_t* const keys = partials.keys + i * params.k;
+        of_thread.merge(partials.sums[i], exponent);
+        of_one = max(of_one, static_cast<uint32_t>(keys[params.k - 1] >> 32));
+        of_each = min(of_each, static_cast<uint32_t>(keys[of_block - 1] >> 32));
       }
-      least = uint64_t{max(largest_of_lanes(of_one), smallest_of_lanes(of_each))} << 32;
+      of_thread = warp_merge<32>(of_thread, exponent);
+      of_one = largest_of_lanes(of_one);
+      of_each = smallest_of_lanes(of_each);
+      if (lane == 0) {
+        sums_of_warps[thread / 32] = of_thread;
+        selection.delegates[0][thread / 32] = of_one;
+        selection.delegates[1][thread / 32] = of_each;
+      }
       if (thread == 0) selection.count = 0;
       __syncthreads();
-      selection.select(params.k, least, [&](uint64_t least) {
-#pragma unroll 4
-        for (int i = thread; i < blocks * params.k; i += kThreads) {
-          const uint64_t key = partials.keys[i];
-          selection.append(key != kNoKey && key >= least, [&](int) { return key; });
+      total = total_of_warps();
+      of_one = largest_of_lanes(selection.delegates[0][thread_index_anew() % kWarps]);
+      of_each = smallest_of_lanes(selection.delegates[1][thread_index_anew() % kWarps]);
+      reached = max(reached, max(of_one, of_each));
+      selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
+        constexpr int kKeys = 4;  // on their way together
+#pragma unroll 1
+        for (int first = thread; first < blocks * params.k; first += kKeys * kThreads) {
+          uint64_t keys[kKeys];
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i) {
+            const int at = first + i * kThreads;
+            keys[i] = at < blocks * params.k ? partials.keys[at] : kNoKey;
+          }
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i)
+            selection.append(keys[i] != kNoKey && keys[i] >= least, [&](int) { return keys[i]; });
         }
       });
-      total = warp_merge<32>(of_lane, exponent);  // here, as registers are scarce before
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

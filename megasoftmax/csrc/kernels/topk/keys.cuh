@@ -28,37 +28,51 @@ __device__ inline int column_of(uint64_t key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-// A number that at least k of the values of a warp's lanes reach, and at most `most` unless so many
-// are equal: bit by bit, from the first in which they differ. 0 where fewer than k are not 0.
+// How many values of a warp's lanes reach a number.
 template <int kValues>
+__device__ inline int count_reaching(const uint32_t (&values)[kValues], uint32_t number) {
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) count += values[i] >= number;
+  return sum_of_lanes(count);
+}
+
+// A number that at least k of the values of a warp's lanes reach, and at most `most` unless so many
+// are equal, by halving what lies between the largest and the least, or the least of the first
+// kFirst. Values of 0 are none; 0 where fewer than k reach that least one.
+template <int kFirst = 0, int kValues>
 __device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k, int most) {
-  uint32_t low = ~0u, high = 0;
+  uint32_t before = ~0u, high = 0;  // `before`: the least
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    low = min(low, values[i]);
+    if (kFirst == 0 || i < kFirst) before = min(before, values[i] - 1);
     high = max(high, values[i]);
   }
-  low = smallest_of_lanes(low);
+  uint32_t low = smallest_of_lanes(before) + 1;
   high = largest_of_lanes(high);
-  if (low == high) return low;
-  const int first = 31 - __clz(low ^ high);
-  uint32_t found = high & ~((2u << first) - 1);
+  int count = count_reaching(values, max(low, 1u));
+  if (count < k) return 0;
 #pragma unroll 1
-  for (uint32_t bit = 1u << first; bit != 0; bit >>= 1) {
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) count += values[i] >= (found | bit);
-    count = sum_of_lanes(count);
-    if (count >= k) found |= bit;
-    if (count >= k && count <= most) break;
+  while (low < high && count > most) {
+    const uint32_t middle = high - (high - low) / 2;
+    const int reaching = count_reaching(values, middle);
+    if (reaching < k) {
+      high = middle - 1;
+    } else {
+      low = middle;
+      count = reaching;
+    }
   }
-  return found;
+  return low;
 }
+// A few candidates too many cost less than a threshold that leaves just k. Of many each costs more,
+// as ranking takes the square of their number.
+__device__ inline int most_reaching(int k) { return k + min(k / 2, 32) + 4; }
 
 // The same for so many keys in shared memory, by one warp; at most 32 * kValues.
 template <int kValues>
-__device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, int k, int most) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+__device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, int k) {
+  const int most = most_reaching(k), lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t values[kValues];
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
@@ -66,17 +80,15 @@ __device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, in
     values[i] = at < count ? static_cast<uint32_t>(keys[at] >> 32) : 0;
   }
   const uint32_t high = threshold_of(values, k, most);
-  int greater = 0, reached = 0;
+  if (count_reaching(values, high) <= most) return uint64_t{high} << 32;
+  int greater = 0;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int at = lane + i * 32;
     greater += values[i] > high;
-    reached += values[i] >= high;
     values[i] = at < count && values[i] == high ? static_cast<uint32_t>(keys[at]) : 0;
   }
   greater = sum_of_lanes(greater);
-  reached = sum_of_lanes(reached);
-  if (reached <= most) return uint64_t{high} << 32;
   return uint64_t{high} << 32 | threshold_of(values, k - greater, most - greater);
 }
 

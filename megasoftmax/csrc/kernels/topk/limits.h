@@ -25,7 +25,8 @@ inline constexpr int kTileMaxChunks = 32 * kMaxTileChunks;
 struct TopkRegime {
   char name[16];
   int threads;
-  int blocks_per_sm;  // the compiler's register budget, of plain rows: 65536 / (threads * blocks)
+  int blocks_per_sm;  // the compiler's register budget: 65536 / (threads * blocks); half as many
+                      // blocks with a mask, a bias or another stride than 1
   int chunks_per_thread;  // of a unit: loads in flight
   int blocks_per_row;     // more than 1: a cluster
   int max_chunks;         // of a row
@@ -64,8 +65,12 @@ constexpr int groups_bytes(int units, int units_per_group, int threads) {
 // What a block of a row spread over several hands on.
 constexpr int64_t partial_bytes(int k) { return 8 * (1 + int64_t{k}); }
 
-// Of the whole GPU: so many it certainly runs at a time.
-inline constexpr int kTopkBlocksPerSmOfWholeGpu = 1;
+// Of the whole GPU: so many blocks a multiprocessor certainly runs at a time. One where rows need
+// more registers, or where two could lack shared memory.
+constexpr int topk_blocks_per_sm_of_whole_gpu(bool has_unit_stride, int shared_bytes) {
+  const int of_block = groups_bytes(kMaxGroups, 1, 256) + kTopkMaxDeclaredBytes;
+  return has_unit_stride && 2 * of_block <= shared_bytes ? 2 : 1;
+}
 
 // The first regime with the same kernel: clusters differ by their launch alone.
 constexpr int topk_kernel_of(int index) {

@@ -13,17 +13,17 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_chunks;    // of a lane: 1, 2, 4 or 8
-  int chunks, pitch;  // of a row, and from one row to the next
-  Divider by_chunks;
-  bool is_ragged;  // lanes have room for more chunks
+  int lane_chunks;  // of a lane: 1, 2, 4 or 8
+  int chunks;       // of a row
+  int log2_places;  // of chunks, in all lanes of a row
+  bool is_ragged;   // not all are taken
 };
 
 struct TopkPlan {
   int regime;  // a row of kTopkRegimes, or kTopkTile
   TopkTiles tiles;
   Schedule schedule;
-  bool is_plain;
+  bool has_unit_stride;  // forward: and neither mask nor bias
   int shared_bytes;
   int64_t workspace_bytes, blocks;
 };
@@ -40,6 +40,10 @@ inline int64_t topk_chunks(const TopkParams& params, bool is_written) {
 }
 
 inline constexpr int kTopkTile = -1;
+
+// From one row to the next, in chunks and for each of its lanes: eight neighbouring threads find
+// eight different banks.
+constexpr int tile_pitch(int lane_chunks) { return lane_chunks | 1; }
 
 // Lists of keys are as long as k or the next longer of 2, 4, 8 and 16.
 constexpr int tile_list_length(int k) {
@@ -58,17 +62,13 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   const int step = std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1);
   tiles.lane_chunks = step;
   while (tiles.lanes * tiles.lane_chunks < chunks) tiles.lane_chunks *= 2;
-  tiles.is_ragged = tiles.lanes * tiles.lane_chunks != chunks;
+  while (1 << tiles.log2_places < tiles.lanes * tiles.lane_chunks) ++tiles.log2_places;
+  tiles.is_ragged = 1 << tiles.log2_places != chunks;
   tiles.rows_per_tile = kTileThreads / tiles.lanes;
   tiles.chunks = chunks;
-  tiles.by_chunks = Divider(chunks);
-  // An odd multiple of the lanes: eight neighbouring threads find eight different banks.
-  tiles.pitch = divide_up(chunks, tiles.lanes) / 2 * 2 * tiles.lanes + tiles.lanes;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  // Where chunks are ragged the last row's lanes read behind it.
-  const int behind = tiles.is_ragged ? tiles.lanes * tiles.lane_chunks : 0;
-  plan.shared_bytes = std::max((tiles.rows_per_tile * tiles.pitch + behind) * 16, results);
+  plan.shared_bytes = std::max(kTileThreads * tile_pitch(tiles.lane_chunks) * 16, results);
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
 }
@@ -89,12 +89,15 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
   if (forced >= 0) plan.regime = forced;
   const TopkRegime& regime = kTopkRegimes[plan.regime];
+  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const int64_t units = divide_up<int64_t>(chunks, regime.threads * regime.chunks_per_thread);
   Schedule& schedule = plan.schedule;
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kWholeGpu) {
-    const int64_t resident = int64_t{device.multiprocessors} * kTopkBlocksPerSmOfWholeGpu;
+    const int64_t resident =
+        int64_t{device.multiprocessors} *
+        topk_blocks_per_sm_of_whole_gpu(plan.has_unit_stride, device.shared_bytes);
     schedule.blocks_per_row =
         static_cast<int>(std::clamp<int64_t>(resident / rows, 1, std::max<int64_t>(units, 1)));
   }
@@ -103,7 +106,6 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   schedule.queries = Divider(params.shape.queries);
   schedule.heads = Divider(params.shape.heads);
   plan.shared_bytes = groups_bytes(schedule.max_units, schedule.unit_batches, regime.threads);
-  plan.is_plain = !params.can_exclude && params.scores.column_stride == 1;
   const int64_t partials_bytes = schedule.blocks_per_row * partial_bytes(params.k);
   if (schedule.is_cluster) {
     plan.shared_bytes += static_cast<int>(partials_bytes);

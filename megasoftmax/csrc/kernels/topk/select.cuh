@@ -10,20 +10,17 @@ namespace megasoftmax {
 
 template <int kThreads>
 struct Selection {
-  // Two for each thread.
-  static constexpr int kMaxDelegates = 2 * kThreads;
-  static_assert(kMaxDelegates <= kMaxCandidates);
   // Groups of threads that may hold candidates, for each warp. Once kFlush wait it looks at them.
   static constexpr int kWarps = kThreads / 32, kFlush = 32;
   static constexpr int kFewCandidates = 64;  // to be ranked as they are
 
   uint64_t candidates[kMaxCandidates];
-  uint64_t delegates[kMaxDelegates];
+  uint32_t delegates[2][kThreads];  // of each thread, of its logits as in keys
   uint64_t sorted[kMaxK];
   int waiting[kWarps][2 * kFlush];
-  uint32_t least_of_warps[kWarps], least_of_whole_warps[kWarps];
   uint64_t threshold;
-  int count;  // of candidates, those that found no place too
+  uint64_t shared;  // a barrier: what other blocks of the cluster share
+  int count;        // of candidates, those that found no place too
 
   // The keys key(i) whose bits are set in `wanted`.
   template <class Key>
@@ -53,23 +50,76 @@ struct Selection {
         return;
       }
       __syncthreads();  // all have read it
-      least = find_threshold(candidates, kMaxCandidates, k);
+      least = find_threshold(kMaxCandidates, k);
     }
   }
 
-  // A number that k of the keys certainly reach, kNoKey where there are fewer. The keys, behind a
-  // barrier, are distinct, or lower than distinct ones. Candidates are forgotten. Rare enough for
-  // its code to stand in one place.
-  __device__ __noinline__ uint64_t find_threshold(const uint64_t* keys, int key_count, int k) {
+  // What at least k delegates reach, 0 where there are fewer: by each warp for itself. Behind a
+  // barrier.
+  __device__ uint32_t least_of_delegates(int k) const {
+    const int lane = thread_index_anew() % 32;
+    uint32_t values[2 * kWarps];
+#pragma unroll
+    for (int i = 0; i < 2 * kWarps; ++i) values[i] = delegates[i / kWarps][i % kWarps * 32 + lane];
+    return threshold_of<kWarps>(values, k, most_reaching(k));
+  }
+
+  // The same of a whole cluster: the largest delegate of every eight threads, which all blocks get.
+  // In the place of the sorted keys.
+  static constexpr int bytes_of_cluster(int blocks) { return blocks * kWarps * 16; }
+  __device__ void share_with_cluster(uint32_t largest, int rank, int blocks) {
+    static_assert(bytes_of_cluster(kMaxCluster) <= sizeof(sorted));
+    const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int distance = 1; distance < 8; distance *= 2)
+      largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
+    const uint32_t low = __shfl_sync(~0u, largest, lane % 2 * 16),
+                   high = __shfl_sync(~0u, largest, lane % 2 * 16 + 8);
+    if (lane < 2 * blocks)
+      send_to_cluster(sorted + (rank * kWarps + warp) * 2 + lane % 2, &shared, lane / 2,
+                      uint64_t{high} << 32 | low);
+  }
+  // Waits for them.
+  __device__ uint32_t least_of_cluster(int k, int blocks) {
+    const auto* const largest = reinterpret_cast<const uint32_t*>(sorted);
+    wait_for_bytes(&shared, 0);
+    const int lane = thread_index_anew() % 32;
+    uint32_t values[kMaxCluster * kWarps * 4 / 32];
+#pragma unroll
+    for (int i = 0; i < kMaxCluster * kWarps * 4 / 32; ++i)
+      values[i] = i * 32 + lane < 4 * kWarps * blocks ? largest[i * 32 + lane] : 0;
+    return threshold_of(values, k, most_reaching(k));
+  }
+
+  // Calls body(rank, key) for the k best, in several threads. Where a block has several warps some
+  // lanes count together.
+  template <class Body>
+  __device__ void for_ranked(int k, Body&& body) const {
+    constexpr int kLanes = kWarps > 1 ? 4 : 1;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += kThreads / kLanes) {
+      const int i = begin + static_cast<int>(threadIdx.x) / kLanes;
+      const uint64_t mine = i < count ? candidates[i] : kNoKey;
+      int rank = 0;
+#pragma unroll 4
+      for (int j = lane; j < count; j += kLanes) rank += candidates[j] > mine;
+#pragma unroll
+      for (int distance = 1; distance < kLanes; distance *= 2)
+        rank += __shfl_xor_sync(~0u, rank, distance);
+      if (lane == 0 && rank < k && mine != kNoKey) body(rank, mine);
+    }
+  }
+
+ private:
+  // A number that k of the candidates certainly reach. They are forgotten. Rare enough for its code
+  // to stand in one place.
+  __device__ __noinline__ uint64_t find_threshold(int candidate_count, int k) {
     if (threadIdx.x < 32) {
-      // A few candidates too many cost less than a threshold that leaves just k.
-      const int most = k + k / 2 + 4;
-      uint64_t found = kNoKey;
-      if (key_count >= k) {
-        found = key_count <= 4 * 32   ? threshold_of_keys<4>(keys, key_count, k, most)
-                : key_count <= 8 * 32 ? threshold_of_keys<8>(keys, key_count, k, most)
-                                      : threshold_of_keys<16>(keys, key_count, k, most);
-      }
+      const uint64_t found =
+          candidate_count <= 4 * 32   ? threshold_of_keys<4>(candidates, candidate_count, k)
+          : candidate_count <= 8 * 32 ? threshold_of_keys<8>(candidates, candidate_count, k)
+                                      : threshold_of_keys<16>(candidates, candidate_count, k);
       __syncwarp();
       if (threadIdx.x == 0) {
         threshold = found;
@@ -80,48 +130,10 @@ struct Selection {
     return threshold;
   }
 
-  // The same of one number for each thread, as long as k is a small part of them: as many of each
-  // warp's as make k together, or all of one warp. Of keys, the part above the column.
-  __device__ void offer(uint32_t mine, int k) {
-    const uint32_t least_of_all = k <= 32 ? smallest_of_lanes(mine) : 0;
-    uint32_t least = 0;
-#pragma unroll 1
-    for (int left = (k + kWarps - 1) / kWarps; left > 0;) {
-      least = largest_of_lanes(mine);
-      left -= __popc(__ballot_sync(~0u, mine == least));
-      if (mine == least) mine = 0;
-    }
-    if (threadIdx.x % 32 == 0) {
-      least_of_warps[threadIdx.x / 32] = least;
-      least_of_whole_warps[threadIdx.x / 32] = least_of_all;
-    }
-    if (threadIdx.x == 0) count = 0;
-  }
-  // Behind a barrier.
-  __device__ uint64_t least_offered() const {
-    const int warp = thread_index_anew() % kWarps;
-    return uint64_t{max(smallest_of_lanes(least_of_warps[warp]),
-                        largest_of_lanes(least_of_whole_warps[warp]))}
-           << 32;
-  }
-
-  // Calls body(rank, key) for the k best, in several threads.
-  template <class Body>
-  __device__ void for_ranked(int k, Body&& body) const {
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-      const uint64_t mine = candidates[i];
-      int rank = 0;
-#pragma unroll 4
-      for (int j = 0; j < count; ++j) rank += candidates[j] > mine;
-      if (rank < k && mine != kNoKey) body(rank, mine);
-    }
-  }
-
- private:
   // Ranking takes the square of the number of candidates.
   __device__ void drop_hopeless(int candidate_count, int k) {
     __syncthreads();  // all have read the count
-    const uint64_t least = find_threshold(candidates, candidate_count, k);
+    const uint64_t least = find_threshold(candidate_count, k);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kMaxCandidates; i += kThreads) {
       const uint64_t key = i < candidate_count ? candidates[i] : kNoKey;

@@ -3,9 +3,10 @@
 // forward.cuh without mask and bias.
 //
 // A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
-// 16 bytes. 1, 2, 4 ... or 32 lanes own a row, at most kMaxTileChunks chunks each, and keep their
-// largest keys in registers, in order; lanes of a row merge them by networks. The results leave
-// through shared memory too, so that all of memory is read and written in whole sectors.
+// 16 bytes. 1, 2, 4 ... or 32 lanes own a row and take its chunks in turn, at most kMaxTileChunks
+// each. They keep their largest keys in registers, in order; lanes of a row merge them by networks.
+// The results leave through shared memory too, so that all of memory is read and written in whole
+// sectors.
 //
 // What a lane keeps it finds in one of two ways. By candidates.cuh it makes keys of few logits
 // only. Where that cannot serve, as in tiny rows, rows with NaN or rows of equals, it makes keys of
@@ -64,9 +65,8 @@ struct TileKeys {
   }
   __device__ static float logit(Key key) {
     if constexpr (sizeof(T) == 2) {
-      const uint32_t bits = key >> 16;
-      const auto half = static_cast<uint16_t>(bits ^ (bits >> 15 != 0 ? 0x8000u : 0xffffu));
-      return to_float(reinterpret_cast<const T&>(half));
+      const auto sign = static_cast<uint32_t>(static_cast<int32_t>(key) >> 31);
+      return Pack<T, 2>{{~(key ^ (sign & 0x7fff0000u))}}[1];
     } else {
       return logit_of(key);
     }
@@ -90,40 +90,37 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
   const int rows =
       static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
+  const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
+  const int pitch = tile_pitch(kChunks) << tiles.log2_lanes;  // from one row to the next
+  Pack<T>* const mine = tile + row * pitch + lane;
+  // The lane's i-th chunk.
+  const auto chunk_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
   {
-    const auto* const source =
-        static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.chunks;
-    int row, chunk, more_rows, more_chunks;  // of a thread's first chunk, and from one to the next
-    tiles.by_chunks.split(thread, row, chunk);
-    tiles.by_chunks.split(kTileThreads, more_rows, more_chunks);
-    int at = row * tiles.pitch + chunk;
-    const int step = more_rows * tiles.pitch + more_chunks, gap = tiles.pitch - tiles.chunks;
+    const auto* const source = keep_in_register(static_cast<const Pack<T>*>(params.scores.data) +
+                                                first_row * tiles.chunks);
     const uint32_t shared = shared_address(tile);
-#pragma unroll 4
-    for (int i = thread; i < rows * tiles.chunks; i += kTileThreads) {
-      start_copy(shared + at * 16, source + i);
-      at += step;
-      chunk += more_chunks;
-      if (chunk >= tiles.chunks) {
-        chunk -= tiles.chunks;
-        at += gap;
-      }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = i * kTileThreads + thread;
+      const int row = at >> tiles.log2_places, chunk = at & ((1 << tiles.log2_places) - 1);
+      if (row < rows && chunk < tiles.chunks)
+        start_copy(shared + (row * pitch + chunk) * 16, source + (row * tiles.chunks + chunk));
     }
     wait_for_copies();
     __syncthreads();
   }
-  const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
   // Rows behind the end are computed too, on whatever shared memory holds.
-  Pack<T>* const mine = tile + row * tiles.pitch + lane;
   if (params.scale < 0) {
 #pragma unroll 1
-    for (int i = 0; i + lane < tiles.chunks; i += tiles.lanes) mine[i].flip_signs();
+    for (int i = 0; i < kChunks; ++i) chunk_of_lane(i).flip_signs();
   }
-  // This lane's chunk that begins so many chunks behind the row's first; behind the row's end -inf,
-  // for now, which all of the row comes before.
-  const auto read = [&](int i) {
-    return tiles.is_ragged && i + lane >= tiles.chunks ? Pack<T>::lowest() : mine[i];
-  };
+  // Behind the row's end -inf, for now, which all of the row comes before.
+  if (tiles.is_ragged) {
+#pragma unroll 1
+    for (int i = 0; i < kChunks; ++i) {
+      if ((i << tiles.log2_lanes) + lane >= tiles.chunks) chunk_of_lane(i) = Pack<T>::lowest();
+    }
+  }
 
   const Exponent exponent = exponent_of<NoBias>(params);
   MaxAndSum total{kLowest, 0.f};
@@ -137,22 +134,22 @@ __global__ void __launch_bounds__(kTileThreads)
   bool is_done = false;
   if constexpr (can_have_candidates<T>(kLongest, kChunks)) {
     TileCandidates<T, kLongest, kChunks> candidates;
-    candidates.find_threshold(params.k, [&](int i) { return read(i * tiles.lanes); });
+    candidates.find_threshold(params.k, chunk_of_lane);
     total.max = fmaxf(candidates.max_of_all(), kLowest);
     for (int distance = 1; distance < tiles.lanes; distance *= 2)
       total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const Pack<T> pack = read(i * tiles.lanes);
+      const Pack<T> pack = chunk_of_lane(i);
       add(pack);
       candidates.mark(i, pack);
     }
     is_done = __all_sync(~0u, total.sum == total.sum && candidates.are_few());
     if (is_done)
       candidates.select(best, [&](int position) {
-        const T logit = reinterpret_cast<const T*>(
-            mine + (position / kElements << tiles.log2_lanes))[position % kElements];
-        return Keys::of(logit, position);
+        const int others =
+            (position & -kElements) * (tiles.lanes - 1);  // of other lanes, before it
+        return Keys::of(reinterpret_cast<const T*>(mine)[position + others], position);
       });
   }
   if (!is_done) {
@@ -162,7 +159,7 @@ __global__ void __launch_bounds__(kTileThreads)
       Key keys[kKeys];
 #pragma unroll
       for (int j = 0; j < kStep; ++j)
-        Keys::of(read((i + j) * tiles.lanes), (i + j) * kElements, keys + j * kElements);
+        Keys::of(chunk_of_lane(i + j), (i + j) * kElements, keys + j * kElements);
 #pragma unroll
       for (int j = 0; j < kKeys; j += kLongest) {
         Key some[kLongest];
@@ -196,43 +193,47 @@ __global__ void __launch_bounds__(kTileThreads)
   if constexpr (!can_have_candidates<T>(kLongest, kChunks)) {
     total.max = fmaxf(Keys::logit(best[0]), kLowest);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) add(read(i * tiles.lanes));
+    for (int i = 0; i < kChunks; ++i) add(chunk_of_lane(i));
   }
   for (int distance = 1; distance < tiles.lanes; distance *= 2)
     total.sum += __shfl_xor_sync(~0u, total.sum, distance);
 
   const RowStatistics statistics(params, total, false);
   if (lane == 0 && row < rows) statistics.write(params, first_row + row);
-  float weights[kLongest], selected = 0.f;
+  float values[kLongest];
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
-    weights[i] = i < params.k ? exponent(Keys::logit(best[i]), total.max) : 0.f;
-    selected += weights[i];
+    values[i] = Keys::logit(best[i]);
+    if (!params.candidates) values[i] = exponent(values[i], total.max);
   }
-  const float factor = reciprocal_approximate(params.renormalize ? selected : total.sum);
+  float factor = fabsf(params.scale);
+  if (!params.candidates) {
+    if (params.renormalize) {
+      total.sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kLongest; ++i) total.sum += i < params.k ? values[i] : 0.f;
+    }
+    factor = statistics.is_regular() ? reciprocal_approximate(total.sum) : NAN;
+  }
 
   __syncthreads();
-  auto* const values = reinterpret_cast<float*>(shared_memory);
-  int* const columns = reinterpret_cast<int*>(values + tiles.rows_per_tile * params.k);
+  auto* const results = reinterpret_cast<float*>(shared_memory);
+  int* const columns = reinterpret_cast<int*>(results + tiles.rows_per_tile * params.k);
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
     if (i >= params.k || (i & (tiles.lanes - 1)) != lane) continue;
-    values[row * params.k + i] = params.candidates ? Keys::logit(best[i]) * fabsf(params.scale)
-                                 : !statistics.is_regular() ? NAN
-                                                            : weights[i] * factor;
+    results[row * params.k + i] = values[i] * factor;
     columns[row * params.k + i] = Keys::position(best[i]);
   }
   __syncthreads();
   const int count = rows * params.k;
   const int64_t first = first_row * params.k;
-  for (int i = 2 * thread; i < count; i += 2 * kTileThreads) {
-    int64_t* const indices = params.indices + first + i;
-    if (i + 1 < count) {
-      __stcs(reinterpret_cast<longlong2*>(indices), longlong2{columns[i], columns[i + 1]});
-    } else {
-      *indices = columns[i];
-    }
+  int64_t* const indices = params.indices + first;
+  for (int i = 2 * thread; i + 1 < count; i += 2 * kTileThreads) {
+    const int2 two = *reinterpret_cast<const int2*>(columns + i);
+    __stcs(reinterpret_cast<longlong2*>(indices + i), longlong2{two.x, two.y});
   }
+  if (count % 2 != 0 && thread == 0) indices[count - 1] = columns[count - 1];
   with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     using Out = decltype(tag);
     constexpr int kOut = kPackElements<Out>;
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(kTileThreads)
     for (int i = kOut * thread; i < count; i += kOut * kTileThreads) {
       float pack[kOut];
 #pragma unroll
-      for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? values[i + j] : 0.f;
+      for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? results[i + j] : 0.f;
       const auto rounded = Pack<Out>::round(pack);
       if (i + kOut <= count && is_aligned(out + i, 16)) {
         store_streaming(out + i, rounded);
