@@ -7,6 +7,7 @@ that ran with those of the binary, so that a kernel without a case is found.
 """
 
 import ctypes
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,7 @@ class Case:
         options = dict(self.options)
         if self.family == "topk forward":
             return TOPK_REGIMES[options["regime"]][0] == '"cluster_16"'
-        return options.get("regime") in ("cluster_16", "reread_16", "turns_512x16")
+        return options.get("regime") in ("cluster_16", "dense_x16", "reread_16", "turns_512x16")
 
     def run(self, device: str, is_brief: bool = False) -> None:
         """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
@@ -218,7 +219,7 @@ def table_of(header: str, name: str) -> list[list[str]]:
 
 LIMITS = kernel_limits()
 BIAS_DTYPES = (None, "fp32", "same")
-KINDS = ("plain", "uneven", "limited", "masked", "costly", "narrow")
+KINDS = ("plain", "uneven", "limited", "masked", "costly", "narrow", "dense", "dense uneven")
 REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))
 TILE_LANES = (1, 2, 4, 8, 16, 32)  # of a row, see flat.cuh
 TILE_ELEMENTS = range(8, 17, 2)  # of a lane
@@ -253,9 +254,8 @@ def is_regime(
     direction: str, dtype: str, mask: bool, bias: str | None, kind: str, regime: str
 ) -> bool:
     """Whether such rows exist, as in plan.h, and the regime serves them."""
-    kinds = (
-        ("costly",) if bias else ("masked", "costly") if mask else ("plain", "uneven", "limited")
-    )
+    plain = ("plain", "uneven", "limited", "dense", "dense uneven")
+    kinds = ("costly",) if bias else ("masked", "costly") if mask else plain
     return (
         has_kernels(dtype, mask, bias, direction)
         and (direction == "forward" or bias is None)
@@ -284,8 +284,8 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
     # Long rows that are no multiple of a chunk may need a line more, others a chunk.
     uneven = [(chunks - more) * pack + 1 for more in (1, constants["kLineChunks"]) if more < chunks]
     lengths = {*LENGTHS[1:], *uneven, chunks * pack}
-    if kind in ("plain", "uneven", "masked"):
-        lengths = {length for length in lengths if (length % pack == 0) == (kind != "uneven")}
+    if kind not in ("limited", "costly"):
+        lengths = {length for length in lengths if (length % pack == 0) != kind.endswith("uneven")}
     found = {n: explain(1, n, DTYPES[dtype], backward=direction == "backward") for n in lengths}
     return sorted(n for n in lengths if found[n].chunks <= chunks)
 
@@ -315,15 +315,18 @@ def softmax_regime(
     index = find_regime(direction, regime, kind)
     assert index is not None
     takes_turns = table_for(direction)[index].takes_turns
-    # Dense rows of few columns take a tile.
-    layouts = itertools.cycle(LAYOUTS[1:] if kind in ("plain", "uneven") else LAYOUTS)
+    is_dense = kind.startswith("dense")
+    layouts = itertools.cycle(
+        LAYOUTS[:1] if is_dense else LAYOUTS[1:] if kind in ("plain", "uneven") else LAYOUTS
+    )
     rows = (index, -1) if direction == "forward" else (-1, index)
     with forced("megasoftmax_force_regimes", *rows):
         for columns in given.sizes(lengths_for(direction, dtype, kind, index)):
             queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
             window, layout = WINDOWS.get(kind, (-1, -1)), next(layouts)
-            options = (mask, bias, queries, window, layout, kind not in ("plain", "uneven"))
-            call_softmax(given, direction, dtype, columns, *options)
+            has_ranges = not is_dense and kind not in ("plain", "uneven")
+            options = (mask, bias, queries, window, layout, has_ranges)
+            call_softmax(given, direction, dtype, columns, *options, has_sinks=not is_dense)
 
 
 def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
@@ -394,18 +397,26 @@ def sizes_for_sums(
     return found or sizes_of_table(dtype, regime, drops, shared_bytes=65536, max_cluster=1), gpu
 
 
+@functools.cache
 def sizes_of_table(dtype: str, regime: str, drops: bool, **gpu: int) -> list[tuple[int, int]]:
+    """The first three, at the edges of chunks where regimes end."""
     pack = PACK_BYTES // DTYPES[dtype].itemsize
-    ends = [row.max_chunks * pack for row in LIMITS.backward if row.max_chunks]
-    found = []
-    for row, end in itertools.product(LIMITS.backward, ends):
-        queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
-        for columns in (end - pack + 1, end, end + 1):
-            rows = BATCHES * HEADS * queries
-            summed = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
-            if row.name == regime == explain(rows, columns, DTYPES[dtype], **summed).regime.name:
-                found.append((columns, queries))
-    return sorted(set(found))[:3]
+    ends = {row.max_chunks for row in LIMITS.backward if row.max_chunks}
+    edges = set()
+    for row in LIMITS.backward:
+        if row.name == regime:
+            queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
+            for end, more in itertools.product(ends, (1 - pack, 0, 1)):
+                if row.max_chunks is None or end <= row.max_chunks:
+                    edges.add((end * pack + more, queries))
+    summed = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
+
+    def is_chosen(edge: tuple[int, int]) -> bool:
+        columns, queries = edge
+        rows = BATCHES * HEADS * queries
+        return explain(rows, columns, DTYPES[dtype], **summed).regime.name == regime
+
+    return [*itertools.islice(filter(is_chosen, sorted(edges)), 3)]
 
 
 def call_softmax(
@@ -421,12 +432,13 @@ def call_softmax(
     has_ranges: bool = False,
     drops: bool = False,
     sums_bias: bool = True,
+    has_sinks: bool = True,
 ) -> None:
-    """Ranges, if it has any, are those that come next: there may be none."""
+    """Ranges and sinks, if it has any, are those that come next: there may be none."""
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
     scale, out = next(given.scales), element if next(given.flags) else torch.float32
     has_lse = next(given.flags)
-    sink, sink_value = given.sink(HEADS)
+    sink, sink_value = given.sink(HEADS) if has_sinks else (None, None)
     has_sink = sink is not None or sink_value is not None
     bias_tensor = None
     if bias is not None:

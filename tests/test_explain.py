@@ -1,8 +1,6 @@
 """What megasoftmax.explain says, by hand and by the tables of limits.h."""
 
 import itertools
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Forks
 from typer.testing import CliRunner, Result
 
 import megasoftmax
@@ -41,25 +40,27 @@ def _first_that_serves(
     ("call", "arguments", "kind", "chunks"),
     [
         ((1000, 100, HALF), {}, "tiny", 14),
-        ((100, 200, HALF), {}, "plain", 25),
+        ((100, 200, HALF), {}, "dense", 25),
         # Rows of 32 chunks of 8 elements may touch 33, if they are odd.
         ((4000, 255, HALF), {"causal": True}, "limited", 33),
         # From 32 chunks on they are cut along lines of 8 chunks, and may begin at the end of one.
         ((4000, 257, HALF), {"causal": True}, "limited", 40),
-        ((4000, 529, HALF), {}, "uneven", 74),
-        ((4000, 529, FLOAT), {}, "uneven", 140),
+        # Dense ones need no more than whole chunks, if they are short.
+        ((4000, 529, HALF), {}, "dense uneven", 66),
+        ((4000, 529, FLOAT), {}, "dense uneven", 132),
+        ((4000, 6001, HALF), {}, "uneven", 758),
         ((100, 100, HALF), {"masked": True}, "costly", 14),
         ((100, 104, HALF), {"masked": True}, "masked", 13),
         ((96, 96, HALF), {"causal": True, "queries": 24}, "limited", 12),
-        ((8192, 8192, HALF), {}, "plain", 1024),
-        ((8192, 8192, HALF), {"backward": True}, "plain", 1024),
-        ((99, 8192, HALF), {}, "plain", 1024),
-        ((999, 4096, FLOAT), {}, "plain", 1024),
-        ((100, 80000, HALF), {"max_cluster": 1}, "plain", 10000),
-        ((100, 80000, HALF), {"max_cluster": 8}, "plain", 10000),
+        ((8192, 8192, HALF), {}, "dense", 1024),
+        ((8192, 8192, HALF), {"backward": True}, "dense", 1024),
+        ((99, 8192, HALF), {}, "dense", 1024),
+        ((999, 4096, FLOAT), {}, "dense", 1024),
+        ((100, 80000, HALF), {"max_cluster": 1}, "dense", 10000),
+        ((100, 80000, HALF), {"max_cluster": 8}, "dense", 10000),
         # The mask matters forward only.
         ((999, 8192, HALF), {"masked": True, "causal": True}, "masked", 1024),
-        ((999, 8192, HALF), {"masked": True, "backward": True}, "plain", 1024),
+        ((999, 8192, HALF), {"masked": True, "backward": True}, "dense", 1024),
         ((3000, 5000, FLOAT), {"bias_gradient": True, "backward": True}, "bias gradient", 1250),
         # With dropout few regimes serve all rows.
         ((100, 100, HALF), {"dropout": True}, "dropped", 14),
@@ -80,7 +81,7 @@ def _first_that_serves(
         ((2048, 2048, HALF), {"window": (960, 0)}, "narrow", 128),
         ((2048, 2048, HALF), {"window": (961, 0)}, "limited", 129),
         # A window that limits nothing.
-        ((8192, 8192, HALF), {"window": (8192, 8192)}, "plain", 1024),
+        ((8192, 8192, HALF), {"window": (8192, 8192)}, "dense", 1024),
     ],
 )
 def test_kind_of_rows_and_regime(
@@ -94,7 +95,7 @@ def test_kind_of_rows_and_regime(
 
 
 def test_grid_of_rows_in_registers() -> None:
-    found = explain(100, 200, HALF)
+    found = explain(100, 200, HALF, causal=True)
     regime = found.regime
     assert regime.storage == "registers"
     assert found.threads == regime.threads_per_row * regime.rows_per_block
@@ -106,9 +107,23 @@ def test_grid_of_rows_in_registers() -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
+def test_dense_rows_have_a_warp_for_each_unit(backward: bool) -> None:
+    for rows, columns, threads, blocks in ((64, 8192, 256, 64), (9, 32000, 128, 72)):
+        found = explain(rows, columns, HALF, backward=backward)
+        assert found.regime.storage == "dense"
+        assert found.units == -(-columns // 1024)
+        assert (found.threads, found.blocks) == (threads, blocks)
+        assert found.shared_bytes == found.units * LIMITS.constants["kResultBytes"]
+    # A block has two rows, or four warps one.
+    for rows, threads, blocks in ((2200, 64, 1100), (100, 128, 100)):
+        found = explain(rows, 1024, HALF, backward=backward)
+        assert (found.units, found.threads, found.blocks) == (1, threads, blocks)
+
+
+@pytest.mark.parametrize("backward", [False, True])
 def test_long_rows_are_units(backward: bool) -> None:
     constants = kernel_limits().constants
-    found = explain(8192, 8192, HALF, backward=backward)
+    found = explain(8192, 8192, HALF, queries=8192, causal=True, backward=backward)
     assert found.regime.storage == "shared"
     assert (found.units, found.batches_per_unit) == (1024 // constants["kChunksPerBatch"], 1)
     # Chunks, of two tensors backward, and results of two rows.
@@ -122,7 +137,7 @@ def test_long_rows_are_units(backward: bool) -> None:
 
 
 def test_blocks_that_take_turns() -> None:
-    found = explain(60, 8 * 4352, HALF, backward=True)
+    found = explain(200, 8 * 4352, HALF, backward=True)
     assert found.regime.takes_turns
     assert (found.blocks, found.threads) == (None, found.regime.threads_per_row)
     assert found.blocks_per_row == found.regime.blocks_per_row
@@ -169,17 +184,17 @@ def test_bytes(arguments: dict[str, Any], visible: int, read: int, written: int)
 
 
 def test_reasons() -> None:
-    found = explain(500, 8192, HALF)
+    found = explain(500, 8192, HALF, causal=True)
     regime = found.regime
     assert found.reasons == (
-        "serves plain rows",
+        "serves limited rows",
         f"takes rows of at most {regime.max_chunks:,} chunks: these need up to 1,024",
         f"wants at least {regime.min_rows:,} rows, so that one block each keeps the GPU busy: "
         "there are 500",
     )
     why = {each.index: each.why for each in found.skipped}
     most = kernel_limits().forward[0].max_chunks
-    assert why[0] == f"is not for plain rows; takes at most {most} chunks"
+    assert why[0] == f"is not for limited rows; takes at most {most} chunks"
     for index, each in why.items():
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
@@ -197,9 +212,12 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
     edge = LIMITS.constants["kTinyColumns"]
     tile = explain(4096, edge - 1, FLOAT, backward=backward)
     assert (tile.kind, tile.regime.storage) == ("tiny", "tile")
-    for columns, arguments in ((edge, {}), (edge - 1, {"causal": True})):
+    for columns, arguments, storage in (
+        (edge, {}, "dense"),
+        (edge - 1, {"causal": True}, "registers"),
+    ):
         found = explain(4096, columns, FLOAT, backward=backward, **arguments)
-        assert found.regime.storage == "registers"
+        assert found.regime.storage == storage
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -222,7 +240,7 @@ def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
         assert found.regime.name == name
         assert found.shared_bytes == units * unit + found.units * results
     for limit in ({"multiprocessors": 63}, {"shared_bytes": 120 * 1024}):
-        alone = explain(1024, 2**18, HALF, backward=True, **limit)
+        alone = explain(1024, 2**18 - 127, HALF, backward=True, **limit)
         assert alone.regime.name == "cluster_16"
 
 
@@ -266,6 +284,8 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
         for length, kind, gpu in itertools.product(chunks, kinds, gpus)
         for columns in (8 * length, 8 * length - 1)
     }
+    # Above, the only query of a head sees all keys.
+    reached.add(explain(2400, 2400, HALF, causal=True, backward=backward).index)
     assert [
         f"row {index}: {regime.name}" for index, regime in enumerate(table) if index not in reached
     ] == []
@@ -515,10 +535,9 @@ def test_version(run: Any) -> None:
     assert (result.exit_code, result.output) == (0, f"megasoftmax {megasoftmax.__version__}\n")
 
 
-def test_console_script_is_the_command() -> None:
+def test_console_script_is_the_command(forks: Forks) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"megasoftmax": "megasoftmax.__main__:main"}
-    command = [sys.executable, "-c", "from megasoftmax.__main__ import main; main()", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = forks.run("from megasoftmax.__main__ import main; main()", "--help")
     assert result.returncode == 0, result.stderr
     assert "Usage: megasoftmax " in result.stdout

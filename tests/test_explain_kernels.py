@@ -452,6 +452,17 @@ def test_regime_of_topk_is_the_first_that_serves(
         assert found.shared_bytes > handed_on
 
 
+@pytest.mark.parametrize(
+    ("masked", "shared_bytes", "blocks_per_sm"),
+    [(False, 232448, 2), (False, 101376, 2), (False, 65536, 1), (True, 232448, 1)],
+)
+def test_topk_over_the_whole_gpu(masked: bool, shared_bytes: int, blocks_per_sm: int) -> None:
+    """A cooperative launch fails unless all of its blocks run at a time."""
+    found = explain_topk(1, 2**24, 8, HALF, masked=masked, shared_bytes=shared_bytes)
+    assert found.regime == "whole_gpu"
+    assert found.blocks == blocks_per_sm * H200.multiprocessors
+
+
 @pytest.mark.parametrize("chunks", [8, 9, 32, 33, 1024, 1025])
 def test_regime_of_topk_backward(chunks: int) -> None:
     table = table_of("topk", "kTopkBackwardRegimes")

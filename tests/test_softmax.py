@@ -1143,7 +1143,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
     ("variant", "columns"),
     [
         *(("plain", 2**power) for power in range(12, 21)),
-        *(("plain", columns) for columns in (20000, 20001, 50257)),
+        *(("plain", columns) for columns in (1536, 3072, 20000, 20001, 50257)),
         *((variant, 20000) for variant in ("mask", "bias", "gradient of bias", "causal", "sink")),
         *(("dropout", columns) for columns in (512, 1024, 4096, 20001, 50257, 2**18)),
     ],
@@ -1190,9 +1190,9 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [200, 512, 1000, 1280, 16384, 32000, 65536, 131072])
-def test_plain_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, columns: int) -> None:
-    """Dense rows that are read alone have code of their own."""
+@pytest.mark.parametrize("columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072])
+def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, columns: int) -> None:
+    """They have kernels of their own, which cut long rows as others do."""
     wide = normal(5, columns + 64, device="cuda", dtype=dtype)
     wide[0, columns // 3] = NAN
     wide[1] = -INF
@@ -1207,6 +1207,35 @@ def test_plain_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, co
             ]
             for plain, other in zip(*results, strict=True):
                 assert torch.equal(plain.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [128, 1024, 1031, 3072, 20000])
+def test_limits_that_exclude_nothing_leave_empty_rows_0(columns: int, dtype: torch.dtype) -> None:
+    """Kernels of dense rows take them."""
+    scores = normal(2, 8, 1, columns, device="cuda", dtype=dtype)
+    scores[0, ::3] = -INF
+    for limits in ({"causal": True}, {"window": (columns, -1)}):
+        probabilities = check(scores, **limits)[0]
+        assert (probabilities[0, ::3] == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [9, 2101])
+@pytest.mark.parametrize("columns", [136, 264, 513, 521, 1023, 1024, 1031, 2047, 2055])
+def test_dense_rows(columns: int, rows: int, dtype: torch.dtype) -> None:
+    """Whole chunks and, of uneven rows, single elements at both ends: some rows depend on these."""
+    for scale in (0.7, -0.7):
+        scores = normal(rows, columns, device="cuda", dtype=dtype)
+        scores[0, 0] = scores[1, -1] = scores[2, :9] = scores[3, -9:] = 30 / scale
+        scores[4, 1:] = scores[5, :-1] = -INF / scale
+        scores[6] = -INF / scale
+        scores[7, 0] = scores[8, -1] = NAN
+        g = oracle.random_like(scores, 1)
+        g[4, -1] = INF  # the probability is 0
+        check(scores, g=g, scale=scale)
 
 
 @gpu

@@ -48,15 +48,17 @@ __device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) 
   return reduce_pairwise(products, [](float a, float b) { return a + b; });
 }
 
-// dz of a chunk, of which g is 0 where p is and still lacks its factor. D that is not finite must
+// dz of an element, whose g is 0 where p is and still lacks its factor. D that is not finite must
 // not meet those.
+__device__ inline float logit_gradient(float g, float p, float factor, float d, bool is_finite) {
+  return is_finite || p != 0.f ? fmaf(p, fmaf(g, factor, -d), 0.f) : 0.f;  // never -0
+}
 template <class T, int kElements>
 __device__ inline void logits_gradient(const Pack<T, kElements>& g, const Pack<T, kElements>& p,
                                        float factor, float d, bool is_finite,
                                        float (&dz)[kElements]) {
 #pragma unroll
-  for (int j = 0; j < kElements; ++j)
-    dz[j] = is_finite || p[j] != 0.f ? fmaf(p[j], fmaf(g[j], factor, -d), 0.f) : 0.f;  // never -0
+  for (int j = 0; j < kElements; ++j) dz[j] = logit_gradient(g[j], p[j], factor, d, is_finite);
 }
 
 template <int kKernel>

@@ -76,15 +76,14 @@ struct RowReader {
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }
 
-  // No chunk lies partly outside of the bounds.
-  __device__ void have_whole_chunks() {
-    last_whole = bounds.end - 1;
-    inside = bounds;
-  }
-
   // Of a chunk that holds a column of the row, or behind it.
   __device__ bool is_whole(int column) const {
     return column <= last_whole && (kMayOverhang || column >= 0);
+  }
+  // Does chunk i of several, which begins at `column`, not end before the row begins?
+  template <int kStride>
+  __device__ static bool is_of_row(int i, int column) {
+    return i * kStride >= (kLineChunks - 1) * kElements || column > -kElements;
   }
   __device__ bool needs_partial() const {
     return last_whole < bounds.end - 1 || (!kMayOverhang && bounds.begin < kElements);
@@ -104,8 +103,8 @@ struct RowReader {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
-      const bool is_of_row = i * kStride >= (kLineChunks - 1) * kElements || at > -kElements;
-      if (is_of_row && is_whole(at)) packs[i] = load_streaming<T, kElements>(source + i * kStride);
+      if (is_of_row<kStride>(i, at) && is_whole(at))
+        packs[i] = load_pack<T, kElements>(source + i * kStride);
     }
     if (!needs_partial()) return;
 #pragma unroll
@@ -119,22 +118,19 @@ struct RowReader {
   template <int kStride, int kChunks>
   __device__ void start_copies(bool is_inside, int column, Pack<T, kElements>* shared,
                                int shared_stride) const {
-    if (is_inside) {
-      const T* const source = row + column;
+    const T* const source = row + column;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i)
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + i * kStride;
+      if (is_inside || (is_of_row<kStride>(i, at) && is_whole(at)))
         start_copy(shared + i * shared_stride, source + i * kStride);
-      return;
     }
+    if (is_inside || !needs_partial()) return;
 #pragma unroll 1
     for (int i = 0; i < kChunks; ++i) {
       const int at = column + i * kStride;
-      if (at <= -kElements) continue;
-      if (is_whole(at)) {
-        start_copy(shared + i * shared_stride, row + at);
-      } else if (at < bounds.end) {
+      if (at > -kElements && at < bounds.end && !is_whole(at))
         shared[i * shared_stride] = partial(at);
-      }
     }
   }
 };

@@ -5,6 +5,7 @@
 
 #include "../common/launch.cuh"
 #include "backward.cuh"
+#include "dense.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
 #include "plan.h"
@@ -71,16 +72,18 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   const int64_t tile = queries_per_tile(params);
   return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
     constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-    constexpr unsigned kPossible = Mask::kDrops     ? kDropped
-                                   : Bias::kPresent ? kCostly | kNarrow
-                                   : Mask::kPresent ? kMasked | kCostly | kNarrow
-                                   : Mask::kMayHaveRange
-                                       ? kLimited | kNarrow
-                                       : kPlain | kUneven | kLimited | kNarrow | kTiny;
+    constexpr unsigned kPossible = Mask::kDrops          ? kDropped
+                                   : Bias::kPresent      ? kCostly | kNarrow
+                                   : Mask::kPresent      ? kMasked | kCostly | kNarrow
+                                   : Mask::kMayHaveRange ? kLimited | kNarrow
+                                                         : kPlain | kUneven | kLimited | kNarrow |
+                                                               kTiny | kDense | kDenseUneven;
     if constexpr ((kRegime.serves & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
     } else if constexpr (kRegime.storage == Storage::kTile) {
       return launch_flat_forward<T>(params, stream);
+    } else if constexpr (kRegime.storage == Storage::kDense) {
+      return launch_dense_forward<T, kIndex>(params, plan, stream);
     } else {
       return launch_rows(softmax_forward_kernel<T, Mask, Bias, kernel_of(kForwardRegimes, kIndex)>,
                          kRegime.shape(), params.shape, tile, plan, stream, params);
@@ -126,14 +129,17 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
     using T = typename Inputs::Element;
     using Biases = BiasGradientOf<kRegime.shape(), kPackElements<T>>;
-    constexpr unsigned kPossible =
-        Inputs::kDrops
-            ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
-            : (Biases::kPresent ? kBiasGradient : kPlain | kUneven | kLimited | kNarrow | kTiny);
+    constexpr unsigned kPossible = Inputs::kDrops
+                                       ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
+                                       : (Biases::kPresent ? kBiasGradient
+                                                           : kPlain | kUneven | kLimited | kNarrow |
+                                                                 kTiny | kDense | kDenseUneven);
     if constexpr ((kRegime.serves & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
     } else if constexpr (kRegime.storage == Storage::kTile) {
       return launch_flat_backward<T>(params, stream);
+    } else if constexpr (kRegime.storage == Storage::kDense) {
+      return launch_dense_backward<T, kIndex>(params, plan, stream);
     } else {
       Shape owners = params.bias_shape;
       owners.batches *= params.splits;

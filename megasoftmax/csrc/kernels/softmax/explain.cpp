@@ -57,7 +57,7 @@ void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
   explanation.shared_bytes = plan.shared_bytes;
   explanation.workspace_bytes = plan.workspace_bytes;
   if (regime.storage == Storage::kTile) return;
-  explanation.threads = regime.shape().threads();
+  explanation.threads = threads_of(regime, plan.schedule);
   if (!regime.takes_turns)
     explanation.blocks = shape.batches * shape.heads *
                          blocks_of_queries(regime.shape(), plan.kind, shape.queries) *

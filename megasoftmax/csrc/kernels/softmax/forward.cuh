@@ -28,141 +28,8 @@ using GridOf =
     std::conditional_t<!Mask::kDrops && (Mask::kPresent || Bias::kPresent), ChunkGrid<kElements>,
                        typename EntriesOf<Mask>::template Grid<kElements>>;
 
-// Rows without limits that are read alone.
-template <class Mask, class Bias, int kKernel>
-inline constexpr bool kMayBePlain =
-    !Mask::kPresent && !kMayHaveRange<Mask, Bias> && !Mask::kDrops &&
-    (kForwardRegimes[kKernel].serves & kPlain) != 0;
-
 template <int kKernel>
 inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
-
-// Chunks of a plain row, from column `column` on.
-template <int kStride, class T, int kChunks>
-__device__ __forceinline__ void load_plain(Pack<T> (&raw)[kChunks], const T* source, int column,
-                                           int columns) {
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    raw[i] = Pack<T>::lowest();
-    if (column + i * kStride < columns)
-      raw[i] = load_streaming<T, kPackElements<T>>(source + i * kStride);
-  }
-}
-template <int kStride, class T, int kChunks>
-__device__ __forceinline__ void flip_plain(Pack<T> (&raw)[kChunks], int column, int columns) {
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    if (column + i * kStride < columns) raw[i].flip_signs();
-  }
-}
-
-// Plain rows (ForwardParams::is_plain) and nothing else: the time of few rows is that of the code
-// before their loads and behind them. Sums are those of forward_in_registers.
-template <class T, int kKernel>
-__device__ __forceinline__ void forward_plain_rows(const ForwardParams& params) {
-  constexpr KernelShape kShape = kForwardShape<kKernel>;
-  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = kShape.threads_per_row * kElements;
-  RowOwner<kShape> owner;
-  const int columns = static_cast<int>(params.shape.columns);
-  const int rows = static_cast<int>(params.shape.queries);
-  const int index = static_cast<int>(blockIdx.x) * kShape.rows_per_block + owner.row_in_block();
-  const int64_t row = min(index, rows - 1);  // threads without a row shadow the last one
-  const int column = owner.thread() * kElements;
-  const int64_t first_element = row * columns + column;
-  const T* const source =
-      keep_in_register(static_cast<const T*>(params.scores.data) + first_element);
-  Pack<T> raw[kChunks];
-  load_plain<kStride>(raw, source, column, columns);
-  const Exponent exponent = exponent_of<NoBias>(params);
-  if (params.scale < 0) flip_plain<kStride>(raw, column, columns);
-  float z[kChunks][kElements];
-  MaxAndSum mine{kLowest, 0.f};
-  accumulate<kStride>(mine, true, largest_lane(raw), raw, z, owner.first_thread() * kElements,
-                      columns, exponent);
-  const MaxAndSum total = owner.merge(mine, exponent);
-  const Denominator denominator(total, exponent, SinkLogit{}, 0);
-  if (index >= rows) return;
-  if (params.log_sum_exp != nullptr && owner.thread() == 0)
-    params.log_sum_exp[row] = denominator.log_sum_exp();
-  const float factor =
-      denominator.is_regular() ? denominator.factor * exponent(mine.max, total.max) : NAN;
-  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
-    using Out = decltype(tag);
-    Out* const target = keep_in_register(static_cast<Out*>(params.probabilities) + first_element);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride >= columns) continue;
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
-      store_streaming(target + i * kStride, Pack<Out, kElements>::round(z[i]));
-    }
-  });
-}
-
-// The same of a block or cluster whose warps have at most one unit each, which stays in registers.
-// Units and their sums are those of forward_in_units.
-template <class T, int kKernel>
-__device__ __forceinline__ void forward_plain_units(const ForwardParams& params,
-                                                    const Schedule& schedule) {
-  constexpr KernelShape kShape = kForwardShape<kKernel>;
-  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = 32 * kElements, kUnit = kChunks * kStride;
-  constexpr bool kIsCluster = kShape.may_share_rows;
-  extern __shared__ __align__(16) char shared_memory[];
-  __shared__ uint64_t barrier;
-  auto* const results = reinterpret_cast<MaxAndSum*>(shared_memory);
-  const int columns = static_cast<int>(params.shape.columns);
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t row = kIsCluster ? cluster_of_block() : static_cast<int>(blockIdx.x);
-  const int unit = (kIsCluster ? rank_in_cluster() * schedule.kept_batches : 0) + warp;
-  const int first = warp < schedule.kept_batches ? unit * kUnit : columns;  // of the warp
-  const int column = first + lane * kElements;
-  const int64_t first_element = row * columns + column;
-  const T* const source =
-      keep_in_register(static_cast<const T*>(params.scores.data) + first_element);
-  Pack<T> raw[kChunks];
-  load_plain<kStride>(raw, source, column, columns);
-  if constexpr (kIsCluster) {
-    if (threadIdx.x == 0) {
-      init_byte_barrier(&barrier);
-      expect_bytes(&barrier, schedule.max_units * kResultBytes);
-    }
-    arrive_at_cluster_relaxed();
-  }
-  const Exponent exponent = exponent_of<NoBias>(params);
-  if (params.scale < 0) flip_plain<kStride>(raw, column, columns);
-  float none = 0.f;
-  MaxAndSum mine = sum_of(raw, exponent, none);
-  mine.sum = warp_sum<32>(mine.sum);
-  if constexpr (kIsCluster) {
-    wait_for_cluster();
-    if (first < columns && lane < schedule.blocks_per_row)
-      send_to_cluster(&results[unit], &barrier, lane, reinterpret_cast<const uint64_t&>(mine));
-    wait_for_bytes(&barrier, 0);
-  } else {
-    if (first < columns && lane == 0) results[unit] = mine;
-    __syncthreads();
-  }
-  const MaxAndSum total = merge_units<1>(results, schedule.max_units, exponent);
-  const Denominator denominator(total, exponent, SinkLogit{}, 0);
-  if (params.log_sum_exp != nullptr && unit == 0 && lane == 0)
-    params.log_sum_exp[row] = denominator.log_sum_exp();
-  const float log2_factor = denominator.is_regular() ? log2f(denominator.factor) : NAN;
-  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
-    using Out = decltype(tag);
-    Out* const target = keep_in_register(static_cast<Out*>(params.probabilities) + first_element);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (column + i * kStride >= columns) continue;
-      float p[kElements];
-#pragma unroll
-      for (int j = 0; j < kElements; ++j)
-        p[j] = exp2_approximate(fmaf(raw[i][j] - total.max, exponent.c, log2_factor));
-      store_streaming(target + i * kStride, Pack<Out, kElements>::round(p));
-    }
-  });
-}
 
 template <class T, class Mask, class Bias, int kKernel>
 __device__ __forceinline__ void forward_in_registers(const ForwardParams& params,
@@ -280,8 +147,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   }
 }
 
-// kIsPlain: only rows that are.
-template <class T, class Mask, class Bias, int kKernel, bool kIsPlain>
+template <class T, class Mask, class Bias, int kKernel>
 __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
                                                  const Schedule& schedule) {
   constexpr KernelShape kShape = kForwardShape<kKernel>;
@@ -306,17 +172,12 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
   const auto kept = [&](int place) { return shared_packs + place * kChunksPerBatch; };
   const int columns = static_cast<int>(params.shape.columns);
-  const RowIndex index =
-      kIsPlain ? RowIndex{0, 0, owner.owner_of_block()} : row_of_block<kShape>(schedule);
-  if (!kIsPlain && index.query >= static_cast<int>(params.shape.queries)) return;
-  const Row row(
-      params.shape, index,
-      kIsPlain ? Bounds{0, columns} : Bounds::of<kMayHaveRange<Mask, Bias>>(params, index),
-      kIsPlain);
+  const RowIndex index = row_of_block<kShape>(schedule);
+  if (index.query >= static_cast<int>(params.shape.queries)) return;
+  const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
   const UnitPart part = owner.part_of(row.visible, row.grid);
-  Reader scores(params.scores, kIsPlain || params.is_dense, row.first_element, row.index, row.grid,
-                part.bounds, columns);
-  if constexpr (kIsPlain) scores.have_whole_chunks();
+  Reader scores(params.scores, params.is_dense, row.first_element, row.index, row.grid, part.bounds,
+                columns);
   // The columns of the warp's first chunk and of this lane's.
   const auto first_of = [&](int unit, int batch) {
     return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
@@ -528,23 +389,9 @@ __global__ void __launch_bounds__(
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
   if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
-    if constexpr (kMayBePlain<Mask, Bias, kKernel>) {
-      if (params.is_plain) return forward_plain_rows<T, kKernel>(params);
-    }
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
-    // Blocks of 256 threads serve few rows, whose time is that of the code.
-    constexpr KernelShape kShape = kForwardShape<kKernel>;
-    if constexpr (kMayBePlain<Mask, Bias, kKernel> && kShape.storage == Storage::kShared &&
-                  kShape.threads() == 256) {
-      if (params.is_plain && schedule.kept_batches * 32 <= kShape.threads())
-        return forward_plain_units<T, kKernel>(params, schedule);
-      if constexpr (kShape.may_share_rows) {
-        if (params.is_plain)
-          return forward_in_units<T, Mask, Bias, kKernel, true>(params, schedule);
-      }
-    }
-    forward_in_units<T, Mask, Bias, kKernel, false>(params, schedule);
+    forward_in_units<T, Mask, Bias, kKernel>(params, schedule);
   }
 }
 

@@ -20,6 +20,7 @@ enum class Storage {
   kRegisters,  // one batch of chunks per thread
   kShared,     // units, which wait in shared memory
   kReread,     // units, any number of them, read twice through a ring in shared memory
+  kDense,      // units, which stay in the registers of a warp each, see dense.cuh
 };
 
 // What a kernel is compiled for.
@@ -42,7 +43,7 @@ struct KernelShape {
 
 // What a launch asks of its rows; a regime may serve several.
 enum Rows : unsigned {
-  kPlain = 1,          // no mask, no window, a whole number of chunks
+  kPlain = 1,          // no mask, no window, a whole number of chunks, not as kDense
   kLimited = 2,        // causal, or with a wide window
   kMasked = 4,         // with a bool mask, a whole number of chunks
   kNarrow = 8,         // of which a window leaves at most half: most of the work is zeros
@@ -51,9 +52,12 @@ enum Rows : unsigned {
   kUneven = 64,        // as kPlain, but not a whole number of chunks
   kDropped = 128,      // with dropout, whatever else; backward without a bias gradient
   kDroppedBiasGradient = 256,
-  kCostly = 512,  // with a bias, or uneven with a mask: what registers read once
-  kSpread = kPlain | kUneven | kLimited | kMasked | kCostly,  // may lie over several blocks
-  kAnyRows = kSpread | kBiasGradient,
+  kCostly = 512,        // with a bias, or uneven with a mask: what registers read once
+  kDense = 1024,        // a whole number of chunks of a dense tensor, and nothing given but a scale
+  kDenseUneven = 2048,  // as kDense, but not a whole number of chunks
+  kCommon = kPlain | kUneven | kLimited | kMasked | kCostly,
+  kAnyRows = kCommon | kBiasGradient,
+  kSpread = kCommon | kDense,  // may lie over several blocks
 };
 
 struct RowRegime {
@@ -81,18 +85,19 @@ struct RowRegime {
   // The blocks of a cluster lie in one of a GPU's groups of multiprocessors, of which there are at
   // most 8. With so many multiprocessors, one of the groups has room where each block is alone.
   constexpr int least_multiprocessors() const {
-    return takes_turns && blocks_per_sm == 1 && blocks_per_row > 1 ? 8 * blocks_per_row : 0;
+    return blocks_per_sm == 1 && blocks_per_row > 1 ? 8 * blocks_per_row : 0;
   }
 };
 
 inline constexpr int kUnlimited = INT32_MAX;
 inline constexpr int kChunksPerBatch = 4 * 32;  // that a warp sums at a time, of long rows
 inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
-inline constexpr int kRingBytes = 8 * 1024;  // of shared memory for each warp of rows read twice
-inline constexpr int kResultBytes = 8;       // of a unit
+inline constexpr int kMostDenseThreads = 1024;  // of a block with a warp for each unit
+inline constexpr int kRingBytes = 8 * 1024;     // of shared memory for each warp of rows read twice
+inline constexpr int kResultBytes = 8;          // of a unit
 // Of a block: two of them fit a multiprocessor, or one that has it alone.
 inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
-// Of a block, which kernels declare themselves; narrow rows have kZeroBytes besides.
+// Of a block, which kernels declare themselves, but dense ones; narrow rows have kZeroBytes too.
 inline constexpr int kMaxDeclaredBytes = 192;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
@@ -118,6 +123,13 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
+    {"dense_4",      Storage::kDense,         4,  16,     4,       18,  false,         1,         16,       0, kDense},
+    {"dense_8",      Storage::kDense,         8,   8,     4,       18,  false,         1,         32,       0, kDense},
+    {"dense_16",     Storage::kDense,        16,   4,     4,       18,  false,         1,         64,       0, kDense | kDenseUneven},
+    {"dense_32",     Storage::kDense,        32,   2,     4,       18,  false,         1,        128,    2100, kDense | kDenseUneven},
+    {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        512,       0, kDense | kDenseUneven},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 8%, 128
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 40%, 192
@@ -137,16 +149,21 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kSpread | kDropped},  // shared_512 6%, 64 rows of 6144
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kSpread | kDropped},  // shared_512 8%, 16384
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kSpread},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kSpread | kDropped},  // cluster_4 6%, 64 rows of 65536
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kCommon | kDropped},  // shared_512 6%, 64 rows of 6144
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kCommon | kDropped},  // shared_512 8%, 16384
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     132, kDense},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kCommon},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kCommon | kDropped},  // cluster_4 6%, 64 rows of 65536
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     100, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},  // whole_gpu 11%, 256 rows of 98304
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},  // shared_512 5%, 1 row of 5120
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},  // shared_256 3%, 1 row of 10240
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},  // cluster_16 12%, 16 rows of 50257
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},  // whole_gpu 26%, 220 rows of 151936
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},  // cluster_16 10%, 256 rows of 262144
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},  // cluster_16 12%, 16 rows of 50257
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},  // whole_gpu 20%, 4 rows of 196608
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 29%, 256 rows of 393216
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
@@ -154,6 +171,14 @@ inline constexpr RowRegime kForwardRegimes[] = {
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
+    {"dense_4",      Storage::kDense,         4,  16,     4,       16,  false,         1,         16,       0, kDense},
+    {"dense_8",      Storage::kDense,         8,   8,     4,       16,  false,         1,         32,       0, kDense},
+    {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},
+    {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},
+    {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       4096,     200, kDense},
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
     {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
@@ -171,19 +196,23 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // shared_256 7%, 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 21%, 10240
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kSpread | kDropped},  // whole_gpu 10%, 24576
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // whole_gpu 10%, 24576
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kSpread | kDropped},  // cluster_8 21%, 50257
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},  // cluster_8 21%, 50257
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,     100, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_128 6%, 1 row of 5120
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},  // cluster_16 16%, 16 rows of 50257
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // cluster_16 19%, 98304
-    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kUneven},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kUneven},
+    {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kDense | kUneven},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},  // cluster_16 16%, 16 rows of 50257
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},  // reread_16 12%, 1 row of 131072
-    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kUneven},
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kDense | kUneven},
     {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // reread_1 37%, 256 rows of 393216
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDense},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
 };
@@ -275,6 +304,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     const RowRegime& regime = table[i];
     if (regime.storage == Storage::kTile) continue;  // flat.cuh chooses
     const bool is_register = regime.storage == Storage::kRegisters;
+    const bool is_dense = regime.storage == Storage::kDense;
     // Registers hold rows in their own order of sums, so the number of rows must not decide.
     if (is_register && (regime.max_chunks != regime.threads_per_row * regime.chunks_per_thread ||
                         regime.min_rows != 0 || regime.blocks_per_row != 1))
@@ -285,16 +315,19 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
       int longest = 0, certain = 0;
       for (int before = 0; before < i; ++before) {
         const RowRegime& other = table[before];
-        if (other.storage != Storage::kShared || (other.serves & regime.serves & kind) == 0)
-          continue;
+        const bool is_units = other.storage == Storage::kShared || other.storage == Storage::kDense;
+        if (!is_units || (other.serves & regime.serves & kind) == 0) continue;
         longest = other.max_chunks > longest ? other.max_chunks : longest;
         if (other.min_rows == 0 && other.blocks_per_row == 1 && other.max_chunks > certain)
           certain = other.max_chunks;
       }
       if (longest > certain) return false;
     }
+    if (is_dense && regime.max_chunks >
+                        regime.blocks_per_row * regime.threads_per_row * regime.chunks_per_thread)
+      return false;
     // Units are the same in all regimes.
-    if (!is_register && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
+    if (!is_register && !is_dense && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
     if (regime.storage == Storage::kShared &&
         (unit_batches(regime.max_chunks) != kUnitBatches ||
          shared_bytes(kept_batches(regime, regime.max_chunks, chunk_bytes), regime.max_chunks,
@@ -306,7 +339,8 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
         (regime.threads_per_row <= 32 || regime.blocks_per_row != 1))
       return false;
     if (regime.shape().threads() % 32 != 0 ||
-        ((regime.threads_per_row > 32 || !is_register) && regime.rows_per_block != 1))
+        ((regime.threads_per_row > 32 || (!is_register && !is_dense)) &&
+         regime.rows_per_block != 1))
       return false;
   }
   // Some regime serves, whatever the GPU.

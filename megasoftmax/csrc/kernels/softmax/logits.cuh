@@ -108,20 +108,9 @@ struct Logits {
       const int at = column + i * kStride;
       if (params.scale < 0) raw[i].flip_signs();
       if constexpr (Mask::kPresent) excluded[i].lower(raw[i]);
-      if constexpr (!kInside) {
-        if (at >= bounds.end) raw[i] = Pack<T>::lowest();
-        if (!straddles(at)) continue;
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if (!bounds.contains(at + j)) raw[i].lower(j * sizeof(T) / 4, Pack<T>::lane_bits(j));
-        }
-      }
+      if (!kInside && !bounds.contains(at, kElements))
+        raw[i].template fill_outside<Pack<T>::kLowestWord>(bounds.begin - at, bounds.end - at);
     }
-  }
-
-  // Is a chunk partly inside the bounds?
-  __device__ bool straddles(int column) const {
-    return column < bounds.end && !bounds.contains(column, kElements);
   }
 };
 

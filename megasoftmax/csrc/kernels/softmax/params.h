@@ -64,12 +64,10 @@ struct ForwardParams {
   void* workspace = nullptr;  // see softmax_forward_workspace
 
   // Set by the launcher: how many rows there are, whether window or ranges limit them, whether one
-  // without visible entries is 0, whether row r of the scores begins at element r * columns, at a
-  // multiple of 16 bytes for r = 0, and whether rows are plain: such ones, of whole chunks, all
-  // queries of one head, and nothing is given but scores and scale.
+  // without visible entries is 0, and whether row r of the scores begins at element r * columns, at
+  // a multiple of 16 bytes for r = 0.
   int64_t rows = 0;
-  bool is_limited = false, can_exclude = false;
-  bool is_dense = false, is_plain = false;
+  bool is_limited = false, can_exclude = false, is_dense = false;
 };
 
 struct BackwardParams {

@@ -25,9 +25,16 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
   return std::min(shape.columns, window.left + from_diagonal);
 }
 
+// Of a block.
+inline int threads_of(const RowRegime& regime, const Schedule& schedule) {
+  return regime.storage == Storage::kDense && regime.threads_per_row == kMostDenseThreads
+             ? 32 * divide_up(schedule.max_units, schedule.blocks_per_row)
+             : regime.shape().threads();
+}
+
 // What a launch without dropout asks of its rows, but for the bias gradient.
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
-                    bool has_bias, bool is_dense, int pack_elements) {
+                    bool has_bias, bool has_sink, bool is_dense, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
   const bool is_even = shape.columns % pack_elements == 0;
@@ -36,6 +43,8 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
   if (is_limited) return kLimited;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
   if (is_dense && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
+  if (is_dense && !has_sink && shape.queries == shape.rows())
+    return is_even ? kDense : kDenseUneven;
   return is_even ? kPlain : kUneven;
 }
 
@@ -62,10 +71,17 @@ inline int64_t chunks_of_rows(const Shape& shape, const Window& window, const Dr
 inline constexpr int kBlocksPerSm = 3;
 
 // `forced`: the regime to take where it serves such rows, or -1. `chunk_bytes`: what shared memory
-// keeps of a chunk.
+// keeps of a chunk. `whole_chunks`: what uneven rows have of them.
 template <int kCount>
-Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
-               const Device& device, int chunk_bytes, int forced) {
+Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_chunks, int64_t rows,
+               Rows kind, const Device& device, int chunk_bytes, int forced) {
+  if (kind == kDenseUneven) {
+    // Not by the number of rows: their sums have another order.
+    if (regime_for(table, whole_chunks, 1, kind, chunk_bytes, device) == kCount - 1)
+      kind = kUneven;
+    else
+      chunks = whole_chunks;
+  }
   Plan plan = {};
   plan.kind = kind;
   plan.chunks = chunks;
@@ -77,7 +93,9 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, R
     plan.regime = forced;
   const RowRegime& regime = table[plan.regime];
   const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);
-  plan.shared_bytes = shared_bytes(kept_batches, chunks, chunk_bytes);
+  plan.shared_bytes = regime.storage == Storage::kDense
+                          ? unit_count(chunks) * kResultBytes
+                          : shared_bytes(kept_batches, chunks, chunk_bytes);
   if (plan.shared_bytes == 0) return plan;
   Schedule& schedule = plan.schedule;
   schedule.unit_batches = unit_batches(chunks);
@@ -101,11 +119,13 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
   const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
   const bool has_bias = params.bias.data != nullptr;
-  const Rows kind = params.dropout.is_given() ? kDropped
-                                              : rows_of(params.shape, params.is_limited, chunks,
-                                                        params.mask.data != nullptr, has_bias,
-                                                        params.is_dense, pack_elements);
-  return plan_rows(kForwardRegimes, chunks, params.shape.rows(), kind, device, pack_bytes, forced);
+  const Rows kind =
+      params.dropout.is_given()
+          ? kDropped
+          : rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr, has_bias,
+                    params.sink.is_given, params.is_dense, pack_elements);
+  return plan_rows(kForwardRegimes, chunks, params.shape.columns / pack_elements,
+                   params.shape.rows(), kind, device, pack_bytes, forced);
 }
 
 inline Rows kind_of_bias_gradient(const Dropout& dropout) {
@@ -117,16 +137,16 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
   if (params.bias_gradient != nullptr) {
     // Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
     const int64_t chunks = divide_up<int64_t>(params.shape.columns, pack_elements);
-    return plan_rows(kBackwardRegimes, chunks, params.bias_shape.rows() * params.splits,
+    return plan_rows(kBackwardRegimes, chunks, chunks, params.bias_shape.rows() * params.splits,
                      kind_of_bias_gradient(params.dropout), device, 2 * pack_bytes, forced);
   }
   const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
   const Rows kind = params.dropout.is_given()
                         ? kDropped
                         : rows_of(params.shape, params.is_limited, chunks, false, false,
-                                  params.is_dense, pack_elements);
-  return plan_rows(kBackwardRegimes, chunks, params.shape.rows(), kind, device, 2 * pack_bytes,
-                   forced);
+                                  params.sink.is_given, params.is_dense, pack_elements);
+  return plan_rows(kBackwardRegimes, chunks, params.shape.columns / pack_elements,
+                   params.shape.rows(), kind, device, 2 * pack_bytes, forced);
 }
 
 }  // namespace megasoftmax

@@ -45,9 +45,28 @@ __device__ inline void load_results(const MaxAndSum* of_units, int units, int fi
         first + i * 32 < units ? of_units[first + i * 32] : MaxAndSum{kLowest, 0.f};
 }
 
-// By a whole warp.
+// The sum of a few units, as warp_sum makes it of as many lanes.
+__device__ inline float sum_as_lanes(const float (&sums)[kUnitsAtOnce]) {
+  static_assert(kUnitsAtOnce == 4);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// By a whole warp. A few units without shuffles.
 template <int kGroups>
 __device__ inline MaxAndSum merge_units(const MaxAndSum* of_units, int units, Exponent exponent) {
+  if (units <= kUnitsAtOnce) {
+    MaxAndSum results[kUnitsAtOnce];
+    float max = kLowest, sums[kUnitsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i) {
+      results[i] = i < units ? of_units[i] : MaxAndSum{kLowest, 0.f};
+      max = fmaxf(max, results[i].max);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i)
+      sums[i] = __fmul_rn(results[i].sum, exponent(results[i].max, max));
+    return {max, sum_as_lanes(sums)};
+  }
   MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
@@ -66,6 +85,30 @@ __device__ inline MaxAndSum merge_units(const MaxAndSum* of_units, int units, Ex
     }
   }
   return warp_merge<32>(mine, exponent);
+}
+
+// The same of sums alone.
+template <int kGroups>
+__device__ inline float sum_units(const MaxAndSum* of_units, int units) {
+  if (units <= kUnitsAtOnce) {
+    float sums[kUnitsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i) sums[i] = i < units ? of_units[i].sum : 0.f;
+    return sum_as_lanes(sums);
+  }
+  float total = 0.f;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
+       first += kGroups * kUnitsAtOnce * 32) {
+    MaxAndSum results[kGroups][kUnitsAtOnce];
+    load_results(of_units, units, first, results);
+#pragma unroll
+    for (const auto& group : results) {
+#pragma unroll
+      for (int i = 0; i < kUnitsAtOnce; ++i) total += group[i].sum;
+    }
+  }
+  return warp_sum<32>(total);
 }
 
 // What a block does of a row.
@@ -254,18 +297,7 @@ class UnitRow {
   }
   __device__ float sum(const UnitPart& part) const {
     share_results(part);
-    float total = 0.f;
-#pragma unroll 1
-    for (int first = lane(); first < part.units; first += kGroups * kUnitsAtOnce * 32) {
-      MaxAndSum results[kGroups][kUnitsAtOnce];
-      load_results(results_, part.units, first, results);
-#pragma unroll
-      for (const auto& group : results) {
-#pragma unroll
-        for (int i = 0; i < kUnitsAtOnce; ++i) total += group[i].sum;
-      }
-    }
-    return warp_sum<32>(total);
+    return sum_units<kGroups>(results_, part.units);
   }
 
  private:

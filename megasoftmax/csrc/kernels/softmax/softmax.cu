@@ -31,9 +31,6 @@ void prepare(ForwardParams& params) {
   params.is_limited = params.window.is_limited() || params.visible.are_given();
   merge_dimensions(params.shape, params.window, params.visible, params.sink, params.dropout,
                    {&params.scores, &params.mask, &params.bias});
-  params.is_plain = params.is_dense && !params.is_limited && !params.can_exclude &&
-                    !params.dropout.is_given() && params.shape.queries == params.rows &&
-                    params.shape.columns % (16 / size_of(params.scores.type)) == 0;
 }
 
 namespace {

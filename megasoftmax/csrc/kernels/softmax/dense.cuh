@@ -1,0 +1,338 @@
+#pragma once
+// Rows of a dense tensor for which nothing is given but a scale (Rows::kDense, Rows::kDenseUneven),
+// by the formulas of forward.cuh and backward.cuh.
+//
+// A row has a warp for each of its units, which stays in registers. These warps are a block, or the
+// blocks of a cluster. A row of one unit has a warp or a part of one, or, where rows are few, four
+// warps. Units and their sums are those of row_units.cuh where chunks are whole. The time of few
+// rows is that of the code before their loads and behind them, so there is little, and parameters
+// lie together.
+//
+// Uneven rows have whole chunks from their first multiple of 16 bytes on. What is left at both ends
+// is fewer elements than two chunks have: single ones of as many lanes of the first warp.
+
+#include <algorithm>
+
+#include "../common/launch.cuh"
+#include "backward.cuh"
+#include "logits.cuh"
+#include "plan.h"
+#include "row_units.cuh"
+
+namespace megasoftmax {
+
+struct DenseRows {
+  const void* input;          // scores, or the gradient of the probabilities
+  const void* probabilities;  // backward
+  void* result;               // probabilities, or the gradient of the scores
+  float* log_sum_exp;         // [rows], or null
+  const float* log_sum_exp_gradient;
+  int rows, columns, units, blocks_per_row;
+  float scale;
+  float of_empty;  // forward: a probability of a row of which nothing is visible
+  DType result_type;
+};
+
+// For which the compiler leaves registers.
+constexpr int dense_blocks_per_sm(const RowRegime& regime) {
+  return std::max(blocks_with_registers(regime.blocks_per_sm, regime.shape().threads()), 1);
+}
+
+// Of a lane: where its chunks lie, and how the results of warps come to the others of the row.
+template <class T, KernelShape kShape, bool kIsEven>
+struct DensePart {
+  static constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
+  static constexpr int kLanes = kShape.threads_per_row < 32 ? kShape.threads_per_row : 32;
+  static constexpr int kStride = kLanes * kElements;
+  // Warps of a row: as many as it has units, or those that share out the chunks of its only unit.
+  static constexpr bool kHasUnits = kShape.threads_per_row == kMostDenseThreads;
+  static constexpr bool kIsCluster = kShape.may_share_rows;
+  static constexpr int kParts = kHasUnits ? 1 : kShape.threads_per_row / kLanes;
+  static constexpr int kUnit = kParts * kChunks * kStride;
+  static_assert(kUnitBatches == 1 && kParts * kChunks * 32 == kChunksPerBatch);
+  const DenseRows& rows;
+  const int lane = static_cast<int>(threadIdx.x % kLanes);
+  const int group = static_cast<int>(threadIdx.x / kLanes);  // of lanes, in the block
+  int64_t row, first_element;
+  int unit, column;  // of the first chunk
+  int single = -1;   // the column of the single element, where there is one
+  bool is_first;     // lane of the row
+
+  __device__ explicit DensePart(const DenseRows& rows) : rows(rows) {
+    row = kIsCluster ? cluster_of_block() : static_cast<int>(blockIdx.x);
+    unit = kHasUnits ? group : 0;
+    if (kIsCluster) unit += rank_in_cluster() * static_cast<int>(blockDim.x / 32);
+    if (kShape.rows_per_block > 1) {
+      row = row * kShape.rows_per_block + group;
+      if (row >= rows.rows) unit = 1;
+    }
+    first_element = row * rows.columns;
+    const bool is_first_warp = unit == 0 && (kParts == 1 || group == 0);
+    is_first = is_first_warp && lane == 0;
+    column = unit * kUnit + (kParts > 1 ? group * kStride : 0) + lane * kElements;
+    if constexpr (!kIsEven) {
+      // Chunks begin where a line does. What lies before the row makes room for as many chunks
+      // behind the last unit.
+      const int phase =
+          static_cast<int>(static_cast<uint32_t>(first_element) % (kLineChunks * kElements));
+      column = unit < rows.units ? column - phase : rows.columns;
+      const int head = -phase & (kElements - 1), tail = (phase + rows.columns) & (kElements - 1);
+      if (is_first_warp && lane < head) single = lane;
+      if (is_first_warp && lane >= kElements && lane < kElements + tail)
+        single = rows.columns - tail + lane - kElements;
+    }
+  }
+
+  // Of chunk i, from `column` on.
+  __device__ int distance(int i) const {
+    return i * kStride + (!kIsEven && i == 0 && column < 0 ? rows.units * kUnit : 0);
+  }
+  __device__ bool has(int i) const { return column + distance(i) <= rows.columns - kElements; }
+
+  __device__ void load(const void* data, Pack<T> missing, Pack<T> (&packs)[kChunks]) const {
+    const T* const source = keep_in_register(static_cast<const T*>(data) + first_element + column);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      packs[i] = missing;
+      if (has(i)) packs[i] = load_pack<T, kElements>(source + distance(i));
+    }
+  }
+  __device__ float load_single(const void* data, float missing) const {
+    return single < 0 ? missing : to_float(static_cast<const T*>(data)[first_element + single]);
+  }
+  // value(i, j): of element j of chunk i. single_value(): of the single one.
+  template <class Value, class SingleValue>
+  __device__ void store(Value&& value, SingleValue&& single_value) const {
+    with_result_dtype<T>(rows.result_type, [&](auto tag) {
+      using Out = decltype(tag);
+      Out* const target = keep_in_register(static_cast<Out*>(rows.result) + first_element + column);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (!has(i)) continue;
+        float values[kElements];
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) values[j] = value(i, j);
+        store_streaming(target + distance(i), Pack<Out, kElements>::round(values));
+      }
+      if (!kIsEven && single >= 0)
+        static_cast<Out*>(rows.result)[first_element + single] = from_float<Out>(single_value());
+    });
+  }
+
+  // Over the unit, of all lanes; of_chunks: each lane's.
+  __device__ float max_of_unit(float mine) const {
+    mine = warp_max<kLanes>(mine);
+    if constexpr (kParts > 1) {
+      __shared__ float of_parts[kParts];
+      if (lane == 0) of_parts[group] = mine;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) mine = fmaxf(mine, of_parts[i]);
+    }
+    return mine;
+  }
+  __device__ float sum_of_unit(const float (&of_chunks)[kChunks], float of_single) const {
+    float sum = 0.f;
+    if constexpr (kParts > 1) {
+      __shared__ float of_parts[kParts + 1][32];
+      of_parts[group][lane] = of_chunks[0];
+      if (!kIsEven && group == 0) of_parts[kParts][lane] = of_single;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) sum += of_parts[i][lane];
+      if (!kIsEven) of_single = of_parts[kParts][lane];
+    } else {
+#pragma unroll
+      for (const float of_chunk : of_chunks) sum += of_chunk;
+    }
+    return warp_sum<kLanes>(sum + of_single);
+  }
+
+  // The other blocks may send once this one has begun. After the loads: they need not wait for it.
+  __device__ void begin_exchange() const {
+    if constexpr (kIsCluster) {
+      if (threadIdx.x == 0) {
+        init_byte_barrier(barrier());
+        expect_bytes(barrier(), rows.units * kResultBytes);
+      }
+      arrive_at_cluster_relaxed();
+    }
+  }
+  // The results of all units.
+  __device__ const MaxAndSum* exchange(MaxAndSum result) const {
+    extern __shared__ __align__(16) char shared_memory[];
+    auto* const results = reinterpret_cast<MaxAndSum*>(shared_memory);
+    if constexpr (kIsCluster) {
+      wait_for_cluster();
+      if (unit < rows.units && lane < rows.blocks_per_row)
+        send_to_cluster(&results[unit], barrier(), lane, reinterpret_cast<const uint64_t&>(result));
+      wait_for_bytes(barrier(), 0);
+    } else {
+      if (lane == 0) results[unit] = result;
+      __syncthreads();
+    }
+    return results;
+  }
+
+ private:
+  __device__ static uint64_t* barrier() {
+    __shared__ uint64_t of_block;
+    return &of_block;
+  }
+};
+
+// What the compiler has made of packs it must make again: kept, it would take twice the registers.
+// `never` is false, which the compiler does not know.
+template <class T, int kElements, int kChunks>
+__device__ inline void forget_elements(Pack<T, kElements> (&packs)[kChunks], bool never) {
+  if (!never) return;
+#pragma unroll
+  for (auto& pack : packs) {
+#pragma unroll
+    for (uint32_t& word : pack.words) word = ~word;
+  }
+}
+
+template <class T, int kKernel, bool kIsEven>
+__global__ void __launch_bounds__(kForwardRegimes[kKernel].shape().threads(),
+                                  (dense_blocks_per_sm(kForwardRegimes[kKernel])))
+    dense_forward_kernel(const __grid_constant__ DenseRows rows) {
+  using Part = DensePart<T, kForwardRegimes[kKernel].shape(), kIsEven>;
+  const Part part(rows);
+  Pack<T> raw[Part::kChunks];
+  part.load(rows.input, Pack<T>::lowest(), raw);
+  float single = kIsEven ? -INFINITY : part.load_single(rows.input, -INFINITY);
+  part.begin_exchange();
+  const Exponent exponent{fabsf(rows.scale) * kLog2E};
+  if (rows.scale < 0) {
+#pragma unroll
+    for (int i = 0; i < Part::kChunks; ++i) {
+      if (part.has(i)) raw[i].flip_signs();
+    }
+    if (part.single >= 0) single = -single;
+  }
+  const float least = kIsEven ? kLowest : fmaxf(single, kLowest);
+  MaxAndSum mine{part.max_of_unit(fmaxf(largest_lane(raw), least)), 0.f};
+  float e[Part::kChunks][Part::kElements], sums[Part::kChunks];
+#pragma unroll
+  for (int i = 0; i < Part::kChunks; ++i) {
+#pragma unroll
+    for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(raw[i][j], mine.max);
+    sums[i] = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
+  }
+  const float of_single = kIsEven ? 0.f : exponent(single, mine.max);
+  mine.sum = part.sum_of_unit(sums, of_single);
+  if (Part::kHasUnits) mine = merge_units<1>(part.exchange(mine), rows.units, exponent);
+  const Denominator denominator(mine, exponent, SinkLogit{}, 0);
+  if (rows.log_sum_exp != nullptr && part.is_first)
+    rows.log_sum_exp[part.row] = denominator.log_sum_exp();
+  const float factor = denominator.is_regular() ? denominator.factor
+                       : denominator.is_empty() ? rows.of_empty
+                                                : NAN;
+  if constexpr (Part::kHasUnits) {
+    // As rows that wait in shared memory.
+    forget_elements(raw, rows.units < 0);
+    const float log2_factor = log2f(factor);
+    const auto probability = [&](float z) {
+      return exp2_approximate(fmaf(z - mine.max, exponent.c, log2_factor));
+    };
+    part.store([&](int i, int j) { return probability(raw[i][j]); },
+               [&] { return probability(single); });
+  } else {
+    part.store([&](int i, int j) { return e[i][j] * factor; }, [&] { return of_single * factor; });
+  }
+}
+
+template <class T, int kKernel, bool kIsEven>
+__global__ void __launch_bounds__(kBackwardRegimes[kKernel].shape().threads(),
+                                  (dense_blocks_per_sm(kBackwardRegimes[kKernel])))
+    dense_backward_kernel(const __grid_constant__ DenseRows rows) {
+  using Part = DensePart<T, kBackwardRegimes[kKernel].shape(), kIsEven>;
+  const Part part(rows);
+  Pack<T> g[Part::kChunks], p[Part::kChunks];
+  part.load(rows.input, Pack<T>{}, g);
+  part.load(rows.probabilities, Pack<T>{}, p);
+  float single_g = 0.f, single_p = 0.f;
+  if constexpr (!kIsEven) {
+    single_g = part.load_single(rows.input, 0.f);
+    single_p = part.load_single(rows.probabilities, 0.f);
+    if (single_p == 0.f) single_g = 0.f;
+  }
+  part.begin_exchange();
+  float sums[Part::kChunks];
+#pragma unroll
+  for (int i = 0; i < Part::kChunks; ++i) sums[i] = dot(g[i], p[i]);
+  float d = part.sum_of_unit(sums, __fmul_rn(single_p, single_g));
+  if (Part::kHasUnits) d = sum_units<1>(part.exchange({0.f, d}), rows.units);
+  if (rows.log_sum_exp_gradient != nullptr && part.row < rows.rows)
+    d -= rows.log_sum_exp_gradient[part.row];
+  forget_elements(g, rows.units < 0);
+  forget_elements(p, rows.units < 0);
+  const auto store = [&](auto is_finite) {
+    const auto gradient = [&](float g, float p) {
+      return logit_gradient(g, p, 1.f, d, is_finite) * rows.scale;
+    };
+    part.store([&](int i, int j) { return gradient(g[i][j], p[i][j]); },
+               [&] { return gradient(single_g, single_p); });
+  };
+  if (isfinite(d)) {
+    store(std::true_type{});
+  } else {
+    store(std::false_type{});
+  }
+}
+
+template <class Params>
+cudaError_t launch_dense(void (*kernel)(DenseRows), const RowRegime& regime, DenseRows rows,
+                         const Params& params, const Plan& plan, cudaStream_t stream) {
+  const int blocks = plan.schedule.blocks_per_row;
+  rows.rows = static_cast<int>(params.shape.queries);
+  rows.columns = static_cast<int>(params.shape.columns);
+  rows.scale = params.scale;
+  rows.units = plan.schedule.max_units;
+  rows.blocks_per_row = blocks;
+  const int64_t owners = divide_up<int64_t>(params.shape.queries, regime.rows_per_block);
+  return launch(kernel, dim3(static_cast<unsigned>(owners * blocks)),
+                dim3(threads_of(regime, plan.schedule)), plan.shared_bytes,
+                blocks > 1 ? Together::kInClusters : Together::kNot, blocks, stream, rows);
+}
+
+template <class T, int kIndex>
+cudaError_t launch_dense_forward(const ForwardParams& params, const Plan& plan,
+                                 cudaStream_t stream) {
+  constexpr int kKernel = kernel_of(kForwardRegimes, kIndex);
+  DenseRows rows = {};
+  rows.input = params.scores.data;
+  rows.result = params.probabilities;
+  rows.result_type = params.probabilities_type;
+  rows.log_sum_exp = params.log_sum_exp;
+  rows.of_empty = params.can_exclude ? 0.f : NAN;
+  constexpr RowRegime kRegime = kForwardRegimes[kIndex];
+  if constexpr ((kRegime.serves & kDenseUneven) != 0) {
+    if (plan.kind == kDenseUneven)
+      return launch_dense(dense_forward_kernel<T, kKernel, false>, kRegime, rows, params, plan,
+                          stream);
+  }
+  return launch_dense(dense_forward_kernel<T, kKernel, true>, kRegime, rows, params, plan, stream);
+}
+
+template <class T, int kIndex>
+cudaError_t launch_dense_backward(const BackwardParams& params, const Plan& plan,
+                                  cudaStream_t stream) {
+  constexpr int kKernel = kernel_of(kBackwardRegimes, kIndex);
+  DenseRows rows = {};
+  rows.input = params.gradient.data;
+  rows.probabilities = params.probabilities.data;
+  rows.result = params.scores_gradient;
+  rows.result_type = params.scores_gradient_type;
+  rows.log_sum_exp_gradient = params.log_sum_exp_gradient;
+  constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
+  if constexpr ((kRegime.serves & kDenseUneven) != 0) {
+    if (plan.kind == kDenseUneven)
+      return launch_dense(dense_backward_kernel<T, kKernel, false>, kRegime, rows, params, plan,
+                          stream);
+  }
+  return launch_dense(dense_backward_kernel<T, kKernel, true>, kRegime, rows, params, plan, stream);
+}
+
+}  // namespace megasoftmax
