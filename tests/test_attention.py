@@ -672,7 +672,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
     tiles = coin(4, 1, 5, 5, device="cuda").repeat_interleave(64, 2).repeat_interleave(64, 3)
     tiles = tiles[..., :300, :260]
     tiles[..., 128:256] = True
-    for shape in ((6, 559), (2, 3, 559), (4, 6, 559)):
+    for shape in ((6, 559), (2, 3, 559), (2, 2, 559), (4, 6, 559)):
         bias = normal(*shape, device="cuda", dtype=torch.bfloat16, seed=4).requires_grad_()
         check(q, k, v, bias=RelativeBias(bias), causal=True, what=f"{shape}")
         check(q, k, v, bias=RelativeBias(bias), mask=tiles, sink=0.5, what=f"{shape}, mask")
@@ -1222,6 +1222,33 @@ def test_large_logits_of_half_the_rows(half: int, dim: int) -> None:
     bias = torch.where(is_large, 1e4 * bias, bias).to(q.dtype).requires_grad_()
     check(q, k, v, bias=bias, what="biases")
     check(torch.where(is_large, 300 * q, q), k, v, what="queries")
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("rise", [4.0, 11.0, 95.0, 300.0])
+def test_logits_that_rise(rise: float, dim: int) -> None:
+    """Weights of a tile are relative to logits of tiles before it, if they are not much larger."""
+    rows, keys = torch.arange(200, device="cuda")[:, None], torch.arange(700, device="cuda")
+    noise = normal(1, 4, 200, 700, device="cuda", seed=4)
+    late = (rows // 8 % 2 == 0) & (keys >= 300)
+    biases = {
+        "in some rows": noise + rise * late,
+        "with each tile": noise + rise * (keys // 128),
+        "of one pair": noise + rise * (keys == 698),
+        "from -inf": noise.masked_fill(keys < 150, -INF) + rise * late,
+    }
+    for dtype in HALVES:
+        q, k, v = tensors("cuda", dtype, lengths=(200, 700), dims=(dim, dim))
+        for value in (INF, NAN):
+            bias = noise.masked_fill(late & (keys == 698), value)
+            check(q, k, v, bias=bias.to(dtype), causal=True, what=f"to {value}")
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        for what, bias in biases.items():
+            check(*inputs, bias=bias.to(dtype).requires_grad_(), what=what)
+        q[..., 0], k[..., 0] = 8, rise * dim**0.5 / 8 * (keys >= 300)
+        check(*(each.requires_grad_() for each in (q, k, v)), what="without a bias")
 
 
 @gpu

@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import functools
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -623,7 +621,7 @@ def test_repr_is_the_report():
     assert "self_attn (2): SDPA" in repr(patched)
 
 
-def test_names_at_top_level_are_imported_when_asked():
+def test_names_at_top_level_are_imported_when_asked(forks):
     assert megasoftmax.register is integration.register
     assert megasoftmax.patch_model is patch_model
     assert {"register", "patch_model", "softmax"} <= set(dir(megasoftmax))
@@ -638,7 +636,7 @@ def test_names_at_top_level_are_imported_when_asked():
         except ModuleNotFoundError as error:
             print(error)
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = forks.run(code)
     expected = "megasoftmax.patch_model needs transformers: pip install 'megasoftmax[transformers]'"
     assert result.stdout.strip() == expected, result.stderr
 

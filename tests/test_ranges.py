@@ -173,7 +173,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("bias", BIASES)
 def test_attention_beside_others(bias: str, beside: str, device: str) -> None:
-    for kind, lengths in (("random", (70, 133)), ("narrow", (3, 33)), ("packed", (130, 130))):
+    cases = (("random", (70, 133)), ("narrow", (3, 33)), ("packed", (130, 130)))
+    for number, (kind, lengths) in enumerate(cases):
         given = dict(BESIDE[beside])
         # On a GPU 16 bits, whose biases have more kernels.
         dtype = torch.float16 if device == "cuda" else torch.float32
@@ -186,7 +187,9 @@ def test_attention_beside_others(bias: str, beside: str, device: str) -> None:
             table = normal(*shape(*lengths), device=device, dtype=dtype, seed=4).requires_grad_()
             given["bias"] = RelativeBias(table) if "relative" in bias else table
         first, end = on(device, KINDS[kind](2, 4, *lengths))
-        for visible in ((first, end), (first, None), (None, end)):
+        ways = [(first, end), (first, None), (None, end)]
+        # Plain torch makes a mask of any of them: each kind has one.
+        for visible in ways if device == "cuda" else ways[number : number + 1]:
             check_attention(q, k, v, visible=visible, scale=0.3, **given, what=kind)
 
 
@@ -239,7 +242,7 @@ def test_attention_in_order(kind: str, bias: str, deterministic: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("has_table", [False, True])
-@pytest.mark.parametrize("kind", ["random", "packed", "ends", "nothing", "apart"])
+@pytest.mark.parametrize("kind", ["random", "packed", "ends", "nothing", "apart", "mask"])
 def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None:
     """More tiles of queries than multiprocessors, some of which see nothing."""
     lengths = (1100, 900)
@@ -249,12 +252,17 @@ def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None
         torch.randn(2, heads, length, dim, generator=generator).cuda().bfloat16().requires_grad_()
         for length in (lengths[0], lengths[1], lengths[1])
     )
+    given: dict[str, Any] = {}
     if kind == "apart":  # neighbouring tiles see keys that lie far from each other
         first = torch.arange(lengths[0]) // 64 * 389 % 800
         visible: Visible = (first[None, None], first[None, None] + 70)
+    elif kind == "mask":  # of some tiles all is excluded, of others nothing
+        tiles = coin(2, 1, 18, 15, device="cuda").repeat_interleave(64, 2).repeat_interleave(64, 3)
+        given["mask"] = tiles[:, :, : lengths[0], : lengths[1]].clone()
+        given["mask"][:, :, 300:600] |= coin(2, 1, 300, lengths[1], device="cuda")
+        visible = (None, torch.arange(100, 100 + lengths[0]))
     else:
         visible = KINDS[kind](2, heads, *lengths)
-    given: dict[str, Any] = {}
     if has_table:
         table = normal(1, heads, sum(lengths) - 1, device="cuda", dtype=torch.bfloat16, seed=4)
         given["bias"] = RelativeBias(table)
@@ -960,6 +968,15 @@ def test_tile_mask_is_the_plain_mask(kind: str) -> None:
         for actual, wanted in zip(attention(mask=mask), expected, strict=True):
             assert bits_equal(actual, wanted)
     assert list(mask._notes) == [(200, 400)]
+
+
+@pytest.mark.gpu
+def test_bytes_of_a_mask() -> None:
+    """What is not 0 excludes, not 1 alone."""
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
+    numbers = 64 * torch.randint(4, (2, 1, 200, 400), device="cuda", dtype=torch.uint8)
+    attention = functools.partial(megasoftmax.attention, q, k, v, fused=True)
+    assert torch.equal(attention(mask=numbers.view(torch.bool)), attention(mask=numbers != 0))
 
 
 @pytest.mark.gpu

@@ -168,6 +168,37 @@ struct DiagonalBias {
   __device__ float2 pair(int n) const { return first[4 * n]; }
 };
 
+// The same for kN * 8 columns of 16 rows, of which kAhead pairs are loaded at once and the others
+// when they are added. Pair i belongs to columns 8 * (i - 1) of the first row and to columns 8 * i
+// of the row 8 further.
+template <int kN, int kAhead>
+struct DiagonalPairs {
+  float2 ahead[kAhead];
+  const float2* pairs;
+
+  template <class Tile>
+  __device__ __forceinline__ void load(const Tile& tile, int row) {
+    pairs = DiagonalBias(tile, row).first - 4;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = pairs[4 * i];
+  }
+  // Makes logits of products, as add_bias.
+  __device__ __forceinline__ void add_to(float (&scores)[kN][4], float scale) const {
+#pragma unroll
+    for (int i = 0; i <= kN; ++i) {
+      const float2 pair = i < kAhead ? ahead[i] : pairs[4 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = i - 1 + half;
+        if (n < 0 || n >= kN) continue;
+        float* const score = scores[n] + 2 * half;
+        score[0] = fmaf(score[0], scale, pair.x);
+        score[1] = fmaf(score[1], scale, pair.y);
+      }
+    }
+  }
+};
+
 // The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of
 // a tile of the bias, as it lies in memory. Scores have queries in rows, or keys.
 template <class T, bool kKeysInRows, class Tile>

@@ -29,11 +29,11 @@ cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Calls body.operator()<index>() for a row of a table of tiles that is for T.
-template <class T, const auto& kTiles, class Body>
+// Calls body.operator()<index>() for a row of a table of tiles that is for T and such a bias.
+template <class T, const auto& kTiles, BiasKind kBias, class Body>
 cudaError_t with_tile(int index, Body&& body) {
   return with_regime(kTiles, index, [&]<int kIndex>() -> cudaError_t {
-    if constexpr (kTiles[kIndex].element_bytes == sizeof(T)) {
+    if constexpr (kTiles[kIndex].element_bytes == sizeof(T) && is_taken(kTiles, kIndex, kBias)) {
       return body.template operator()<kIndex>();
     } else {
       return cudaErrorInvalidValue;
@@ -104,7 +104,7 @@ cudaError_t attention_forward_instance(const AttentionForwardParams& params, cud
   const Device device = current_device();
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionForwardTiles, params, device);
-    return with_tile<T, kAttentionForwardTiles>(index, [&]<int kIndex>() {
+    return with_tile<T, kAttentionForwardTiles, kBias>(index, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kBias, kIndex>;
       AttentionForwardParams launched = params;
       launched.bias_stages = bias_stages(Memory::kTile, kBias, device);
@@ -143,10 +143,10 @@ cudaError_t launch_of_keys(void (*kernel)(AttentionBackwardParams), int64_t tile
 template <int kKeys>
 cudaError_t launch_diagonals(const AttentionBackwardParams& params, cudaStream_t stream) {
   if (params.bias_gradient_kind != BiasGradient::kDiagonals) return cudaSuccess;
-  return launch_flat(
-      attention_diagonals_kernel<kKeys>,
-      params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1), 256, stream,
-      params);
+  const int64_t entries =
+      params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1);
+  return launch_flat(attention_diagonals_kernel<kKeys>, entries * kDiagonalLanes, 256, stream,
+                     params);
 }
 
 // What rows need is there; gradients of queries may be sums yet.
@@ -155,7 +155,7 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
   const Device device = current_device();
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     const int index = tile_for(kAttentionBackwardTiles, params, device);
-    return with_tile<T, kAttentionBackwardTiles>(index, [&]<int kIndex>() -> cudaError_t {
+    return with_tile<T, kAttentionBackwardTiles, kBias>(index, [&]<int kIndex>() -> cudaError_t {
       using Memory = BackwardMemory<T, kBias, kIndex>;
       params.stages = query_stages(Memory::kTile, kBias, device);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
@@ -191,8 +191,10 @@ cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stre
                        stream, params);
   };
   if (params.value_dim <= 64) return launch_with.template operator()<8>();
-  if (params.value_dim <= 128) return launch_with.template operator()<16>();
-  return launch_with.template operator()<32>();
+  if constexpr (sizeof(T) == 2 || kMaxFloatHeadDim > 128) {
+    if (params.value_dim > 128) return launch_with.template operator()<32>();
+  }
+  return launch_with.template operator()<16>();
 }
 
 template <class T>

@@ -18,97 +18,87 @@ struct RandomPairs {
   }
 };
 
-// An element of a lane's accumulators.
-struct Element {
-  int m, n, i;
-};
-
 // Of a head. Queries are in rows, or in columns.
 template <bool kKeysInRows>
 class Dropping {
  public:
   uint32_t least;  // in both halves: what is below is dropped
 
-  // All lanes of the warp must come here.
+  // The seed, or 0 without dropout. All lanes of the warp must come here, and where a seed is not
+  // given to the constructor. Lanes agree on 0, too: where they did so with dropout alone, ptxas of
+  // CUDA 13.0 made the instruction depend on the opposite condition.
+  __device__ static uint64_t seed(const AttentionParams& params) {
+    const int64_t seed = params.dropout.is_given() ? __ldg(params.dropout.seed) : 0;
+    return uniform(static_cast<uint64_t>(seed));
+  }
   __device__ Dropping(const AttentionParams& params, int batch, int head)
+      : Dropping(params, batch, head, seed(params)) {}
+  __device__ Dropping(const AttentionParams& params, int batch, int head, uint64_t seed)
       : least(params.dropout.threshold * 0x10001),
         head_(static_cast<uint32_t>(batch * params.heads + head)),
-        seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))) {}
+        seed_(seed) {}
 
-  // Of this lane's first pair of 16 queries and 32 keys, and of those further on. The first query
-  // is a multiple of 16, the first key too: the lane changes nothing but the place.
-  __device__ RandomPairs pairs(int first_query, int first_key) const {
+  // Random bits of this lane's first column of 16 queries and 32 keys, or of the one to the right
+  // of it, and of those further on. The first query is a multiple of 16, the first key too: the
+  // lane changes nothing but the place.
+  __device__ RandomWords words(int first_query, int first_key, int right) const {
     const FirstElement mine;
-    const auto words = [&](int right) {
-      const int row = mine.row, column = mine.column + right;
-      return RandomWords(static_cast<uint32_t>(first_key) / 32,
-                         static_cast<uint32_t>(first_query) / 16, head_,
-                         kKeysInRows ? column * 8 + row : row * 8 + column, seed_);
-    };
-    return {words(0), words(1)};
+    const int row = mine.row, column = mine.column + right;
+    return RandomWords(static_cast<uint32_t>(first_key) / 32,
+                       static_cast<uint32_t>(first_query) / 16, head_,
+                       kKeysInRows ? column * 8 + row : row * 8 + column, seed_);
   }
-
-  // Calls body(first, second, halves) for this lane's elements of queries in rows, two keys that
-  // lie 8 apart at a time, as the words have them.
-  template <int kM, int kN, class Body>
-  __device__ __forceinline__ void for_each_word(int first_query, int first_key, Body&& body) const {
-    static_assert(!kKeysInRows && kN % 4 == 0);
-#pragma unroll
-    for (int call = 0; call < kM * kN / 4; ++call) {
-      const int m = call / (kN / 4), n = call % (kN / 4) * 4;
-      const RandomPairs random = pairs(first_query + m * 16, first_key + n * 8);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-#pragma unroll
-        for (int right = 0; right < 2; ++right) {
-          const Element first{m, n + word % 2 * 2, word / 2 * 2 + right};
-          body(first, Element{m, first.n + 1, first.i},
-               (right == 0 ? random.left : random.right).words[word]);
-        }
-      }
-    }
+  __device__ RandomPairs pairs(int first_query, int first_key) const {
+    return {words(first_query, first_key, 0), words(first_query, first_key, 1)};
   }
 
   // Calls body(m, n, half, halves) for this lane's pairs, elements 2 * half and the next of [m][n],
-  // of queries from `first_query` and keys from `first_key` on, multiples of 16 and of 32, or of 16
-  // where rows are 16 keys.
+  // of keys in rows, from `first_query` on, a multiple of 16, and from `first_key` on, a multiple
+  // of 32, or of 16 where rows are 16 keys.
   template <int kM, int kN, class Body>
   __device__ __forceinline__ void for_each_pair(int first_query, int first_key, Body&& body) const {
-    static_assert(kKeysInRows ? kM <= 2 && kN % 2 == 0 : kN % 4 == 0);
-    constexpr int kCalls = kKeysInRows ? kN / 2 : kM * kN / 4;
+    static_assert(kKeysInRows && kM <= 2 && kN % 2 == 0);
 #pragma unroll
-    for (int call = 0; call < kCalls; ++call) {
-      const int m = kKeysInRows ? 0 : call / (kN / 4),
-                n = kKeysInRows ? call * 2 : call % (kN / 4) * 4;
-      const int row = m * 16, column = n * 8;
-      const RandomPairs random = pairs(first_query + (kKeysInRows ? column : row),
-                                       first_key + (kKeysInRows ? row : column));
+    for (int n = 0; n < kN; n += 2) {
+      const RandomPairs random = pairs(first_query + n * 8, first_key);
 #pragma unroll
       for (int query_step = 0; query_step < 2; ++query_step) {
 #pragma unroll
-        for (int key_step = 0; key_step < (kKeysInRows ? 2 * kM : 4); ++key_step) {
+        for (int key_step = 0; key_step < 2 * kM; ++key_step) {
           uint32_t halves = random.halves(query_step, key_step);
-          if constexpr (kKeysInRows && kM == 1) {
+          if constexpr (kM == 1) {
             if (first_key % 32 != 0) halves = random.halves(query_step, 2 + key_step);
           }
-          if constexpr (kKeysInRows) {
-            body(key_step / 2, n + query_step, key_step % 2, halves);
-          } else {
-            body(m, n + key_step, query_step, halves);
-          }
+          body(key_step / 2, n + query_step, key_step % 2, halves);
         }
       }
     }
   }
 
-  // Clears what is dropped of weights, or of their gradients, with queries in rows.
+  // Clears what is dropped of 16 queries in rows and 32 keys, the eights of keys from `n` on: two
+  // keys that lie 8 apart at a time, as the words have them.
+  template <int kN>
+  __device__ __forceinline__ void clear(float (&weights)[kN][4], int n,
+                                        const RandomPairs& random) const {
+    static_assert(!kKeysInRows && kN % 4 == 0);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const int first = n + word % 2 * 2, i = word / 2 * 2;
+      clear_below(weights[first][i], weights[first + 1][i], random.left.words[word], least);
+      clear_below(weights[first][i + 1], weights[first + 1][i + 1], random.right.words[word],
+                  least);
+    }
+  }
+  // The same of all weights, or of their gradients.
   template <int kM, int kN>
   __device__ __forceinline__ void clear(Accumulators<kM, kN>& weights, int first_query,
                                         int first_key) const {
-    for_each_pair<kM, kN>(first_query, first_key, [&](int m, int n, int half, uint32_t halves) {
-      float* const pair = weights[m][n] + 2 * half;
-      clear_below(pair[0], pair[1], halves, least);
-    });
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; n += 4)
+        clear(weights[m], n, pairs(first_query + m * 16, first_key + n * 8));
+    }
   }
 
  private:

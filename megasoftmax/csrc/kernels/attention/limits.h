@@ -100,10 +100,10 @@ inline constexpr int64_t kBlocksOfHead = 8;
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
     {           48,    48,          3,  128,  32, 160,            2,         true},
-    {           64,    64,          3,  128,  32, 160,            2,         true},  // 486
+    {           64,    64,          3,  128,  32, 160,            2,         true},  // 567
     {           80,    80,          2,  128,  40, 232,            1,         true},
     {           96,    96,          2,  128,  40, 232,            1,         true},
-    {          128,   128,          2,  128,  40, 232,            1,         true},  // 668
+    {          128,   128,          2,  128,  40, 232,            1,         true},  // 718
     {          192,   128,          2,  128,  40, 232,            0,        false},
     {          192,   192,          2,   64,  40, 232,            1,         true},
     {          256,   256,          2,   64,  40, 232,            1,        false},

@@ -15,6 +15,7 @@ template <int kM>
 struct OnlineSoftmax {
   float scale;                   // makes logits of scores
   float max[kM][2], sum[kM][2];  // the largest logit; sums of this lane's columns only
+  bool is_settled = false;       // for all lanes the same; see try_weights
 
   __device__ explicit OnlineSoftmax(float scale) : scale(scale) {
 #pragma unroll
@@ -60,8 +61,8 @@ struct OnlineSoftmax {
   }
 
   // The same of 16 rows, 8 of which follow the others: while one unit makes powers of some, others
-  // find the maximum of the next ones. Calls prepare(half) before it reads a half, and rescale for
-  // each half.
+  // find the maximum of the next ones. Calls prepare(half) before it looks at a half, and rescale
+  // for each half.
   template <bool kAreLogits, int kN, class Prepare, class Rescale>
   __device__ __forceinline__ void weigh_halves(Accumulators<kM, kN>& scores, Prepare&& prepare,
                                                Rescale&& rescale) {
@@ -85,7 +86,51 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same, and scales what was summed.
+  // Rounds weights of 16 rows to factors of a product, relative to the largest logits that weigh
+  // found in tiles before, and does not look for those of this tile. They seldom exceed the others
+  // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
+  // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
+  // settled.
+  template <class T, bool kAreLogits, int kN>
+  __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
+                                              uint32_t (&weights)[kN / 2][4]) {
+    static_assert(kM == 1);
+    const float c = (kAreLogits ? 1.f : scale) * kLog2E;
+    float total[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float taken = offset_of(max[0][half]);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        float pair[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          pair[i] = exp2_approximate(fmaf(scores[0][n][2 * half + i], c, -taken));
+          total[half] += pair[i];
+        }
+        weights[n / 2][n % 2 * 2 + half] = round_pair<T>(pair[0], pair[1]);
+      }
+    }
+    // No number is not at most anything.
+    if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;
+    sum[0][0] += total[0];
+    sum[0][1] += total[1];
+    return true;
+  }
+  // Of 16 rows whose largest logits weigh just found; before they were `before`. Rows are settled
+  // whose logits are numbers, are not large and rise slowly, or begin here.
+  __device__ __forceinline__ void settle(const float (&before)[2]) {
+    bool is_restless = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float row = max[0][half];
+      is_restless |= !(sum[0][half] < INFINITY) || fabsf(offset_of(row)) > kLargestOffset ||
+                     (before[half] != kLowest && row - before[half] > kMostRise);
+    }
+    is_settled = !__any_sync(~0u, is_restless);
+  }
+
+  // The same as weigh, and scales what was summed.
   template <bool kAreLogits, int kN, int kColumns>
   __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
                                        Accumulators<kM, kColumns>& output) {
@@ -100,6 +145,9 @@ struct OnlineSoftmax {
 
  private:
   static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
+  // Of a lane's weights in a tile, relative to the largest logits before: float16 has room for it.
+  // Logits that rise by less do not reach it.
+  static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
   // Of a row the largest logit, also of what came before. kChains of operations wait for each
   // other.

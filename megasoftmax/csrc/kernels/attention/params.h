@@ -56,8 +56,8 @@ struct AttentionParams {
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
   bool can_exclude = false;  // a row of which nothing is left is 0, else no number
 
-  // [3, batches, heads, queries]: the largest logit; the log of the denominator relative to it;
-  // their sum.
+  // [3, batches, heads, queries]: the largest logit, or one that it exceeds by less than 10; the
+  // log of the denominator relative to the first; their sum.
   float* statistics = nullptr;
 
   TileOrder order;  // set by the launcher
@@ -86,7 +86,7 @@ struct KeySplits {
   bool take_workspace = false;
 };
 
-// Of a row and a part of the keys: the largest logit, and the sum of weights relative to it.
+// Of a row and a part of the keys: such a logit of it, and the sum of weights relative to that.
 struct alignas(8) PartEnd {
   float max, sum;
 };
@@ -131,10 +131,10 @@ struct AttentionForwardParams : AttentionParams {
 
 // What a backward needs of a row of scores.
 struct alignas(16) RowOfBackward {
-  float max;       // of logits
-  float log2_sum;  // weights are 2^(log2(e) * (logit - max) - log2_sum)
-  float delta;     // the gradient of a score is its weight times what its weight's is beyond this
-  float unused;
+  float max;         // of logits
+  float log2_sum;    // weights are 2^(log2(e) * (logit - max) - log2_sum)
+  float delta;       // the gradient of a score is its weight times what its weight's is beyond this
+  float next_delta;  // of the next query of the head
 };
 
 // What a launch makes of the gradient of a bias, dS: sm80/bias_gradient.cuh has how, but for

@@ -86,6 +86,13 @@ constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
 }
 static_assert(fits_every_gpu(kAttentionForwardTiles) && fits_every_gpu(kAttentionBackwardTiles));
 
+// Whether some GPU takes this tile with such a bias: no tile before it serves all of them.
+template <class TileShape, int kCount>
+constexpr bool is_taken(const TileShape (&tiles)[kCount], int index, BiasKind kind) {
+  const TileShape& tile = tiles[index];
+  return tile_for(tiles, tile.head_dim, kind, tile.element_bytes, kLeastBytes) >= index;
+}
+
 // How many blocks of a tile run at a time on a multiprocessor.
 template <class TileShape>
 int resident_blocks(const TileShape& tile, int bytes, const Device& device) {

@@ -52,7 +52,12 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
-  params.rows_of_backward[row] = {max, is_empty ? INFINITY : log_sum * kLog2E, delta, 0.f};
+  RowOfBackward& of_backward = params.rows_of_backward[row];
+  of_backward.max = max;
+  of_backward.log2_sum = is_empty ? INFINITY : log_sum * kLog2E;
+  of_backward.delta = delta;
+  if (query > 0) (&of_backward)[-1].next_delta = delta;
+  if (query == params.queries - 1) of_backward.next_delta = 0.f;
   const float sink = sink_logit(params.sink, head);
   const float sink_gradient =
       sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;

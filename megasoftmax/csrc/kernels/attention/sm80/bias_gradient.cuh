@@ -384,31 +384,53 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   }
 }
 
-// The gradient of a relative bias from sums of diagonals, an entry per thread.
+// The gradient of a relative bias from sums of diagonals. An entry has kDiagonalLanes lanes of a
+// warp, which take tiles in turn, so that many loads are on their way.
+inline constexpr int kDiagonalLanes = 4;
 template <int kKeys>
 __global__ void __launch_bounds__(256)
     attention_diagonals_kernel(const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
+  constexpr int kEntries = 32 / kDiagonalLanes;  // of a warp
+  constexpr int kAtATime = 4;                    // of those that share an entry
   const int entries = params.queries + params.keys - 1;
   const int64_t bias_heads = params.bias_heads();
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= params.bias_batches() * bias_heads * entries) return;
+  const int64_t count = params.bias_batches() * bias_heads * entries;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t place = (int64_t{blockIdx.x} * 256 + threadIdx.x) / 32 * kEntries + lane % kEntries;
+  const int64_t i = min(place, count - 1);
   const int64_t of_table = i / entries;
   const int entry = static_cast<int>(i - of_table * entries);
-  const int64_t first_head = of_table % bias_heads * params.heads_per_bias.divisor;
-  const int64_t first_batch = of_table / bias_heads * params.batches_per_bias.divisor;
+  const int heads = static_cast<int>(params.heads_per_bias.divisor);
+  const int batches = static_cast<int>(params.batches_per_bias.divisor), sharers = batches * heads;
+  const int64_t first_head = of_table % bias_heads * heads;
+  const int64_t first_batch = of_table / bias_heads * batches;
   const int tiles = divide_up(params.keys, kKeys), diagonals = kKeys - 1 + params.queries;
+  const int first = max(entry - diagonals + kKeys, 0) / kKeys + lane / kEntries;
+  const int end = min(tiles, entry / kKeys + 1);
   float sum = 0.f;
-  for (int64_t batch = first_batch; batch < first_batch + params.batches_per_bias.divisor;
-       ++batch) {
-    for (int64_t head = first_head; head < first_head + params.heads_per_bias.divisor; ++head) {
-      const float* const sums = static_cast<const float*>(params.bias_gradient) +
-                                (batch * params.heads + head) * tiles * diagonals;
-      for (int t = max(entry - diagonals + kKeys, 0) / kKeys; t < tiles && t * kKeys <= entry; ++t)
-        sum += sums[int64_t{t} * diagonals + entry - t * kKeys];
+  for (int sharer = 0; sharer < sharers; sharer += kAtATime) {
+    const float* sums[kAtATime];
+#pragma unroll
+    for (int j = 0; j < kAtATime; ++j) {
+      const int number = min(sharer + j, sharers - 1);
+      const int64_t batch = first_batch + number / heads, head = first_head + number % heads;
+      sums[j] = static_cast<const float*>(params.bias_gradient) +
+                (batch * params.heads + head) * tiles * diagonals + entry;
+    }
+#pragma unroll 2
+    for (int t = first; t < end; t += kDiagonalLanes) {
+#pragma unroll
+      for (int j = 0; j < kAtATime; ++j) {
+        const float of_tile = sums[j][int64_t{t} * (diagonals - kKeys)];
+        sum += sharer + j < sharers ? of_tile : 0.f;
+      }
     }
   }
-  params.table_gradient[i] = sum;
+#pragma unroll
+  for (int distance = kEntries; distance < 32; distance *= 2)
+    sum += __shfl_xor_sync(~0u, sum, distance);
+  if (lane < kEntries && place < count) params.table_gradient[i] = sum;
 }
 
 }  // namespace megasoftmax

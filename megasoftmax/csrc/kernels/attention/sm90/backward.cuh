@@ -16,6 +16,9 @@
 //
 // With a relative bias another warp of the copying warpgroup fills in its entries for a tile. All
 // four of them sum the gradients of scores along diagonals, while the next tile runs.
+//
+// With dropout and 128 queries in a tile, a warpgroup makes bits of what is kept of the next tile
+// while the products for dQ and dK run, which it would wait for.
 
 #include "../../common/limits.h"
 #include "../../common/math.cuh"
@@ -24,6 +27,7 @@
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../sm80/tile.cuh"
+#include "kept_bits.cuh"
 #include "ptx.cuh"
 
 namespace megasoftmax {
@@ -162,8 +166,9 @@ struct HopperBackwardMemory {
   // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
   // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what
   // the mask excludes, and what queries see by range, of each stage; what a table gives each stage,
-  // and sums for its gradient; barriers. Clusters have no mask: what a tile of the bias has from
-  // other blocks lies in its place. At the end results of each warpgroup lie where its sums did.
+  // and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters have no mask:
+  // what a tile of the bias has from other blocks lies in its place. At the end results of each
+  // warpgroup lie where its sums did.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -198,10 +203,15 @@ struct HopperBackwardMemory {
   // Parts of what blocks send each other: 64 keys of half of the rows that a block sums. The next
   // step's part is sent as soon as all have summed this one, while they sum the others.
   static constexpr int kSentParts = kBias == HopperBias::kTile ? 2 * kScorePanels : 0;
-  static constexpr int kBarriersAt = kBias == HopperBias::kTable
-                                         ? kDiagonalSumsAt + DiagonalSums::kBytes
-                                     : kBias == HopperBias::kTile ? kSentAt + kSentBytes
-                                                                  : kDiagonalsAt;
+  // In a tile of 64 queries bits would be ready after the products: each warp makes those of its
+  // own weights.
+  static constexpr bool kExchangesBits = kQueries == KeptBits::kQueries;
+  static constexpr int kBitsAt = kBias == HopperBias::kTable
+                                     ? kDiagonalSumsAt + DiagonalSums::kBytes
+                                 : kBias == HopperBias::kTile ? kSentAt + kSentBytes
+                                                              : kDiagonalsAt;
+  static constexpr int kBarriersAt =
+      kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
@@ -250,6 +260,9 @@ struct HopperBackwardMemory {
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ uint32_t masked(int stage, int warpgroup) const {
     return address + kMaskedAt + stage * kMaskedBytes + warpgroup * kMaskedPanelBytes;
+  }
+  __device__ KeptBits bits(int warpgroup) const {
+    return {address + kBitsAt + warpgroup * KeptBits::kBytes};
   }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
@@ -800,6 +813,39 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const auto panel_of = [&](int buffer) {
     return Panel{memory.scores(buffer) + warpgroup * Memory::kScorePanelBytes};
   };
+  // Which weights dropout keeps. The bits of a tile are read before the warpgroups meet, those of
+  // the next one are written after that.
+  const bool exchanges_bits = Memory::kExchangesBits && !kIsPlain && params.dropout.is_given();
+  [[maybe_unused]] KeptBits::OfLane kept;
+  const auto make_bits = [&] {
+    if (exchanges_bits && tiles.are_left())
+      memory.bits(warpgroup).make(Dropping<true>(params, batch, tiles.head), tiles.query, group_key,
+                                  warp_in_group);
+  };
+  // Products leave shared memory little time for others. So numbers of the first eights of rows are
+  // loaded while products run whose results need them, where registers have room.
+  constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsPlain ? 8 : 4;
+  float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
+  const auto row_at = [](const RowOfBackward* rows, int column) {
+    const RowOfBackward& row = rows[column_offset(column / 2, column)];
+    return float2{row.max, row.log2_sum};
+  };
+  // Of two neighbours.
+  const auto deltas_at = [](const RowOfBackward* rows, int n) {
+    const RowOfBackward& row = rows[column_offset(n, 0)];
+    return float2{row.delta, row.next_delta};
+  };
+  const auto load_rows = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int column = 0; column < 2 * kEightsAhead; ++column)
+      rows_ahead[column] = row_at(rows, column);
+  };
+  const auto load_deltas = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
+  };
   // Scores become weights; negative where dropout drops them.
   const auto weigh = [&](int stage, int step, int head, int query) {
     if constexpr (kHasTile) {
@@ -814,12 +860,20 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     const float to_logit = kBias == HopperBias::kNone ? params.scale : 1.f;
     const RowOfBackward* const rows = rows_of(stage);
 #pragma unroll
-    for (int i = 0; i < 4 * kN; ++i) {
-      const RowOfBackward& row = rows[column_offset(i / 4, i)];
-      float& weight = weights[i / 4][i % 4];
-      weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.max), kLog2E, -row.log2_sum));
+    for (int column = 0; column < 2 * kN; ++column) {
+      const float2 row = column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
+#pragma unroll
+      for (int i = column % 2; i < 4; i += 2) {
+        float& weight = weights[column / 2][i];
+        weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
+      }
     }
-    if (!kIsPlain && params.dropout.seed != nullptr) {
+    if (kIsPlain || !params.dropout.is_given()) return;
+    if constexpr (Memory::kExchangesBits) {
+      kept.for_each([&](int n, int i, bool is_kept) {
+        if (!is_kept) weights[n][i] = -weights[n][i];
+      });
+    } else {
       const Dropping<true> dropping(params, batch, head);
       dropping.template for_each_pair<1, kN>(
           query, warp_key, [&](int, int n, int half, uint32_t halves) {
@@ -847,14 +901,15 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     float check = 0.f;
     with_dropout<kIsPlain>(params, [&]<bool kMayDrop>() {
 #pragma unroll
-      for (int column = 0; column < 2 * kN; ++column) {
-        const float delta = rows[column_offset(column / 2, column)].delta;
-        if constexpr (kIsPlain) check = fmaf(delta, 0.f, check);
+      for (int n = 0; n < kN; ++n) {
+        const float2 deltas = n < kEightsAhead ? deltas_ahead[n] : deltas_at(rows, n);
 #pragma unroll
-        for (int i = column % 2; i < 4; i += 2) {
-          float& gradient = gradients[column / 2][i];
-          gradient = score_gradient<kMayDrop>(gradient, weights[column / 2][i], delta,
-                                              params.dropout.factor);
+        for (int i = 0; i < 4; ++i) {
+          const float delta = i % 2 == 0 ? deltas.x : deltas.y;
+          if (kIsPlain && i < 2) check = fmaf(delta, 0.f, check);
+          float& gradient = gradients[n][i];
+          gradient =
+              score_gradient<kMayDrop>(gradient, weights[n][i], delta, params.dropout.factor);
           if constexpr (!kIsPlain) check = fmaf(gradient, 0.f, check);
         }
       }
@@ -877,6 +932,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     }
   };
 
+  make_bits();
+  if (exchanges_bits) sync_warpgroup(warpgroup);
   memory.keys_are_there().wait(0);
   int step = 0;
 #pragma unroll 1
@@ -887,6 +944,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     start_scores(memory.queries(stage));
     start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
+    if (exchanges_bits) kept = memory.bits(warpgroup).load(warp_in_group);
     Excluded<1, 8> excluded[Memory::kQueryPanels];
     const auto key_range_of = [](int2 range) { return KeyRange{range.x, range.y}; };
     excluding.find(
@@ -898,10 +956,15 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         [&](int offset, int column) {
           return key_range_of(Memory::ranges(shared_memory, stage)[offset + column]);
         });
+    if constexpr (kEightsAhead > 0) load_rows(stage);
     wait_for_products<1>();
     touch(weights);
+    // Diagonals are summed while weights are made, when few products run.
+    if (has_diagonals && step > 0 && warpgroup == 0 && is_first_of_group)
+      memory.gradients_are_there((step - 1) % 2).arrive();
     weigh(stage, step, head, query);
     exclude(excluded, weights);
+    if constexpr (kEightsAhead > 0) load_deltas(stage);
     if constexpr (kIsEarly) {
       multiply_weights_of(stage);
       wait_for_products<1>();
@@ -925,11 +988,12 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
                            batch);  // with the sums that follow
     }
-    if ((is_added || is_in_cluster || has_diagonals) && warpgroup == 0 && is_first_of_group)
+    if ((is_added || is_in_cluster) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
     float query_gradient[8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_key_gradient(memory.queries(stage));
+    make_bits();
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -955,9 +1019,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
 
-  if constexpr (kHasTile) {
-    if (step > 0 && warpgroup == 0 && is_first_of_group)
-      memory.scores_are_used((step - 1) % 2).arrive();
+  if (step > 0 && warpgroup == 0 && is_first_of_group) {
+    if constexpr (kHasTile) memory.scores_are_used((step - 1) % 2).arrive();
+    if (has_diagonals) memory.gradients_are_there((step - 1) % 2).arrive();
   }
 
   if (is_first_of_group) wait_for_reads_of_stores();

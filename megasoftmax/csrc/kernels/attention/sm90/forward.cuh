@@ -2,9 +2,10 @@
 // The same as sm80/forward.cuh on Hopper, by products of warpgroups and tensor copies.
 //
 // A block takes one tile of queries, or several one after the other. One of its warps only copies,
-// ahead over the end of a tile. Each other warpgroup has 64 queries. It starts the product with the
-// next keys, then that of the weights before with their values, and makes weights while the latter
-// runs.
+// ahead over the end of a tile; where masks, ranges or dropout are given, others of its warpgroup
+// find what the next tile of queries sees. Each other warpgroup has 64 queries. It starts the
+// product with the next keys, then that of the weights before with their values, and makes weights
+// while the latter runs.
 
 #include "../../common/limits.h"
 #include "../../common/vector.cuh"
@@ -26,54 +27,56 @@ struct TensorMaps {
   CUtensorMap query, key, value, bias, output;
 };
 
-// What the copying warp tells the others of a tile of queries that the block takes, and what they
-// see by length, window and range: each query; of each 64 queries the keys between the first and
-// the last that one sees, and the keys that all of them see.
+// What a block tells its warps of a tile of queries that it takes, and what they see by length,
+// window and range: each query; of each 64 queries the keys between the first and the last that one
+// sees, and the keys that all of them see.
 template <int kQueries>
 struct AssignedTile {
   static constexpr int kGroups = kQueries / 64;
 
-  int number;  // of the tile; negative: there is no other
+  int number;     // of the tile; negative: there is no other
+  int first_key;  // of the first step; kNoKey: there is none
   TileOfQueries block;
   alignas(8) KeyRange seen[kGroups], whole[kGroups], rows[kQueries];
 
-  // By the lanes of a warp.
-  __device__ void find(const AttentionParams& params, const TileOfQueries& tile, int number) {
-    if (threadIdx.x == 0) {
-      this->number = number;
-      block = tile;
-    }
+  // Of 64 queries, by the lanes of a warp.
+  __device__ void find(const AttentionParams& params, const TileOfQueries& tile, int group) {
     const int lane = thread_index_anew() % 32;
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      int first = INT32_MAX, end = 0, whole_first = 0, whole_end = INT32_MAX;
+    const int first_row = group * 64 + lane;
+    KeyRange ranges[2];  // both on their way at a time
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = group * 64 + half * 32 + lane, query = tile.first_query + row;
-        KeyRange range{0, 0};
-        if (query >= 0 && query < params.queries) {
-          range = visible_keys(params, tile.batch, tile.head, query);
-          if (range.begin < range.end) {
-            first = min(first, range.begin);
-            end = max(end, range.end);
-          } else {
-            range = {0, 0};
-          }
-          whole_first = max(whole_first, range.begin);
-          whole_end = min(whole_end, range.end);
-        }
-        rows[row] = range;
-      }
-      first = smallest_of_lanes(first);
-      end = largest_of_lanes(end);
-      whole_first = largest_of_lanes(whole_first);
-      whole_end = smallest_of_lanes(whole_end);
-      if (lane == 0) {
-        seen[group] = {first, end};
-        whole[group] = {whole_first, whole_end};
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int query = tile.first_query + first_row + 32 * half;
+      ranges[half] =
+          visible_keys(params, tile.batch, tile.head, max(min(query, params.queries - 1), 0));
     }
-    __syncwarp();  // all lanes have written theirs
+    int first = INT32_MAX, end = 0, whole_first = 0, whole_end = INT32_MAX;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = tile.first_query + first_row + 32 * half;
+      const bool is_query = query >= 0 && query < params.queries;
+      KeyRange& range = ranges[half];
+      if (is_query && range.begin < range.end) {
+        first = min(first, range.begin);
+        end = max(end, range.end);
+      } else {
+        range = {0, 0};
+      }
+      if (is_query) {
+        whole_first = max(whole_first, range.begin);
+        whole_end = min(whole_end, range.end);
+      }
+      rows[first_row + 32 * half] = range;
+    }
+    first = smallest_of_lanes(first);
+    end = largest_of_lanes(end);
+    whole_first = largest_of_lanes(whole_first);
+    whole_end = smallest_of_lanes(whole_end);
+    if (lane == 0) {
+      if (group == 0) block = tile;
+      seen[group] = {first, end};
+      whole[group] = {whole_first, whole_end};
+    }
   }
   // The first key from `key` on between those that some 64 queries see; INT32_MAX if none is left.
   __device__ int next(int key) const {
@@ -93,6 +96,11 @@ struct AssignedTile {
     return found;
   }
 };
+
+// In place of a key that is not there; beyond all keys, and a multiple of 64 as the first keys of
+// steps.
+inline constexpr int kNoKey = INT32_MAX / 64 * 64;
+static_assert(kNoKey > kMaxPositions);
 
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
@@ -132,10 +140,11 @@ struct HopperMemory {
   static constexpr int kBiasTiles =
       kBias == HopperBias::kNone ? 0 : kBiasStages * kBiasTilesOfStage;
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
-  static constexpr int kBiasBarrier = 2 + 4 * kStages;
+  static constexpr int kBiasBarrier = 4 + 4 * kStages;
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
-  static constexpr int kBytes = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
+  static constexpr int kStepsAt = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
+  static constexpr int kBytes = kStepsAt + kStages * static_cast<int>(sizeof(int));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
   uint32_t address;
@@ -148,6 +157,11 @@ struct HopperMemory {
   }
   __device__ static Assignment& assignment(char* memory, int number) {
     return reinterpret_cast<Assignment*>(memory + kAssignmentsAt)[number % 2];
+  }
+  // Of the keys of a stage: the key of the next step, and whether a mask excludes some of them, see
+  // FollowedTiles.
+  __device__ static int& step(char* memory, int stage) {
+    return reinterpret_cast<int*>(memory + kStepsAt)[stage];
   }
   __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
@@ -162,6 +176,8 @@ struct HopperMemory {
   __device__ Barrier values_are_there(int stage) const { return barrier(2 + kStages + stage); }
   __device__ Barrier keys_are_used(int stage) const { return barrier(2 + 2 * kStages + stage); }
   __device__ Barrier values_are_used(int stage) const { return barrier(2 + 3 * kStages + stage); }
+  __device__ Barrier tile_is_assigned() const { return barrier(2 + 4 * kStages); }
+  __device__ Barrier ranges_are_there() const { return barrier(3 + 4 * kStages); }
   __device__ Barrier bias_is_there(int stage, int warpgroup) const {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup));
   }
@@ -239,16 +255,14 @@ class TilesOfBlock {
     }
   }
   __device__ bool are_left() const { return key < end; }
-  // Up to key `seen_end`, for all lanes the same, no tile is left out, unless a note tells.
   __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block,
-                          const AssignedTile<kQueries>& assigned, int seen_end = 0) {
+                          const AssignedTile<kQueries>& assigned) {
     if constexpr (kIsPlain) {
       key += kKeys;
     } else {
       go_to(params.note.words != nullptr
                 ? tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; })
-            : key + kKeys < seen_end ? key + kKeys
-                                     : assigned.next(key + kKeys));
+                : assigned.next(key + kKeys));
     }
     ++step;
   }
@@ -267,6 +281,28 @@ class TilesOfBlock {
   }
 
   [[maybe_unused]] KeyTiles<kQueries> tiles_;
+};
+
+// The same where launches are not plain, as the copying warp tells the others.
+class FollowedTiles {
+ public:
+  int key;
+  uint32_t step;
+
+  __device__ FollowedTiles(int first_key, uint32_t step) : key(uniform(first_key)), step(step) {}
+  __device__ bool are_left() const { return key != kNoKey; }
+  // What is told of a step, in one word.
+  __device__ static int told(int next_key, bool may_exclude) { return next_key | may_exclude; }
+  // Reads that of the step at hand, whose keys are there, and not used.
+  __device__ void read(int told) { told_ = uniform(told); }
+  __device__ void advance() {
+    key = told_ & ~1;
+    ++step;
+  }
+  __device__ bool may_exclude() const { return (told_ & 1) != 0; }
+
+ private:
+  int told_ = kNoKey;
 };
 
 // The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
@@ -319,16 +355,25 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   constexpr bool kHasBias = kBias != HopperBias::kNone;
   constexpr bool kHasTile = kBias == HopperBias::kTile;
   constexpr bool kMayTakeTurns =
-      kKeys > kNoteTile && (kHasTile ? kWarpgroups == 2 : kIsPlain || !kHasBias);
-  // Two warpgroups with a bias and nothing else are faster without.
-  constexpr bool kWeighsHalves = !kIsPlain || !kHasBias || kWarpgroups > 2;
-  using Tiles = TilesOfBlock<kQueries, kKeys, kIsPlain>;
+      kKeys > kNoteTile && (kIsPlain || !kHasBias || (kHasTile && kWarpgroups == 2));
+  // Registers have room for the next weights beside those that a product reads.
+  constexpr bool kHasRoom =
+      kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kNoteTile);
+  // The warps that find what queries see, of launches that are not plain.
+  constexpr int kFinders = Memory::kIsTable ? kFillers : kWarpgroups;
+  // Of so many times 32 keys random bits are made before the product with values is waited for:
+  // registers have no room for more.
+  constexpr int kRandomAhead = kWarpgroups > 2 ? 1 : 2;
+  using TilesToCopy = TilesOfBlock<kQueries, kKeys, kIsPlain>;
+  using Tiles = std::conditional_t<kIsPlain, TilesToCopy, FollowedTiles>;
   using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
   if (threadIdx.x == 0) {
+    memory.tile_is_assigned().init(1);
+    memory.ranges_are_there().init(kFinders);
     memory.queries_are_there().init(1);
     memory.queries_are_used().init(4 * kWarpgroups +
                                    (Memory::kIsTable && !kIsPlain ? kFillers : 0));
@@ -347,13 +392,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   __syncthreads();
   WorkOfBlock work(params);
   uint32_t first_step = 0;
-  // Of the launches that are not plain, others than the copying warp take its word for their next
-  // tile of queries.
-  const auto assigned_number = [&](int done) {
-    memory.queries_are_there().wait(done & 1);
-    return static_cast<int>(
-        uniform(static_cast<uint32_t>(Memory::assignment(shared_memory, done).number)));
-  };
   const auto block_of = [&](const auto& assigned) {
     if constexpr (kIsPlain) {
       return Block(params, kQueries, work.number());
@@ -361,64 +399,84 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       return Block(assigned.block);
     }
   };
-  const auto may_come = [&](int done, int& number) {
+  // Of the launches that are not plain, others than the copying warp take its word for their next
+  // tile of queries.
+  const auto may_come = [&](Barrier is_there, int done, int& number) {
     if constexpr (kIsPlain) {
       return work.may_come();
     } else {
-      return (number = assigned_number(done)) >= 0;
+      is_there.wait(done & 1);
+      number = uniform(Memory::assignment(shared_memory, done).number);
+      return number >= 0;
     }
   };
 
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
+    const bool is_first = threadIdx.x % 32 == 0;
     if (threadIdx.x >= 32) {
-      if constexpr (Memory::kIsTable) {
+      if constexpr (Memory::kIsTable || !kIsPlain) {
+        const int finder = static_cast<int>(threadIdx.x) / 32 - 1;
+        if (finder >= kFinders) return;
         int number;
-        for (int done = 0; may_come(done, number); work.advance(), ++done) {
+        for (int done = 0; may_come(memory.tile_is_assigned(), done, number);
+             work.advance(), ++done) {
           if (kIsPlain && !work.is_left()) continue;
-          const auto& assigned = Memory::assignment(shared_memory, done);
-          const Block block = block_of(assigned);
-          const BiasRows<T> bias(params, block.batch, block.head);
-          Tiles tiles(params, block, assigned, first_step);
-          for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
-            const int stage = tiles.step % Memory::kBiasStages;
-            Memory::diagonals(shared_memory, stage)
-                .template fill<32 * kFillers>(static_cast<int>(threadIdx.x) - 32, bias,
-                                              block.first_query, tiles.key, params.queries,
-                                              params.keys, [&] {
-                                                memory.bias_is_used(stage, 0).wait(
-                                                    (tiles.step / Memory::kBiasStages & 1) ^ 1);
-                                              });
-            __syncwarp();  // all lanes have written theirs
-            if (threadIdx.x % 32 == 0) memory.bias_is_there(stage, 0).arrive();
-          }
-          first_step = uniform(tiles.step);
+          auto& assigned = Memory::assignment(shared_memory, done);
           if constexpr (!kIsPlain) {
-            __syncwarp();  // all lanes have read what is assigned
-            if (threadIdx.x % 32 == 0) memory.queries_are_used().arrive();
+            const Block tile(params, kQueries, number);
+            for (int group = finder; group < kWarpgroups; group += kFinders)
+              assigned.find(params, tile, group);
+            __syncwarp();  // all lanes have written theirs
+            if (is_first) memory.ranges_are_there().arrive();
+          }
+          if constexpr (Memory::kIsTable) {
+            if (!kIsPlain) memory.ranges_are_there().wait(done & 1);
+            const Block block = block_of(assigned);
+            const BiasRows<T> bias(params, block.batch, block.head);
+            TilesToCopy tiles(params, block, assigned, first_step);
+            for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
+              const int stage = tiles.step % Memory::kBiasStages;
+              Memory::diagonals(shared_memory, stage)
+                  .template fill<32 * kFillers>(static_cast<int>(threadIdx.x) - 32, bias,
+                                                block.first_query, tiles.key, params.queries,
+                                                params.keys, [&] {
+                                                  memory.bias_is_used(stage, 0).wait(
+                                                      (tiles.step / Memory::kBiasStages & 1) ^ 1);
+                                                });
+              __syncwarp();  // all lanes have written theirs
+              if (is_first) memory.bias_is_there(stage, 0).arrive();
+            }
+            first_step = uniform(tiles.step);
+            if constexpr (!kIsPlain) {
+              __syncwarp();  // all lanes have read what is assigned
+              if (is_first) memory.queries_are_used().arrive();
+            }
           }
         }
       }
       return;
     }
-    const bool is_first = threadIdx.x == 0;
     uint32_t number = blockIdx.x;
-    for (int done = 0; kIsPlain ? work.may_come() : true; work.advance()) {
+    // Tells the others the number of a tile. What was assigned two tiles before is not needed any
+    // more.
+    const auto assign = [&](int done) {
+      if (!is_first) return;
+      Memory::assignment(shared_memory, done).number =
+          work.has(number) ? static_cast<int>(number) : -1;
+      memory.tile_is_assigned().arrive();
+    };
+    if constexpr (!kIsPlain) assign(0);
+    int done = 0;
+    for (; kIsPlain ? work.may_come() : work.has(number); work.advance()) {
       if (kIsPlain && !work.is_left()) continue;
       auto& assigned = Memory::assignment(shared_memory, done);
-      // The tile before the last one is done, and what was assigned then is not needed any more.
-      if constexpr (kIsPlain) {
-        number = work.number();
-      } else if (!work.has(number)) {
-        if (is_first) assigned.number = -1;
-        memory.queries_are_used().wait((done & 1) ^ 1);
-        if (is_first) memory.queries_are_there().arrive();
-        return;
-      }
-      const Block block(params, kQueries, static_cast<int>(number));
-      if constexpr (!kIsPlain) assigned.find(params, block, static_cast<int>(number));
+      if constexpr (!kIsPlain) memory.ranges_are_there().wait(done & 1);
+      const Block block = block_of(assigned);
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
+      TilesToCopy tiles(params, block, assigned, first_step);
+      if (!kIsPlain && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
       memory.queries_are_used().wait((done & 1) ^ 1);
       if (is_first) {
         memory.queries_are_there().arrive_and_expect(kWarpgroups * Memory::kQueryBytes);
@@ -429,9 +487,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
       ++done;
       const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
-                                         Barrier used, uint32_t step, int key) {
+                                         Barrier used, uint32_t step, int key, auto&& tell) {
         used.wait((step / kStages & 1) ^ 1);
         if (!is_first) return;
+        tell();
         there.arrive_and_expect(kPanels * Memory::kPanelBytes);
         start_copy_of_panels<kPanels>(shared, map, there, kKeys, key, key_head, block.batch);
       };
@@ -451,20 +510,47 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                               bias_batch);
         }
       };
-      Tiles tiles(params, block, assigned, first_step);
-      for (; tiles.are_left(); tiles.advance(params, block, assigned)) {
-        const int stage = tiles.step % kStages;
+      // The next one is taken as late as it is found in time, so that all blocks end at about the
+      // same. Its number is on the way while the last keys are waited for.
+      [[maybe_unused]] uint32_t next = 0;
+      const auto take_next = [&] {
+        number = __shfl_sync(~0u, next, 0);
+        assign(done);
+      };
+      if constexpr (!kIsPlain) {
+        if (!tiles.are_left()) {
+          next = work.next(params);
+          take_next();
+        }
+      }
+      while (tiles.are_left()) {
+        const uint32_t step = tiles.step;
+        const int stage = step % kStages, key = tiles.key;
+        [[maybe_unused]] const bool may_exclude = tiles.may_exclude();
+        tiles.advance(params, block, assigned);
+        if constexpr (!kIsPlain) {
+          if (!tiles.are_left()) next = work.next(params);
+        }
         fill.template operator()<Memory::kPanels>(
             memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
-            tiles.step, tiles.key);
-        if constexpr (kBias == HopperBias::kTile) fill_bias(tiles.step, tiles.key);
+            step, key, [&] {
+              if constexpr (!kIsPlain)
+                Memory::step(shared_memory, stage) =
+                    FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
+            });
+        if constexpr (!kIsPlain) {
+          if (!tiles.are_left()) take_next();
+        }
+        if constexpr (kBias == HopperBias::kTile) fill_bias(step, key);
         fill.template operator()<Memory::kValuePanels>(
             memory.values(stage), maps.value, memory.values_are_there(stage),
-            memory.values_are_used(stage), tiles.step, tiles.key);
+            memory.values_are_used(stage), step, key, [] {});
       }
       first_step = uniform(tiles.step);
-      // The next one is taken as late as it is in time, so that all blocks end at about the same.
-      if constexpr (!kIsPlain) number = __shfl_sync(~0u, work.next(params), 0);
+    }
+    if constexpr (!kIsPlain) {
+      memory.queries_are_used().wait((done & 1) ^ 1);
+      if (is_first) memory.queries_are_there().arrive();
     }
     return;
   }
@@ -494,8 +580,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   };
   if (warpgroup == kWarpgroups - 1) pass_my_turn();
 
+  // Loaded once: else each tile would wait for it.
+  const uint64_t seed = kIsPlain ? 0 : Dropping<false>::seed(params);
   int number;
-  for (int done = 0; may_come(done, number); work.advance()) {
+  for (int done = 0; may_come(memory.queries_are_there(), done, number); work.advance()) {
     if (kIsPlain && !work.is_left()) continue;
     const auto& assigned = Memory::assignment(shared_memory, done);
     const Block block = block_of(assigned);
@@ -582,8 +670,18 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
+    // Products leave shared memory little time for others. So three warpgroups load the first
+    // entries of a table while they run, too.
+    constexpr bool kLoadsPairsAhead = Memory::kIsTable && kWarpgroups > 2;
+    [[maybe_unused]] DiagonalPairs<kN, kIsPlain ? 6 : 4> pairs;
+    const auto load_pairs_ahead = [&](const Tiles& tiles) {
+      pairs.load(Memory::diagonals(shared_memory, wait_for_bias(tiles)),
+                 64 * warpgroup + 16 * warp_in_group);
+    };
     const auto add_all_bias_of = [&](const Tiles& tiles) {
-      if constexpr (Memory::kIsTable) {
+      if constexpr (kLoadsPairsAhead) {
+        pairs.add_to(scores[0], params.scale);
+      } else if constexpr (Memory::kIsTable) {
         const int stage = wait_for_bias(tiles);
         add_bias(scores, params.scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
@@ -596,102 +694,155 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // Of a tile the bits of this lane's rows that the mask excludes, on their way while products
     // run.
     constexpr int kMaskWords = kKeys / 32;
-    using MaskWords = std::conditional_t<kMaskWords == 4, uint4, uint2>;
-    alignas(16) [[maybe_unused]] uint32_t masked[2][kMaskWords];
+    [[maybe_unused]] uint32_t masked[2][kMaskWords];
     const auto load_masked = [&](const Tiles& tiles) {
       if constexpr (!kIsPlain) {
-#pragma unroll
-        for (int word = 0; word < kMaskWords; ++word) masked[0][word] = masked[1][word] = 0;
-        if (!tiles.may_exclude()) return;
         const NoteLayout& layout = params.note.layout;
-        const uint32_t* const note = params.note.of(block.batch, block.head);
-        if (layout.bit_rows > 0) {
-          const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
+        if (layout.bit_rows == 0) return;
+        const uint32_t* const bits = params.note.of(block.batch, block.head) + layout.bits() +
+                                     static_cast<unsigned>(tiles.key) / 32;
+        const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = min(warp_query + mine.row + 8 * half, params.queries - 1);
-            reinterpret_cast<MaskWords&>(masked[half]) = __ldg(reinterpret_cast<const MaskWords*>(
-                note + layout.bits() + int64_t{row} * pitch + tiles.key / 32));
-          }
-        } else {
-          const int line = min(group_query / kNoteTile, layout.query_tiles - 1);
-          const int tile = tiles.key / kNoteTile;
-          const uint32_t seen = __ldg(note + layout.seen_by_query() +
-                                      int64_t{line} * layout.words_of_keys() + tile / 32) >>
-                                tile % 32;
-#pragma unroll
-          for (int word = 0; word < kMaskWords; ++word)
-            masked[0][word] = masked[1][word] = (seen >> word / 2 & 1) - 1;
+        for (int half = 0; half < 2; ++half) {
+          const int row = min(warp_query + mine.row + 8 * half, params.queries - 1);
+          start_load(masked[half], bits + int64_t{row} * pitch);
         }
       }
     };
-    // Scores become weights. `rescale_output` scales the output before by `factors`.
-    const auto weigh = [&](const Tiles& tiles, auto&& rescale_output) {
-      release(memory.keys_are_used(tiles.step % kStages));
-      const bool is_cut = tiles.key < all_visible_begin || tiles.key > all_visible_end;
-      const bool excludes = is_cut || tiles.may_exclude();
-      const bool adds_halves = kIsPlain && kHasTile && kWeighsHalves && !excludes;
-      if constexpr (kHasBias) {
-        if (!adds_halves) add_all_bias_of(tiles);
+    // What length, window, range and mask exclude of a step; whether it may be anything. By length,
+    // window and range: `is_cut`. Found while products run, but for plain launches, where it is
+    // found later.
+    const auto find_excluded = [&](const Tiles& tiles, bool is_cut, Excluded<1, kN>& excluded) {
+      if constexpr (!kIsPlain) {
+        if (is_cut) {
+          const KeyRange* const rows =
+              assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
+          const KeyRange ranges[2] = {rows[0], rows[8]};
+          excluded.add_words([&](int half, int word) {
+            return bits_outside(ranges[half], tiles.key + 32 * word);
+          });
+        }
+        const NoteLayout& layout = params.note.layout;
+        if (layout.bit_rows > 0) {
+          excluded.add_words([&](int half, int word) { return masked[half][word]; });
+        } else if (tiles.may_exclude()) {
+          const int line = min(group_query / kNoteTile, layout.query_tiles - 1);
+          const int tile = tiles.key / kNoteTile;
+          const uint32_t seen =
+              __ldg(params.note.of(block.batch, block.head) + layout.seen_by_query() +
+                    int64_t{line} * layout.words_of_keys() + tile / 32) >>
+              tile % 32;
+          excluded.add_words([&](int, int word) { return (seen >> word / 2 & 1) - 1; });
+        }
+        settle(excluded.words);
       }
+      return is_cut || tiles.may_exclude();
+    };
+    const auto round_weights = [&](int begin, int end) {
+#pragma unroll
+      for (int step = begin; step < end; ++step) as_matrix_a<T>(weights[step], scores[0], step);
+    };
+    // Scores become weights, and what was summed before is scaled; `finish_output` waits for it.
+    const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
+                                          Excluded<1, kN>& excluded, auto&& finish_output) {
+      release(memory.keys_are_used(tiles.step % kStages));
+      if constexpr (kHasBias) add_all_bias_of(tiles);
       if (excludes) {
-        Excluded<1, kN> excluded;
         if constexpr (kIsPlain) {
           excluded.template find<false, true>(params, block.batch, block.head, warp_query,
-                                              tiles.key, is_cut);
+                                              tiles.key, true);
+          excluded.apply(scores, -INFINITY);
         } else {
-          if (is_cut) {
-            const KeyRange* const rows =
-                assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
-            const KeyRange ranges[2] = {rows[0], rows[8]};
-            excluded.add_words([&](int half, int word) {
-              return bits_outside(ranges[half], tiles.key + 32 * word);
-            });
-          }
-          excluded.add_words([&](int half, int word) { return masked[half][word]; });
+          excluded.apply_all(scores, -INFINITY);
         }
-        excluded.apply(scores, -INFINITY);
       }
       const auto release_bias = [&] {
         if constexpr (kHasBias && !kLoadsBiasAhead)
           release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
       };
-      const auto weigh_logits = [&](auto&& prepare) {
-        if constexpr (kWeighsHalves) {
-          softmax.template weigh_halves<kHasBias>(scores, prepare, [&](int half, float factor) {
-            factors[half] = factor;
-            if (half == 0) return;
-            release_bias();
-            if (!kIsPlain) rescale_output();
-          });
-        } else {
-          factors[0] = factors[1] = 1.f;
-          softmax.template weigh<kHasBias>(
-              scores, [&](int, int half, float factor) { factors[half] = factor; });
-          release_bias();
-        }
-        if (kIsPlain) rescale_output();
-        if (!kIsPlain && params.dropout.seed != nullptr) {
-          const Dropping<false> dropping(params, block.batch, block.head);
-          dropping.template for_each_word<1, kN>(
-              warp_query, tiles.key, [&](Element first, Element second, uint32_t halves) {
-                clear_below(scores[first.m][first.n][first.i], scores[second.m][second.n][second.i],
-                            halves, dropping.least);
-              });
-        }
+      const auto scale_output = [&] {
+        if constexpr (!kIsFirst) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
+          for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
+          }
+        }
       };
-      if (adds_halves) {
-        if constexpr (kHasTile) weigh_logits([&](int half) { add_bias_of(tiles, half); });
+      if (kIsPlain || !params.dropout.is_given()) {
+        if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
+        if (!kIsFirst && softmax.is_settled) {
+          uint32_t next[kSteps][4];
+          auto& tried = kHasRoom ? next : weights;
+          if (softmax.template try_weights<T, kHasBias>(scores, tried)) {
+            release_bias();
+            if constexpr (kHasRoom) {
+              finish_output();
+              // There are keys, which the compiler does not know: else it would have the next
+              // weights in the same registers, and products would wait for each other.
+              const uint32_t nothing = params.keys < 0;
+#pragma unroll
+              for (int i = 0; i < 4 * kSteps; ++i)
+                weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
+            }
+            return;
+          }
+        }
+        const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
+        factors[0] = factors[1] = 1.f;
+        softmax.template weigh<kHasBias>(
+            scores, [&](int, int half, float factor) { factors[half] = factor; });
+        softmax.settle(before);
+        release_bias();
+        if constexpr (kHasRoom) finish_output();
+        scale_output();
+        round_weights(0, kSteps);
       } else {
-        weigh_logits([](int) {});
+        // Random bits are made in the same basic blocks as weights, so that the compiler fills the
+        // time that powers take: those of the first keys before values are waited for.
+        const Dropping<false> dropping(params, block.batch, block.head, seed);
+        const auto random_of = [&](int n) { return dropping.pairs(warp_query, tiles.key + 8 * n); };
+        RandomPairs first[kRandomAhead];
+        const auto prepare = [&](int half) {
+          if (half >= kRandomAhead) return;
+          first[half] = random_of(4 * half);
+          settle(first[half].left.words);
+          settle(first[half].right.words);
+        };
+        softmax.template weigh_halves<kHasBias>(scores, prepare, [&](int half, float factor) {
+          factors[half] = factor;
+          if (half == 0) return;
+          release_bias();
+          finish_output();
+          scale_output();
+        });
+#pragma unroll
+        for (int n = 0; n < kN; n += 4) {
+          dropping.clear(scores[0], n, n / 4 < kRandomAhead ? first[n / 4] : random_of(n));
+          round_weights(n / 2, n / 2 + 2);
+        }
       }
     };
 
     if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
     ++done;
-    Tiles tiles(params, block, assigned, first_step);
+    Tiles tiles = [&] {
+      if constexpr (kIsPlain) {
+        return Tiles(params, block, assigned, first_step);
+      } else {
+        return Tiles(assigned.first_key, first_step);
+      }
+    }();
+    const auto advance = [&] {
+      if constexpr (kIsPlain) {
+        tiles.advance(params, block, assigned);
+      } else {
+        tiles.advance();
+      }
+    };
+    const auto read_step = [&] {
+      if constexpr (!kIsPlain) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
+    };
     // All lanes have waited: of a barrier that went on without a lane, that lane would wait for
     // ever. And all have read what is assigned.
     const auto release_by_all = [&](Barrier used) {
@@ -701,11 +852,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // Goes past tiles that other warpgroups alone see, up to a key. They are there before it lets
     // go of them: else it would do so twice before others have once.
     const auto pass_tiles = [&](int until) {
-      for (; tiles.are_left() && tiles.key < until; tiles.advance(params, block, assigned)) {
+      for (; tiles.are_left() && tiles.key < until; advance()) {
         const uint32_t stage = tiles.step % kStages;
         wait_for_my_turn();
         pass_my_turn();
         wait_for(keys_are_there, tiles.step);
+        read_step();
         release_by_all(memory.keys_are_used(stage));
         if constexpr (kHasBias) {
           const int bias_stage = tiles.step % Memory::kBiasStages;
@@ -717,15 +869,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     pass_tiles(seen.begin - kKeys + 1);
-    // What is assigned is needed up to the last tile, and results may take the place of queries.
-    bool are_queries_used = false;
-    const auto release_queries = [&] {
-      are_queries_used = Memory::kHasOwnResults && (kIsPlain || !tiles.are_left());
-      if (are_queries_used) release_by_all(memory.queries_are_used());
-    };
     // The compiler does not see that all lanes take the same steps: see go_to.
     const auto step_of = [](const Tiles& tiles) {
       return kIsPlain ? tiles.step : uniform(tiles.step);
+    };
+    const auto is_cut = [&] {
+      return tiles.key < all_visible_begin || tiles.key > all_visible_end;
+    };
+    // Results may take the place of queries.
+    const auto release_queries = [&] {
+      if constexpr (Memory::kHasOwnResults) release_by_all(memory.queries_are_used());
     };
     if (tiles.are_left() && tiles.key < seen.end) {
       const uint32_t first = step_of(tiles);
@@ -734,13 +887,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for_my_turn();
       start_scores(first % kStages);
       if constexpr (kLoadsBiasAhead) load_bias_ahead(tiles);
+      if constexpr (kLoadsPairsAhead) load_pairs_ahead(tiles);
+      read_step();
+      Excluded<1, kN> excluded;
+      const bool excludes = find_excluded(tiles, is_cut(), excluded);
       wait_for_products<0>();
       touch(scores[0]);
       pass_my_turn();
-      weigh(tiles, [] {});
-      for (tiles.advance(params, block, assigned, seen.end);
-           tiles.are_left() && tiles.key < seen.end;
-           tiles.advance(params, block, assigned, seen.end)) {
+      weigh.template operator()<true>(tiles, excludes, excluded, [] {});
+      for (advance(); tiles.are_left() && tiles.key < seen.end; advance()) {
         const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
         load_masked(tiles);
         wait_for(keys_are_there, step);
@@ -749,18 +904,17 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         wait_for(values_are_there, before);
         start_output(before % kStages);
         if constexpr (kLoadsBiasAhead) load_bias_ahead(tiles);
+        if constexpr (kLoadsPairsAhead) load_pairs_ahead(tiles);
+        read_step();
+        Excluded<1, kN> excluded;
+        const bool excludes = find_excluded(tiles, is_cut(), excluded);
         wait_for_products<1>();
         touch(scores[0]);
         pass_my_turn();
-        weigh(tiles, [&] {
+        weigh.template operator()<false>(tiles, excludes, excluded, [&] {
           wait_for_products<0>();
           touch(output[0]);
           release(memory.values_are_used(before % kStages));
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) output[0][n][i] *= factors[i / 2];
-          }
         });
       }
       release_queries();
@@ -773,11 +927,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     } else {
       release_queries();
     }
-    pass_tiles(tiles.end);
+    pass_tiles(INT32_MAX);
     const auto release_queries_at_last = [&] {
-      if (!are_queries_used) release_by_all(memory.queries_are_used());
+      if constexpr (!Memory::kHasOwnResults) release_by_all(memory.queries_are_used());
     };
-    if constexpr (Memory::kHasOwnResults) release_queries_at_last();
     first_step = uniform(tiles.step);
 
     const int64_t first_row = params.row_index(block.batch, head, warp_query);
@@ -787,7 +940,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(again)));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
                   softmax.max[0], softmax.sum[0]);
-      if constexpr (!Memory::kHasOwnResults) release_queries_at_last();
+      release_queries_at_last();
       continue;
     }
     const float sink = sink_logit(params.sink, head);
@@ -832,10 +985,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                            64 * panel, warp_query, head, block.batch);
       end_stores();
     }
-    if constexpr (!Memory::kHasOwnResults) {
-      wait_for_copy_of_results();
-      release_queries_at_last();
-    }
+    if constexpr (!Memory::kHasOwnResults) wait_for_copy_of_results();
+    release_queries_at_last();
   }
   if (lane == 0) wait_for_reads_of_stores();
 #endif

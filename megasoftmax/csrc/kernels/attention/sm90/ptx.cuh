@@ -132,11 +132,26 @@ __device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
                : "r"(shared)
                : "memory");
 }
+// To 4.
+__device__ inline void store_word(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
 // To 16.
 __device__ inline void store_four(uint32_t shared, const uint32_t (&words)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
+}
+
+// Starts to load words that nobody writes from an address that is a multiple of their bytes, here
+// and not later, where they are needed.
+__device__ inline void start_load(uint32_t (&words)[2], const uint32_t* global) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(global));
+}
+__device__ inline void start_load(uint32_t (&words)[4], const uint32_t* global) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(global));
 }
 
 // Waits until what the lanes of a warp load from shared memory has come, of which `words` are made.
@@ -201,6 +216,13 @@ __device__ inline void end_products() {
 template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// x ^ y, made here: the compiler may make it neither before a wait nor behind one.
+__device__ __forceinline__ uint32_t xor_here(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
 }
 
 // Tells the compiler that products may have changed these registers.
