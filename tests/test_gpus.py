@@ -200,8 +200,8 @@ def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
 
 
 def test_bias_gradients_fit_the_smallest_blocks() -> None:
-    """Backward, rows keep two tensors: 15 units in 64 KB."""
-    given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1}
+    """Backward, rows keep two tensors: 15 units in 64 KB. Dense ones keep them in registers."""
+    given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1, "causal": True}
     for bias_gradient, reread in ((False, "whole_gpu_64"), (True, "reread_64")):
         for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, reread)):
             found = explain(400, 8 * chunks, HALF, bias_gradient=bias_gradient, **given)
