@@ -97,8 +97,10 @@ inline constexpr int kRingBytes = 8 * 1024;     // of shared memory for each war
 inline constexpr int kResultBytes = 8;          // of a unit
 // Of a block: two of them fit a multiprocessor, or one that has it alone.
 inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
-// Of a block, which kernels declare themselves, but dense ones; narrow rows have kZeroBytes too.
+// Of a block, which kernels declare themselves; narrow rows have kZeroBytes too. Dense rows need
+// nothing else to speak of.
 inline constexpr int kMaxDeclaredBytes = 192;
+inline constexpr int kDenseMaxDeclaredBytes = 1024;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
