@@ -220,7 +220,7 @@ ptxas info    : Function properties for _Z1gv
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
     assert _declared(log) == 0
-    with_array = log + "\nptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
+    with_array = log + "ptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
     assert _declared(with_array) == _declared(with_array, 25) == 24
     assert _declared(with_array, 20) == 4
     name = (

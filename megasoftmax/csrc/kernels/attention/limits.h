@@ -21,7 +21,7 @@ inline constexpr int kMaxSpilledBytes = 200;
 // The same in Hopper's kernels. Their warps that copy, fill tables or add up gradients of a bias
 // have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
 // for a head dimension of 64 with a bias beside a mask, ranges or dropout.
-inline constexpr int kHopperMaxSpilledBytes = 600;
+inline constexpr int kHopperMaxSpilledBytes = 700;
 // The same of float32, of which the backward pass keeps a part of its sums there while it makes
 // scores, at a head dimension of 64.
 inline constexpr int kFloatMaxSpilledBytes = 450;
