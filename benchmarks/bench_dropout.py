@@ -60,10 +60,14 @@ def main(
             name: str, leaves: tuple[Tensor, ...], ways: dict[str, Callable[..., Tensor]]
         ) -> None:
             for row in bench_ranges.time_ways(name, leaves, ways, rounds, compare=False):
-                implementation, _, dropout = str(row.pop("implementation")).partition("|")
-                microseconds = row.pop("microseconds")
-                row |= {"implementation": implementation, "dropout": dropout}
-                row |= {"microseconds": microseconds}
+                implementation, _, dropout = str(row["implementation"]).partition("|")
+                row = {
+                    "case": row["case"],
+                    "pass": row["pass"],
+                    "implementation": implementation,
+                    "dropout": dropout,
+                    "microseconds": row["microseconds"],
+                }
                 write_row(row)
                 print(*row.values(), sep="  ")
 

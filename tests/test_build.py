@@ -63,8 +63,12 @@ exec {nvcc} "$@"
 COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
 
-def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
-    """The kernels that ptxas reports to spill more, and how many functions it reports on."""
+def _spills(log: str, allowed_bytes: int = 0, dense_bytes: int = 0) -> tuple[list[str], int]:
+    """The kernels that ptxas reports to spill more, and how many functions it reports on.
+
+    Args:
+        dense_bytes: allowed in kernels of dense rows.
+    """
     architecture, found, count = "", [], 0
     lines = log.splitlines()
     for line, following in itertools.pairwise(lines):
@@ -74,23 +78,25 @@ def _spills(log: str, allowed_bytes: int = 0) -> tuple[list[str], int]:
             count += 1
             sizes = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", following)
             assert len(sizes) == 3, f"ptxas's report is not understood: {following!r}"
-            if any(int(size) > allowed_bytes for size, _ in sizes):
+            allowed = dense_bytes if "dense_" in function[1] else allowed_bytes
+            if any(int(size) > allowed for size, _ in sizes):
                 found.append(f"{architecture}: {function[1]}: {following.strip()}")
     return found, count
 
 
 def _allowed(source: Path, what: str, kernels: str = "") -> int:
-    """In bytes: what limits.h of the family says, else none; or of some of its kernels."""
+    """In bytes: what limits.h says of some kernels of the family, or of the others, else none."""
     family = source.relative_to(CSRC / "kernels").parts[0]
     header = (CSRC / "kernels" / family / "limits.h").read_text()
     limits = dict(re.findall(rf"int k(\w*)Max{what}Bytes = (\d+);", header))
     if kernels:
-        return int(limits[kernels])
+        return int(limits.get(kernels, 0))
     for name, prefix in (("hopper", "Hopper"), ("float32", "Float"), ("tf32", "Float")):
         of_kind = limits.get(prefix)
         if name in source.name and of_kind is not None:
             return int(of_kind)
-    limits = {name: limit for name, limit in limits.items() if name not in ("Hopper", "Float")}
+    of_kinds = ("Hopper", "Float", "Dense")
+    limits = {name: limit for name, limit in limits.items() if name not in of_kinds}
     return int(next(iter(limits.values()), 0))
 
 
@@ -185,12 +191,12 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         # Plans count on it: see tests/test_gpus.py.
         zeros = ZERO_BYTES if source.name.startswith("softmax_") else 0
         assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
-        if source.name.startswith("softmax_"):
-            dense = _declared(logs[source], dense=True)
-            assert dense <= _allowed(source, "Declared", "Dense"), source
+        of_dense = _declared(logs[source], dense=True)
+        assert of_dense <= _allowed(source, "Declared", "Dense"), source
         if source in fast:
             continue
-        spilled, count = _spills(logs[source], _allowed(source, "Spilled"))
+        allowed = (_allowed(source, "Spilled", kernels) for kernels in ("", "Dense"))
+        spilled, count = _spills(logs[source], *allowed)
         assert not _without_registers(logs[source])
         # Functions that are not inlined are reported too.
         assert count >= logs[source].count("Compiling entry function")
@@ -219,10 +225,15 @@ ptxas info    : Function properties for _Z1gv
     assert found == [
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
+    as_dense = log.replace("_Z1gv", "_Z13dense_forwardv")
+    assert _spills(as_dense, dense_bytes=16) == ([], 2)
+    assert _spills(as_dense, 16)[0]
+    assert _spills(log, dense_bytes=16) == (found, 2)
     assert _declared(log) == 0
     with_array = log + "ptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
     assert _declared(with_array) == _declared(with_array, 25) == 24
     assert _declared(with_array, 20) == 4
+    assert _declared(with_array, dense=True) == 0
     name = (
         "_ZN11megasoftmax24attention_forward_kernelI6__halfLNS_8BiasKindE0ELb1ELi1EEEvNS_6ParamsE"
     )

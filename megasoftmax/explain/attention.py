@@ -20,10 +20,10 @@ from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import kernel_limits
 
 # Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
-# benchmarks/results/attention.csv has the figures: of Hopper's kernels 927 µs forward and 3464 with
+# benchmarks/results/attention.csv has the figures: of Hopper's kernels 744 µs forward and 3292 with
 # the backward pass, for 4 batches, 16 heads and 4096 queries and keys.
 FORWARD_SHARE, BACKWARD_SHARE = 0.36, 0.27
-HOPPER_FORWARD_SHARE, HOPPER_BACKWARD_SHARE = 0.60, 0.55
+HOPPER_FORWARD_SHARE, HOPPER_BACKWARD_SHARE = 0.75, 0.55
 # Tensor cores multiply TF32 at half the rate of 16 bits, and float32 takes three such products. The
 # shares of float32 follow from this and were not measured.
 _TIMES_OF_FLOAT = 2 * 3

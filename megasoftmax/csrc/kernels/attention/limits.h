@@ -100,10 +100,10 @@ inline constexpr int64_t kBlocksOfHead = 8;
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
     {           48,    48,          3,  128,  32, 160,            2,         true},
-    {           64,    64,          3,  128,  32, 160,            2,         true},  // 567
+    {           64,    64,          3,  128,  32, 160,            2,         true},  // 576
     {           80,    80,          2,  128,  40, 232,            1,         true},
     {           96,    96,          2,  128,  40, 232,            1,         true},
-    {          128,   128,          2,  128,  40, 232,            1,         true},  // 718
+    {          128,   128,          2,  128,  40, 232,            1,         true},  // 739
     {          192,   128,          2,  128,  40, 232,            0,        false},
     {          192,   192,          2,   64,  40, 232,            1,         true},
     {          256,   256,          2,   64,  40, 232,            1,        false},
@@ -142,10 +142,10 @@ inline constexpr int kMaxBiasCluster = 8;
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others)
     {           48,    48,     128,  24, 240},
-    {           64,    64,     128,  24, 240},  // 448
+    {           64,    64,     128,  24, 240},  // 451
     {           80,    80,      64,  24, 240},
     {           96,    96,      64,  24, 240},
-    {          128,   128,      64,  24, 240},  // 564
+    {          128,   128,      64,  24, 240},  // 540
     {          192,   128,      64,  72, 216},
     {          192,   192,      64,  72, 216},
     {          256,   256,      64,  72, 216},

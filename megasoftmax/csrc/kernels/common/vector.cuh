@@ -234,7 +234,7 @@ __device__ inline Pack<T, kElements> load_streaming(const T* source) {
   }
   return pack;
 }
-// The same without a hint: rows that wait in registers take 3 to 8% less time so on an H200.
+// The same without a hint: rows that wait in registers took less time so on an H200.
 template <class T, int kElements>
 __device__ inline Pack<T, kElements> load_pack(const T* source) {
   using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;

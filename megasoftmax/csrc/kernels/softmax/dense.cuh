@@ -119,7 +119,7 @@ struct DensePart {
     });
   }
 
-  // Over the unit, of all lanes; of_chunks: each lane's.
+  // Of all lanes of the unit.
   __device__ float max_of_unit(float mine) const {
     mine = warp_max<kLanes>(mine);
     if constexpr (kParts > 1) {
@@ -131,6 +131,7 @@ struct DensePart {
     }
     return mine;
   }
+  // of_chunks: sums of this lane's chunks.
   __device__ float sum_of_unit(const float (&of_chunks)[kChunks], float of_single) const {
     float sum = 0.f;
     if constexpr (kParts > 1) {
@@ -282,9 +283,14 @@ __global__ void __launch_bounds__(kBackwardRegimes[kKernel].shape().threads(),
   }
 }
 
-template <class Params>
-cudaError_t launch_dense(void (*kernel)(DenseRows), const RowRegime& regime, DenseRows rows,
+// kernel_of.operator()<is even>(): the kernel. kMayBeUneven: whether the regime serves such rows.
+template <bool kMayBeUneven, class Kernel, class Params>
+cudaError_t launch_dense(Kernel&& kernel_of, const RowRegime& regime, DenseRows rows,
                          const Params& params, const Plan& plan, cudaStream_t stream) {
+  void (*kernel)(DenseRows) = kernel_of.template operator()<true>();
+  if constexpr (kMayBeUneven) {
+    if (plan.kind == kDenseUneven) kernel = kernel_of.template operator()<false>();
+  }
   const int blocks = plan.schedule.blocks_per_row;
   rows.rows = static_cast<int>(params.shape.queries);
   rows.columns = static_cast<int>(params.shape.columns);
@@ -300,39 +306,35 @@ cudaError_t launch_dense(void (*kernel)(DenseRows), const RowRegime& regime, Den
 template <class T, int kIndex>
 cudaError_t launch_dense_forward(const ForwardParams& params, const Plan& plan,
                                  cudaStream_t stream) {
-  constexpr int kKernel = kernel_of(kForwardRegimes, kIndex);
+  constexpr RowRegime kRegime = kForwardRegimes[kIndex];
   DenseRows rows = {};
   rows.input = params.scores.data;
   rows.result = params.probabilities;
   rows.result_type = params.probabilities_type;
   rows.log_sum_exp = params.log_sum_exp;
   rows.of_empty = params.can_exclude ? 0.f : NAN;
-  constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-  if constexpr ((kRegime.serves & kDenseUneven) != 0) {
-    if (plan.kind == kDenseUneven)
-      return launch_dense(dense_forward_kernel<T, kKernel, false>, kRegime, rows, params, plan,
-                          stream);
-  }
-  return launch_dense(dense_forward_kernel<T, kKernel, true>, kRegime, rows, params, plan, stream);
+  const auto kernel = []<bool kIsEven>() {
+    return dense_forward_kernel<T, kernel_of(kForwardRegimes, kIndex), kIsEven>;
+  };
+  return launch_dense<(kRegime.serves & kDenseUneven) != 0>(kernel, kRegime, rows, params, plan,
+                                                            stream);
 }
 
 template <class T, int kIndex>
 cudaError_t launch_dense_backward(const BackwardParams& params, const Plan& plan,
                                   cudaStream_t stream) {
-  constexpr int kKernel = kernel_of(kBackwardRegimes, kIndex);
+  constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
   DenseRows rows = {};
   rows.input = params.gradient.data;
   rows.probabilities = params.probabilities.data;
   rows.result = params.scores_gradient;
   rows.result_type = params.scores_gradient_type;
   rows.log_sum_exp_gradient = params.log_sum_exp_gradient;
-  constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
-  if constexpr ((kRegime.serves & kDenseUneven) != 0) {
-    if (plan.kind == kDenseUneven)
-      return launch_dense(dense_backward_kernel<T, kKernel, false>, kRegime, rows, params, plan,
-                          stream);
-  }
-  return launch_dense(dense_backward_kernel<T, kKernel, true>, kRegime, rows, params, plan, stream);
+  const auto kernel = []<bool kIsEven>() {
+    return dense_backward_kernel<T, kernel_of(kBackwardRegimes, kIndex), kIsEven>;
+  };
+  return launch_dense<(kRegime.serves & kDenseUneven) != 0>(kernel, kRegime, rows, params, plan,
+                                                            stream);
 }
 
 }  // namespace megasoftmax

@@ -101,8 +101,8 @@ inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 
 // nothing else to speak of.
 inline constexpr int kMaxDeclaredBytes = 192;
 inline constexpr int kDenseMaxDeclaredBytes = 1024;
-// Of registers, in dense kernels of uneven rows.
-inline constexpr int kMaxSpilledBytes = 8;
+// Of registers, in those of uneven rows. No other kernel spills any.
+inline constexpr int kDenseMaxSpilledBytes = 8;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;

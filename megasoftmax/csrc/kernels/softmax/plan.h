@@ -77,10 +77,11 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_c
                Rows kind, const Device& device, int chunk_bytes, int forced) {
   if (kind == kDenseUneven) {
     // Not by the number of rows: their sums have another order.
-    if (regime_for(table, whole_chunks, 1, kind, chunk_bytes, device) == kCount - 1)
-      kind = kUneven;
-    else
+    const int index = regime_for(table, whole_chunks, 1, kind, chunk_bytes, device);
+    if ((table[index].serves & kind) != 0)
       chunks = whole_chunks;
+    else
+      kind = kUneven;
   }
   Plan plan = {};
   plan.kind = kind;

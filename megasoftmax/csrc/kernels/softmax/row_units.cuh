@@ -36,13 +36,19 @@ __device__ inline void load_kept(const Pack<T, kElements>* kept,
 // A lane joins kUnitsAtOnce results of units at a time, and loads several such groups together. A
 // group without results changes no bits.
 inline constexpr int kUnitsAtOnce = 4;
-template <int kGroups>
-__device__ inline void load_results(const MaxAndSum* of_units, int units, int first,
-                                    MaxAndSum (&results)[kGroups][kUnitsAtOnce]) {
+template <int kGroups, class Body>
+__device__ __forceinline__ void for_each_group(const MaxAndSum* of_units, int units, Body&& body) {
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
+       first += kGroups * kUnitsAtOnce * 32) {
+    MaxAndSum results[kGroups][kUnitsAtOnce];
 #pragma unroll
-  for (int i = 0; i < kGroups * kUnitsAtOnce; ++i)
-    results[i / kUnitsAtOnce][i % kUnitsAtOnce] =
-        first + i * 32 < units ? of_units[first + i * 32] : MaxAndSum{kLowest, 0.f};
+    for (int i = 0; i < kGroups * kUnitsAtOnce; ++i)
+      results[i / kUnitsAtOnce][i % kUnitsAtOnce] =
+          first + i * 32 < units ? of_units[first + i * 32] : MaxAndSum{kLowest, 0.f};
+#pragma unroll
+    for (const auto& group : results) body(group);
+  }
 }
 
 // The sum of a few units, as warp_sum makes it of as many lanes.
@@ -68,22 +74,15 @@ __device__ inline MaxAndSum merge_units(const MaxAndSum* of_units, int units, Ex
     return {max, sum_as_lanes(sums)};
   }
   MaxAndSum mine{kLowest, 0.f};
-#pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
-       first += kGroups * kUnitsAtOnce * 32) {
-    MaxAndSum results[kGroups][kUnitsAtOnce];
-    load_results(of_units, units, first, results);
+  for_each_group<kGroups>(of_units, units, [&](const MaxAndSum(&group)[kUnitsAtOnce]) {
+    float max = mine.max;
 #pragma unroll
-    for (const auto& group : results) {
-      float max = mine.max;
+    for (int i = 0; i < kUnitsAtOnce; ++i) max = fmaxf(max, group[i].max);
+    mine.sum *= exponent(mine.max, max);
+    mine.max = max;
 #pragma unroll
-      for (int i = 0; i < kUnitsAtOnce; ++i) max = fmaxf(max, group[i].max);
-      mine.sum *= exponent(mine.max, max);
-      mine.max = max;
-#pragma unroll
-      for (int i = 0; i < kUnitsAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
-    }
-  }
+    for (int i = 0; i < kUnitsAtOnce; ++i) mine.sum += group[i].sum * exponent(group[i].max, max);
+  });
   return warp_merge<32>(mine, exponent);
 }
 
@@ -97,17 +96,10 @@ __device__ inline float sum_units(const MaxAndSum* of_units, int units) {
     return sum_as_lanes(sums);
   }
   float total = 0.f;
-#pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
-       first += kGroups * kUnitsAtOnce * 32) {
-    MaxAndSum results[kGroups][kUnitsAtOnce];
-    load_results(of_units, units, first, results);
+  for_each_group<kGroups>(of_units, units, [&](const MaxAndSum(&group)[kUnitsAtOnce]) {
 #pragma unroll
-    for (const auto& group : results) {
-#pragma unroll
-      for (int i = 0; i < kUnitsAtOnce; ++i) total += group[i].sum;
-    }
-  }
+    for (int i = 0; i < kUnitsAtOnce; ++i) total += group[i].sum;
+  });
   return warp_sum<32>(total);
 }
 
