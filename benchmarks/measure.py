@@ -59,21 +59,26 @@ def results(
     Args:
         out: the file; its folder is made if need be.
         common: what all rows have, in the first columns.
-        fields: the other columns; by default those of the first row.
+        fields: the other columns; by default those of the first row, and none without rows.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
         writer: csv.DictWriter | None = None
 
+        def begin(columns: Iterable[str]) -> csv.DictWriter:
+            writer = csv.DictWriter(file, [*common, *columns], lineterminator="\n")
+            writer.writeheader()
+            return writer
+
         def write(row: Mapping[str, object]) -> None:
             nonlocal writer
-            if writer is None:
-                writer = csv.DictWriter(file, [*common, *(fields or row)], lineterminator="\n")
-                writer.writeheader()
+            writer = writer or begin(fields or row)
             writer.writerow({**common, **row})
             file.flush()
 
         yield write
+        if writer is None:
+            begin(fields)
 
 
 def beside_copy(times: dict[str, float], copied: int, fewest: int) -> Iterator[dict[str, object]]:
