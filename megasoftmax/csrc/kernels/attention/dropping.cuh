@@ -24,9 +24,10 @@ class Dropping {
  public:
   uint32_t least;  // in both halves: what is below is dropped
 
-  // The seed, or 0 without dropout. All lanes of the warp must come here, and where a seed is not
-  // given to the constructor. Lanes agree on 0, too: where they did so with dropout alone, ptxas of
-  // CUDA 13.0 made the instruction depend on the opposite condition.
+  // The seed, or 0 without dropout. All lanes of the warp must call it, also through a constructor
+  // without a seed. `uniform` runs without dropout too: when it stood under the condition of the
+  // load, ptxas of CUDA 13.0 negated the predicate of its instruction, REDUX. Callers under a
+  // condition, such as the one of KeptBits, rely on this.
   __device__ static uint64_t seed(const AttentionParams& params) {
     const int64_t seed = params.dropout.is_given() ? __ldg(params.dropout.seed) : 0;
     return uniform(static_cast<uint64_t>(seed));
