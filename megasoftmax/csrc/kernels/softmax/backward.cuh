@@ -98,11 +98,12 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     // With a bias gradient every row of the owner must put a column into the same chunk, and odd
     // rows are partial throughout.
     const auto grid = Grid::aligned_to(Biases::kPresent ? 0 : first_element, columns);
-    const bool is_dense = !Biases::kPresent && params.is_dense;
+    const bool is_contiguous = !Biases::kPresent && params.is_contiguous;
     using Reader = RowReader<T, kElements, true, Biases::kPresent ? kElements : 1>;
-    const Reader gradients(params.gradient, is_dense, first_element, index, grid, bounds, columns);
-    const Reader probabilities(params.probabilities, is_dense, first_element, index, grid, bounds,
-                               columns);
+    const Reader gradients(params.gradient, is_contiguous, first_element, index, grid, bounds,
+                           columns);
+    const Reader probabilities(params.probabilities, is_contiguous, first_element, index, grid,
+                               bounds, columns);
     Extent extent = extent_of<kIsPair>(grid, bounds);
     if (Biases::kPresent) extent.first_column = 0;
     const int begin = extent.first_column, end = extent.end;
@@ -194,7 +195,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   Owner owner(schedule);
   const int columns = static_cast<int>(params.shape.columns);
   const auto reader_of = [&](const Strided& tensor, const Row& row, const UnitPart& part) {
-    return Reader(tensor, !Biases::kPresent && params.is_dense, row.first_element, row.index,
+    return Reader(tensor, !Biases::kPresent && params.is_contiguous, row.first_element, row.index,
                   row.grid, part.bounds, columns);
   };
   // Of each batch the gradient, then the probabilities.

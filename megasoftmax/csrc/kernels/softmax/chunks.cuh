@@ -60,17 +60,18 @@ struct RowReader {
   int last_whole;  // where the last whole chunk may begin
   Bounds inside;   // in which all chunks are whole
 
-  // Of a dense tensor the row begins at `first_element`.
-  __device__ RowReader(const Strided& tensor, bool is_dense, int64_t first_element,
+  // Of a contiguous tensor the row begins at `first_element`.
+  __device__ RowReader(const Strided& tensor, bool is_contiguous, int64_t first_element,
                        const RowIndex& index, ChunkGrid<kElements> grid, const Bounds& bounds,
                        int columns)
       : row(static_cast<const T*>(tensor.data) +
-            (is_dense ? first_element : index.offset_in(tensor))),
+            (is_contiguous ? first_element : index.offset_in(tensor))),
         column_stride(tensor.column_stride),
         bounds(bounds) {
     constexpr int kBytes = sizeof(T) * kElements;
-    const bool is_whole = is_dense || (tensor.column_stride == 1 &&
-                                       is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
+    const bool is_whole =
+        is_contiguous ||
+        (tensor.column_stride == 1 && is_aligned(row + grid.column(0), kBytes < 16 ? kBytes : 16));
     const int room = columns - (kMayOverhang && has_whole_chunks(tensor, row) ? 1 : kElements);
     last_whole = is_whole ? min(bounds.end - 1, room) : -kElements;
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};

@@ -1,5 +1,5 @@
 #pragma once
-// Rows of a dense tensor for which nothing is given but a scale (Rows::kDense, Rows::kDenseUneven),
+// Dense rows: of a contiguous tensor, with nothing but a scale (Rows::kDense, Rows::kDenseUneven),
 // by the formulas of forward.cuh and backward.cuh.
 //
 // A row has a warp for each of its units, which stays in registers. These warps are a block, or the

@@ -93,7 +93,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
     params.window = window;
     params.dropout = dropout;
     params.is_limited = window.is_limited();
-    params.is_dense = true;
+    params.is_contiguous = true;
     if (call.is_masked != 0) params.mask = tensor;
     fill(kForwardRegimes, plan_forward(params, device, -1), call, device, shape, *explanation,
          obstacles);
@@ -104,7 +104,7 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain(
     params.window = window;
     params.dropout = dropout;
     params.is_limited = window.is_limited();
-    params.is_dense = true;
+    params.is_contiguous = true;
     if (call.has_bias_gradient != 0) params.bias_gradient = &params;
     fill(kBackwardRegimes, plan_backward(params, device, -1), call, device, shape, *explanation,
          obstacles);

@@ -55,8 +55,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const auto grid = GridOf<Mask, Bias, kElements>::aligned_to(first_element, columns);
   const Extent extent = extent_of<kIsPair>(grid, bounds);
   const int first_column = extent.first_column, end = extent.end;
-  const RowReader<T, kElements, true> scores(params.scores, params.is_dense, first_element, index,
-                                             grid, bounds, columns);
+  const RowReader<T, kElements, true> scores(params.scores, params.is_contiguous, first_element,
+                                             index, grid, bounds, columns);
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Entries entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
@@ -176,8 +176,8 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   if (index.query >= static_cast<int>(params.shape.queries)) return;
   const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
   const UnitPart part = owner.part_of(row.visible, row.grid);
-  Reader scores(params.scores, params.is_dense, row.first_element, row.index, row.grid, part.bounds,
-                columns);
+  Reader scores(params.scores, params.is_contiguous, row.first_element, row.index, row.grid,
+                part.bounds, columns);
   // The columns of the warp's first chunk and of this lane's.
   const auto first_of = [&](int unit, int batch) {
     return row.first_column + owner.first_chunk(part, unit, batch) * kElements;

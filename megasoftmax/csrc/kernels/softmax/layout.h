@@ -47,7 +47,7 @@ inline bool is_one_dimension(int64_t outer_stride, int64_t inner_stride, int64_t
 }
 
 // Does row r begin at element r * columns, at a multiple of 16 bytes for r = 0?
-inline bool is_dense(const Strided& tensor, const Shape& shape) {
+inline bool is_contiguous(const Strided& tensor, const Shape& shape) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 &&
          (tensor.column_stride == 1 || shape.columns == 1) &&
          (tensor.query_stride == shape.columns || shape.queries == 1) &&

@@ -20,7 +20,7 @@ enum class Storage {
   kRegisters,  // one batch of chunks per thread
   kShared,     // units, which wait in shared memory
   kReread,     // units, any number of them, read twice through a ring in shared memory
-  kDense,      // units, which stay in the registers of a warp each, see dense.cuh
+  kDense,      // units of dense rows, in the registers of a warp each, see dense.cuh
 };
 
 // What a kernel is compiled for.
@@ -43,17 +43,17 @@ struct KernelShape {
 
 // What a launch asks of its rows; a regime may serve several.
 enum Rows : unsigned {
-  kPlain = 1,          // no mask, no window, a whole number of chunks, not as kDense
+  kPlain = 1,          // no mask, no window, a whole number of chunks, not kDense
   kLimited = 2,        // causal, or with a wide window
   kMasked = 4,         // with a bool mask, a whole number of chunks
   kNarrow = 8,         // of which a window leaves at most half: most of the work is zeros
   kBiasGradient = 16,  // backward, with sums that want registers; a block each
-  kTiny = 32,          // plain or uneven ones of a dense tensor, of few columns
+  kTiny = 32,          // plain or uneven ones of a contiguous tensor, of few columns
   kUneven = 64,        // as kPlain, but not a whole number of chunks
   kDropped = 128,      // with dropout, whatever else; backward without a bias gradient
   kDroppedBiasGradient = 256,
   kCostly = 512,        // with a bias, or uneven with a mask: what registers read once
-  kDense = 1024,        // a whole number of chunks of a dense tensor, and nothing given but a scale
+  kDense = 1024,        // of a contiguous tensor, nothing but a scale, a whole number of chunks
   kDenseUneven = 2048,  // as kDense, but not a whole number of chunks
   kCommon = kPlain | kUneven | kLimited | kMasked | kCostly,
   kAnyRows = kCommon | kBiasGradient,

@@ -67,7 +67,7 @@ struct ForwardParams {
   // without visible entries is 0, and whether row r of the scores begins at element r * columns, at
   // a multiple of 16 bytes for r = 0.
   int64_t rows = 0;
-  bool is_limited = false, can_exclude = false, is_dense = false;
+  bool is_limited = false, can_exclude = false, is_contiguous = false;
 };
 
 struct BackwardParams {
@@ -99,8 +99,8 @@ struct BackwardParams {
   void* workspace = nullptr;  // see softmax_backward_workspace
 
   // Set by the launcher: whether window or ranges limit rows, whether a row without visible entries
-  // is 0, whether both inputs are dense, and which rows an owner takes in turn.
-  bool is_limited = false, can_exclude = false, is_dense = false;
+  // is 0, whether both inputs are contiguous, and which rows an owner takes in turn.
+  bool is_limited = false, can_exclude = false, is_contiguous = false;
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;
 };

@@ -34,7 +34,7 @@ inline int threads_of(const RowRegime& regime, const Schedule& schedule) {
 
 // What a launch without dropout asks of its rows, but for the bias gradient.
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
-                    bool has_bias, bool has_sink, bool is_dense, int pack_elements) {
+                    bool has_bias, bool has_sink, bool is_contiguous, int pack_elements) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
   const bool is_even = shape.columns % pack_elements == 0;
@@ -42,8 +42,8 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
   if (is_masked) return kMasked;
   if (is_limited) return kLimited;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
-  if (is_dense && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
-  if (is_dense && !has_sink && shape.queries == shape.rows())
+  if (is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
+  if (is_contiguous && !has_sink && shape.queries == shape.rows())
     return is_even ? kDense : kDenseUneven;
   return is_even ? kPlain : kUneven;
 }
@@ -124,7 +124,7 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
       params.dropout.is_given()
           ? kDropped
           : rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr, has_bias,
-                    params.sink.is_given, params.is_dense, pack_elements);
+                    params.sink.is_given, params.is_contiguous, pack_elements);
   return plan_rows(kForwardRegimes, chunks, params.shape.columns / pack_elements,
                    params.shape.rows(), kind, device, pack_bytes, forced);
 }
@@ -145,7 +145,7 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
   const Rows kind = params.dropout.is_given()
                         ? kDropped
                         : rows_of(params.shape, params.is_limited, chunks, false, false,
-                                  params.sink.is_given, params.is_dense, pack_elements);
+                                  params.sink.is_given, params.is_contiguous, pack_elements);
   return plan_rows(kBackwardRegimes, chunks, params.shape.columns / pack_elements,
                    params.shape.rows(), kind, device, 2 * pack_bytes, forced);
 }

@@ -26,7 +26,7 @@ bool can_exclude(const Params& params) {
 void prepare(ForwardParams& params) {
   params.rows = params.shape.rows();
   params.can_exclude = can_exclude(params);
-  params.is_dense = is_dense(params.scores, params.shape);
+  params.is_contiguous = is_contiguous(params.scores, params.shape);
   drop_idle_limits(params.window, params.shape);
   params.is_limited = params.window.is_limited() || params.visible.are_given();
   merge_dimensions(params.shape, params.window, params.visible, params.sink, params.dropout,
@@ -36,8 +36,8 @@ void prepare(ForwardParams& params) {
 namespace {
 // The same for a backward.
 void prepare(BackwardParams& params) {
-  params.is_dense =
-      is_dense(params.gradient, params.shape) && is_dense(params.probabilities, params.shape);
+  params.is_contiguous = is_contiguous(params.gradient, params.shape) &&
+                         is_contiguous(params.probabilities, params.shape);
   params.can_exclude = can_exclude(params);
   drop_idle_limits(params.window, params.shape);
   params.is_limited = params.window.is_limited() || params.visible.are_given();

@@ -125,8 +125,9 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) raw[i] = place_in_ring(unit)[i * kBlock];
     } else if constexpr (!kIsDense) {
-      const RowReader<T, kElements, true> reader(
-          params.scores, params.is_dense, place.first_element, index, place.grid, bounds, columns);
+      const RowReader<T, kElements, true> reader(params.scores, params.is_contiguous,
+                                                 place.first_element, index, place.grid, bounds,
+                                                 columns);
       reader.template load<kStride>(begin + unit * kUnit + owner.thread() * kElements, raw);
     }
   };

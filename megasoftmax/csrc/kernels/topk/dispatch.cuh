@@ -79,7 +79,7 @@ cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkP
                       plan.schedule);
       };
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (params.is_dense)
+        if (params.is_contiguous)
           return launch_kernel(topk_backward_kernel<T, Mask, Bias, kIndex, true>);
       }
       return launch_kernel(topk_backward_kernel<T, Mask, Bias, kIndex, false>);

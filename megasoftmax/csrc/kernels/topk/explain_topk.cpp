@@ -36,7 +36,7 @@ Params params_of(const TopkCall& call) {
   params.scores.type = call.element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
   params.scores.column_stride = 1;
   params.scores.query_stride = call.columns;
-  params.is_dense = true;
+  params.is_contiguous = true;
   params.can_exclude = call.is_masked != 0;
   return params;
 }

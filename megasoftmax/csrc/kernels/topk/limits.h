@@ -16,8 +16,8 @@ inline constexpr int kMaxCandidates = 512;
 // Of shared memory, which kernels declare themselves, beside what the plan gives a block.
 inline constexpr int kTopkMaxDeclaredBytes = 16384;
 
-// Short rows of a dense tensor, without mask and bias: a tile of them in shared memory, and sorting
-// networks, see tile.cuh.
+// Short rows of a contiguous tensor, without mask and bias: a tile of them in shared memory, and
+// sorting networks, see tile.cuh.
 inline constexpr int kTileThreads = 128, kMaxTileChunks = 8, kTileMaxK = 16;
 inline constexpr int kTileMaxChunks = 32 * kMaxTileChunks;
 

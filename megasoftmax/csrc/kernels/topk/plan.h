@@ -34,7 +34,7 @@ inline int64_t topk_chunks(const TopkParams& params, bool is_written) {
   const int64_t columns = params.shape.columns;
   if (columns == 0) return 0;
   const int64_t straddling = grid_elements(columns, pack_elements) - 1 + pack_elements - 1;
-  return columns % pack_elements == 0 && (is_written || params.is_dense)
+  return columns % pack_elements == 0 && (is_written || params.is_contiguous)
              ? columns / pack_elements
              : (columns + straddling) / pack_elements;
 }
@@ -76,7 +76,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
   const int64_t chunks = topk_chunks(params, false), rows = params.rows;
-  const bool suits_tiles = params.is_dense && !params.can_exclude &&
+  const bool suits_tiles = params.is_contiguous && !params.can_exclude &&
                            params.shape.columns * size_of(params.scores.type) % 16 == 0;
   if (forced < 0 && suits_tiles && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
     return plan_topk_tiles(params, static_cast<int>(chunks));
