@@ -229,9 +229,7 @@ def main(
     """Runs the table."""
     common = measure.provenance(commit)
     cases = [case for case in table(dim0) if only in str(case)]
-    # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    on_stream = torch.cuda.stream(torch.cuda.Stream())
-    with measure.results(out, common) as write, on_stream:
+    with measure.results(out, common) as write, measure.own_stream():
         for case in track(cases, "rows"):
             for row in run_case(case, rounds):
                 write(row)

@@ -175,9 +175,7 @@ def main(
 ) -> None:
     """Runs the cases."""
     common = measure.provenance(commit)
-    # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    on_stream = torch.cuda.stream(torch.cuda.Stream())
-    with measure.results(out, common) as write, on_stream:
+    with measure.results(out, common) as write, measure.own_stream():
         for case in track([case for case in CASES if only in str(case)], "topk"):
             for row in run_case(case, rounds):
                 write(row)

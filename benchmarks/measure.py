@@ -187,6 +187,11 @@ def gpu_timer(head_start: int = HEAD_START) -> Timer:
     return microseconds
 
 
+def own_stream() -> torch.cuda.StreamContext:
+    """Graphs cannot capture the default stream, on which backward passes would run otherwise."""
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
 def captured(function: Function, calls: int) -> Function:
     """`calls` calls as one CUDA graph: timing it leaves out what the host needs to launch them.
 

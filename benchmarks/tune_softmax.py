@@ -256,9 +256,7 @@ def main(
     gpu, force = current_gpu(), force_regimes()
     common = measure.provenance(commit)
     cases = [case for case in table(DTYPES[dtype]) if only in str(case)]
-    # Graphs cannot capture the default stream, on which backward passes would run otherwise.
-    on_stream = torch.cuda.stream(torch.cuda.Stream())
-    with measure.results(out, common) as write, on_stream:
+    with measure.results(out, common) as write, measure.own_stream():
         for case in track(cases, "regimes"):
             lines = list(run_case(case, rounds, force, gpu))
             force(-1, -1)
