@@ -294,6 +294,18 @@ def assert_matches(
     assert_small(found, what)
 
 
+def assert_row(
+    scores: Tensor, p: Tensor, lse: Tensor, g: Tensor, d_scores: Tensor, what: str, **arguments: Any
+) -> None:
+    """What softmax made of a row, or of a column, of a tensor that is too large for the oracle."""
+    forward = softmax(scores, **arguments)
+    assert_matches(p, forward.probabilities, p.dtype, what=what)
+    assert_matches(lse, forward.lse, torch.float32, what=what)
+    wanted = gradients(forward, g, dtype=scores.dtype).scores
+    options = {"magnitude": wanted.magnitude, "zero": wanted.zero, "slack": 2.0}
+    assert_matches(d_scores, wanted.value, scores.dtype, what=what, **options)
+
+
 def random_like(tensor: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(tensor.device).manual_seed(seed)
     values = torch.randn(tensor.shape, generator=generator, device=tensor.device)
