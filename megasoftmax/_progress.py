@@ -33,7 +33,7 @@ class Steps:
         self._task = self._bar.add_task("", total=total)
 
     def reach(self, step: int, description: str) -> None:
-        """So many steps are done; `description` says what came of the last one."""
+        """`step` steps are done; `description` says what came of the last one."""
         self._bar.update(self._task, completed=step, description=description)
         if self._console.is_terminal or step * LINES // self._total <= self._told:
             return

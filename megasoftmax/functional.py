@@ -93,7 +93,7 @@ def softmax(
     * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where
       mask, bias, causal, window or visible is given, and with a sink a log-sum-exp of the sink. The
       plain softmax of a row of -inf is NaN.
-    * A NaN or +inf that is not excluded makes NaN of all that is not excluded in its row.
+    * A NaN or +inf that is not excluded makes all entries of its row NaN that are not excluded.
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
     modified. The same call gives the same bits on the same device, gradients included. Forward mode
@@ -120,22 +120,22 @@ def softmax(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels do not compute what is not visible.
         sink: a logit that joins the denominator but has no column: floating [heads], or one
-            element, or a number. 0 gives the off-by-one softmax. One of -inf is none, and has
-            gradient 0.
-        dropout: from 0 to 1, the probability that an entry becomes 0; what is kept is divided by
-            the probability to be kept. 15 bits decide an entry, so that both are exact for the
-            nearest multiple of 2^-15. The log-sum-exp is that without. For the backward pass scores
-            and log-sum-exp are kept in place of the probabilities, and no mask.
-        seed: int64, one element, on the device of the scores, which with the place of an entry,
-            (batch * heads + head, query, key), decides whether it is dropped: fused or not, forward
-            and backward, and in `attention` too. None: drawn there by torch's generator. Without
-            dropout it has no effect.
+            element, or a number. 0 gives the off-by-one softmax. A sink of -inf is the same as no
+            sink, and has gradient 0.
+        dropout: from 0 to 1, the probability that an entry becomes 0. What is kept is divided by
+            the probability to be kept. 15 bits decide an entry, so both are exact for the nearest
+            multiple of 2^-15. The log-sum-exp is the one without dropout. For the backward pass
+            scores and log-sum-exp are kept in place of the probabilities, and no mask.
+        seed: int64, one element, on the device of the scores. It and the place of an entry,
+            (batch * heads + head, query, key), decide whether the entry is dropped: fused or not,
+            forward and backward, and in `attention` too. None: torch's generator draws one on that
+            device. Without dropout it has no effect.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
             scores, but float32 for 16-bit scores under torch.autocast on a GPU.
         return_lse: also return the log-sum-exp.
-        dim: over which the probabilities sum to 1; from -rank to rank - 1. Where it is not the
-            last, keys are not what it counts: causal, window, visible and dropout may not be
-            given, and a sink is one for all. Without mask, bias and sink, scores and incoming
+        dim: over which the probabilities sum to 1; from -rank to rank - 1. If it is not the last,
+            causal, window, visible and dropout may not be given, because they count queries and
+            keys, and a sink is one for all rows. Without mask, bias and sink, scores and incoming
             gradients that are not contiguous are copied; with one of them, the probabilities are.
         fused: None runs fused where it can, True raises where it cannot (see `why_not_fused`),
             False runs plain torch.
@@ -356,8 +356,8 @@ def softmax_topk(
 
     Args:
         logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
-        k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: what K
-            exceeds it by gets probability 0 and index V.
+        k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: entries
+            beyond it get probability 0 and index V.
         scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
         bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
@@ -496,8 +496,8 @@ def attention(
     The same rules hold on GPU and CPU, fused or not.
 
     * An excluded pair (by mask, causal, window or visible: their union) has P exactly 0, and a
-      gradient of z exactly 0, whatever query, key, bias and incoming gradient make of it. So has
-      one whose bias is -inf, in a row without NaN.
+      gradient of z exactly 0, whatever query, key, bias and incoming gradient make of it. The same
+      holds for a pair whose bias is -inf, in a row without NaN.
     * A query with nothing left has output 0, gradients 0 and a log-sum-exp of -inf where mask,
       bias, causal, window or visible is given or where there are no keys, and with a sink a
       log-sum-exp of the sink. A plain row of -inf is NaN.
@@ -550,14 +550,16 @@ def attention(
             `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
             end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key: floating [heads], or one element,
-            or a number. 0 gives the off-by-one softmax. One of -inf is none, and has gradient 0.
+            or a number. 0 gives the off-by-one softmax. A sink of -inf is the same as no sink, and
+            has gradient 0.
         dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
-            as 0; what is kept is divided by the probability to be kept. 15 bits decide an entry, so
-            that both are exact for the nearest multiple of 2^-15. The log-sum-exp is that without.
-        seed: int64, one element, on the device of the query, which with the place of an entry,
-            batch * heads + head, query and key, decides whether it is dropped: fused or not,
-            forward and backward, and in `softmax` too. None: drawn there by torch's generator.
-            Without dropout it has no effect.
+            as 0. What is kept is divided by the probability to be kept. 15 bits decide an entry, so
+            both are exact for the nearest multiple of 2^-15. The log-sum-exp is the one without
+            dropout.
+        seed: int64, one element, on the device of the query. It and the place of an entry,
+            (batch * heads + head, query, key), decide whether the entry is dropped: fused or not,
+            forward and backward, and in `softmax` too. None: torch's generator draws one on that
+            device. Without dropout it has no effect.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, and else, on a CPU, takes torch's own
             scaled_dot_product_attention where that computes the same: see `why_not_fused` and its
@@ -894,7 +896,7 @@ def ring_attention(
     seed: Tensor | None = None,
     fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a sequence of which each rank of a group has a part: context parallelism.
+    """Attention over a sequence that is split among the ranks of a group: context parallelism.
 
         group = mesh.get_group("context")
         query, key, value = (
@@ -929,8 +931,8 @@ def ring_attention(
             the sequence has 2 * ranks equal parts, and rank r holds parts r and 2 * ranks - 1 - r,
             one after the other, as `zigzag_chunk` cuts it; `zigzag_cat` joins outputs. Each rank
             then has as many queries as keys, an even number.
-        lengths: the number of keys of each rank, from 0 on; by default all have as many. It must be
-            given where they have not, which cannot be checked here. "zigzag" takes no others.
+        lengths: the number of keys of each rank, from 0 on; by default that of this rank. It must
+            be given if ranks differ, which is not checked. With "zigzag" all must be equal.
         bias: floating, broadcastable to this rank's queries, in their order, and the keys of all
             ranks, in the order of the sequence: [batch, heads, queries, sum(lengths)], as in
             `attention`. Or a `RelativeBias` with the table of the whole sequence,
@@ -997,8 +999,8 @@ def _traced_softmax(
     """`softmax` of these alone in compiled code, as one op; None where that is not certain.
 
     What torch.compile reads while it traces it guards at each call of what it compiled. The way
-    that checks and decides everything is 280 guards, of which this leaves 75. A function that asks
-    for the level of forward mode would add 5, so it is read where it is needed.
+    that checks and decides everything has 280 guards, and this one 75. A function that asks for
+    the level of forward mode would add 5, so it is read where it is needed.
     """
     if (
         type(scores) is Tensor

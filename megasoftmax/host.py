@@ -43,7 +43,7 @@ def status() -> str:
 
 
 def admit(scores: Tensor) -> None:
-    """Lets later calls on the GPU of these scores, of which one runs fused, go through C++."""
+    """Lets later calls on the GPU of these scores, where a call runs fused, go through C++."""
     if torch.compiler.is_compiling() or not scores.is_cuda or scores.device in _admitted:
         return
     _admitted.add(scores.device)

@@ -10,25 +10,25 @@ from megasoftmax.reference.attention import mask_of_blocks
 
 
 class TileMask:
-    """A mask of which kernels note, once, what they may skip.
+    """A mask that keeps a note of what kernels may skip, for further calls.
 
         mask = TileMask(excluded)  # [batch, heads, queries, keys]
         for layer in layers:
             hidden = layer(hidden, mask)  # calls megasoftmax.attention(..., mask=mask)
 
-    Kernels skip tiles of 64 queries and 64 keys without a visible pair, and read no mask in those
-    without an excluded one. A plain tensor has them look for these tiles in every call, forward and
-    backward. With a TileMask the first fused call of a GPU does, and later ones reuse the note.
+    Kernels skip tiles of 64 queries and 64 keys without a visible pair, and read no mask in tiles
+    without an excluded pair. For a plain tensor they look for these tiles in every call, forward
+    and backward. With a TileMask the first fused call on a GPU does, and later ones reuse its note.
     Results are the same.
 
-    Calls that take no note, and have kernels make it: those under torch.compile, in a transform of
-    torch.func, of DTensors, with `visible`, and those captured in a CUDA graph before the note is
-    there. The tensor must not change once a call has run. A note is for the stream that made it, as
-    any tensor.
+    These calls look for the tiles themselves: under torch.compile, in a transform of torch.func, of
+    DTensors, with `visible`, and in a CUDA graph that is captured before there is a note. The
+    tensor must not change once a call has run. A note is for the stream that made it, as any
+    tensor.
 
     Args:
         mask: bool, True = excluded, as in `megasoftmax.attention`: [batch or 1, heads or 1,
-            queries or 1, keys or 1], of which leading dimensions may be missing; any strides.
+            queries or 1, keys or 1]; leading dimensions may be missing; any strides.
 
     Raises:
         TypeError, ValueError: the mask is not as above.
@@ -42,13 +42,13 @@ class TileMask:
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, size: int) -> "TileMask":
-        """A mask with one entry for each size x size pairs, of which no larger one is made.
+        """A mask with one entry for each block of size x size pairs; no larger tensor is made.
 
         Args:
-            blocks: bool, True = excluded, [batch or 1, heads or 1, query blocks, key blocks], of
-                which batch and heads may be missing; any strides. A call with m queries and n keys
-                takes ceil(m / size) and ceil(n / size) of them. Block (i, j) is for queries from
-                i size on and keys from j size on; the last may reach beyond the tensors.
+            blocks: bool, True = excluded, [batch or 1, heads or 1, query blocks, key blocks]; batch
+                and heads may be missing; any strides. A call with m queries and n keys takes
+                ceil(m / size) and ceil(n / size) blocks. Block (i, j) is for queries from i * size
+                on and keys from j * size on; the last may reach beyond the tensors.
             size: queries, and keys, of a block: a multiple of 64.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each rank of a process group has one part, or two.
+"""Attention over a sequence that is split: each rank of a process group has one part, or two.
 
 Queries stay where they are; keys and values go round in a ring, from each rank to the next. What
 the queries of one part make of the keys of another, a block, is an output and a log-sum-exp; these
@@ -117,7 +117,7 @@ class Ring(NamedTuple):
         return self.group.rank()
 
     def parts(self, rank: int, tokens: int) -> list[_Part]:
-        """Those of a rank, which has so many queries or keys."""
+        """Those of a rank, which has this number of queries or keys."""
         if not self.zigzag:
             return [_Part(rank, sum(self.lengths[:rank]), 0, tokens)]
         length = tokens // 2

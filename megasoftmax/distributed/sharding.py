@@ -22,7 +22,7 @@ from torch import Tensor
 from megasoftmax import reference
 from megasoftmax.ops.registration import NAMESPACE
 
-# A placement: the dimension of which each device has a part, or one of these. Not torch's classes:
+# A placement: the dimension that is split among devices, or one of these. Not torch's classes:
 # importing torch.distributed.tensor takes a second, and most programs never do.
 _REPLICATED, _PARTIAL = "replicated", "partial"
 _Placement = int | str | None  # None for what is no tensor

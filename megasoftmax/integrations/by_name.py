@@ -6,7 +6,7 @@ calls it. `watch` extends three methods of PreTrainedModel, for models that ask 
 * `get_correct_attn_implementation`, which runs before layers are made. Falcon, GPT-J and others
   choose the class of their attention from a table by the name; the name gets the class of "eager".
 * `post_init`, which runs when a model is complete, and `set_attn_implementation`. Layers of
-  `families` get their subclass. A model of which no layer can be served raises ValueError. Where
+  `families` get their subclass. A model without a layer that can be served raises ValueError. Where
   only some can, a warning names the others, and their configuration becomes "eager".
 
 A part of a model is not looked at before the whole is complete.

@@ -97,7 +97,7 @@ def why_not_served(layers: list[Layer]) -> dict[str, str]:
 def refused_of(layers: list[Layer], why_not: dict[str, str]) -> dict[str, str]:
     """The layers of `why_not` for which a model is refused, and the reasons.
 
-    Those of models of which no layer is served, and those of FAMILIES.
+    Those of models without a served layer, and those of FAMILIES.
     """
     served = {id(layer.models[0]) for layer in layers if layer.name not in why_not}
     return {

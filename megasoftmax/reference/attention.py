@@ -68,7 +68,7 @@ def attention_forward(
         mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
         scale: factor of the products of queries and keys.
         causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
-        relative: bias is [bb, bh, m + n - 1], of which pair (i, j) takes entry j - i + m - 1.
+        relative: bias is [bb, bh, m + n - 1], and pair (i, j) takes its entry j - i + m - 1.
         first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
             What lies outside of [0, n] is cut.
         note: what `megasoftmax::tile_note` made of the mask, or None. Serves kernels alone.
@@ -410,7 +410,7 @@ def _dropped(weights: Tensor, keep: Tensor | None, given: Any) -> Tensor:
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """[b, h, m, x] times [b, hk, x, y], of which h // hk heads share one: [b, h, m, y]."""
+    """[b, h, m, x] times [b, hk, x, y], which h // hk heads share: [b, h, m, y]."""
     return (_by_key_head(rows, matrices.shape[1]) @ matrices).reshape(
         *rows.shape[:-1], matrices.shape[-1]
     )
