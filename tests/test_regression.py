@@ -32,6 +32,7 @@ from megasoftmax.regression import comparison
 from megasoftmax.regression import dropout as regression_dropout
 from megasoftmax.regression import models as regression_models
 from megasoftmax.regression import training as regression_training
+from megasoftmax.regression.report import to_json
 
 FAMILIES = list(regression_models.TINY)
 QUICK = {"steps": 3, "checks": 3, "batch": 3, "length": 32}
@@ -232,7 +233,8 @@ def test_what_is_no_number_is_caught(device):
     def refuse(constant):
         raise AssertionError(constant)
 
-    assert json.loads(report.to_json(), parse_constant=refuse)["candidate"]["losses"][0] == "nan"
+    models = json.loads(to_json({"gpt2": report}), parse_constant=refuse)["models"]
+    assert models["gpt2"]["candidate"]["losses"][0] == "nan"
 
 
 # Dropout

@@ -52,7 +52,6 @@ What bfloat16 rounds away is not seen, such as a scale that was rounded to bfloa
 it is.
 """
 
-import json
 import math
 import platform
 import re
@@ -223,7 +222,7 @@ class Report:
         return statistics.median(training.peak_bytes) / 2**20 if training.peak_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as numbers, strings, lists and dictionaries."""
+        """All of it as JSON has it; what is no finite number becomes a string."""
         costs = {
             name: {
                 f"{self.items}_per_second": self.speed(training),
@@ -231,17 +230,14 @@ class Report:
             }
             for name, training in (("baseline", self.baseline), ("candidate", self.candidate))
         }
-        return {
+        found = {
             "passed": self.passed,
             "kernels_tested": self.kernels_tested,
             "failures": [str(failure) for failure in self.failures],
             "costs": costs,
             **asdict(self),
         }
-
-    def to_json(self) -> str:
-        """`to_dict` as JSON; what is no finite number becomes a string."""
-        return json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False)
+        return {name: _finite(value) for name, value in found.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -114,12 +114,11 @@ def print_summary(console: Console, outcomes: Outcomes) -> None:
 def to_json(outcomes: Outcomes) -> str:
     """{"passed": bool, "models": {name: a report, or {"error": why there is none}}}."""
     models = {
-        name: {"error": str(outcome)}
-        if isinstance(outcome, RegressionError)
-        else json.loads(outcome.to_json())
+        name: {"error": str(outcome)} if isinstance(outcome, RegressionError) else outcome.to_dict()
         for name, outcome in outcomes.items()
     }
-    return json.dumps({"passed": _all_passed(outcomes), "models": models}, indent=1)
+    found = {"passed": _all_passed(outcomes), "models": models}
+    return json.dumps(found, indent=1, allow_nan=False)
 
 
 def to_html(outcomes: Outcomes) -> str:
