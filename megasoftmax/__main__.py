@@ -195,18 +195,20 @@ def explain_call(
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
     bias_gradient: Annotated[
         bool,
-        typer.Option("--bias-gradient", help="The backward pass, with that of a full bias."),
+        typer.Option(
+            "--bias-gradient", help="The backward pass, with the gradient of a full bias."
+        ),
     ] = False,
     dropout: Annotated[bool, typer.Option("--dropout", help="softmax: with dropout.")] = False,
     k: Annotated[int, typer.Option(help="softmax_topk: how many are kept of a row.")] = 10,
     keys: Annotated[
-        int | None, typer.Option(help="attention: how many keys. Default: as queries.")
+        int | None, typer.Option(help="attention: how many keys. Default: as many as queries.")
     ] = None,
     key_heads: Annotated[
-        int | None, typer.Option(help="attention: heads of keys. Default: as of queries.")
+        int | None, typer.Option(help="attention: heads of keys. Default: as many as of queries.")
     ] = None,
     value_dim: Annotated[
-        int | None, typer.Option(help="attention: dimension of values. Default: as of keys.")
+        int | None, typer.Option(help="attention: dimension of values. Default: that of keys.")
     ] = None,
     bias: Annotated[
         bool, typer.Option("--bias", help="attention: with a bias [1, heads, queries, keys].")

@@ -44,7 +44,7 @@ def verdict() -> str:
 
 def call_table(found: Explanation, gpu: Gpu) -> Table:
     direction = "backward" if found.backward else "forward"
-    units = f"up to {found.units:,} per row, of {found.batches_per_unit} batches"
+    units = f"up to {found.units:,} per row, batches in each: {found.batches_per_unit}"
     if found.threads is None:
         blocks, shared = "of as many rows as fit a tile", "a tile per block"
     else:
