@@ -542,24 +542,14 @@ def attention(
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
             rounded to their type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
-        window: (left, right), each from -1 on: query i sees key j where
-            i + keys - queries - left <= j <= i + keys - queries + right; -1 = no limit on that
-            side. A window of W tokens that ends at the query is (W - 1, 0).
-        visible: (first, end): a query sees keys first <= j < end. Each is None, no limit, or int32
-            (int64 is converted), broadcastable to [batch, heads, queries], any strides; see
-            `megasoftmax.ranges`. What lies outside of [0, keys] is cut, and a range with
-            end <= first is empty. Kernels skip tiles of keys that no query of a block sees.
-        sink: a logit that joins the denominator but has no key: floating [heads], or one element,
-            or a number. 0 gives the off-by-one softmax. A sink of -inf is the same as no sink, and
-            has gradient 0.
-        dropout: from 0 to 1, the probability that an entry of P, where it weighs the values, counts
-            as 0. What is kept is divided by the probability to be kept. 15 bits decide an entry, so
-            both are exact for the nearest multiple of 2^-15. The log-sum-exp is the one without
-            dropout.
-        seed: int64, one element, on the device of the query. It and the place of an entry,
-            (batch * heads + head, query, key), decide whether the entry is dropped: fused or not,
-            forward and backward, and in `softmax` too. None: torch's generator draws one on that
-            device. Without dropout it has no effect.
+        window: (left, right), as in `softmax`. A window of W tokens that ends at the query is
+            (W - 1, 0).
+        visible: (first, end), as in `softmax`: a query sees keys first <= j < end. Broadcastable to
+            [batch, heads, queries]. Kernels skip tiles of keys that no query of a block sees.
+        sink: a logit that joins the denominator but has no key, as in `softmax`: floating [heads],
+            or one element, or a number.
+        dropout: as in `softmax`, of the entries of P where they weigh the values.
+        seed: as in `softmax`. The same seed drops the same entries in both.
         return_lse: also return the log-sum-exp.
         fused: None runs fused where it can, and else, on a CPU, takes torch's own
             scaled_dot_product_attention where that computes the same: see `why_not_fused` and its
