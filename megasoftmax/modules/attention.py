@@ -8,7 +8,7 @@ from torch import Tensor
 from megasoftmax import arguments, biases, functional
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reason
+from megasoftmax.dispatch import Reasons
 from megasoftmax.masks import TileMask
 
 
@@ -133,7 +133,7 @@ class FusedAttention(torch.nn.Module):
         bias: Tensor | RelativeBias | None = None,
         mask: Tensor | TileMask | None = None,
         visible: Ranges | None = None,
-    ) -> tuple[Reason, ...]:
+    ) -> Reasons:
         """Why `forward` of the same arguments would not run fused; empty: it would.
 
         Raises:
