@@ -35,13 +35,14 @@ ATTENTION_TILES = {
     name.lower(): table_of("attention/limits.h", f"kAttention{name}Tiles")
     for name in ("Forward", "Backward")
 }
-# Under --fast-types the kernels of bfloat16 stand for those of other types. Those of float16 differ
-# from them in single instructions. Of a row of float32 a thread has half as many elements.
+# --fast-types looks at what the kernels of bfloat16 spill, and not at those of other types. Float16's
+# differ from them in single instructions. Of a row of float32 a thread has half as many elements.
+# No kernel of another type declares a larger array in shared memory.
 OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")
-# ptxas reads these all the same: they have instructions in assembly that bfloat16's lack, or arrays
-# in shared memory whose size depends on the type. The others end when the compiler's front-end has
-# instantiated their templates, which takes a third of the time.
-READ_BY_PTXAS = re.compile(r"attention_(hopper_)?forward_(float16|float32)|topk_float32")
+# ptxas reads these of them, not optimised, because they have all instructions in assembly that no
+# kernel of bfloat16 has. The others end when the compiler's front-end has instantiated their
+# templates.
+READ_BY_PTXAS = re.compile(r"attention_(hopper_)?forward_(float16|float32)")
 FAST_TYPES = """\
 #!/bin/sh
 case "$*" in
