@@ -35,7 +35,7 @@ ATTENTION_TILES = {
     name.lower(): table_of("attention/limits.h", f"kAttention{name}Tiles")
     for name in ("Forward", "Backward")
 }
-# --fast-types looks at what the kernels of bfloat16 spill, and not at those of other types. Float16's
+# --fast-types looks at what kernels of bfloat16 spill, and not at those of other types. Float16's
 # differ from them in single instructions. Of a row of float32 a thread has half as many elements.
 # No kernel of another type declares a larger array in shared memory.
 OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")

@@ -132,9 +132,9 @@ def host() -> Path:
         if not sources:
             raise BuildError(f"{extension.CSRC / 'host'} has no sources")
         with extension.programs():
-            # A file for each of at most two jobs includes the sources: reading torch's headers takes
-            # longer than compiling what follows. So names that the sources keep to themselves
-            # differ from each other.
+            # A file for each of at most two jobs includes the sources: reading torch's headers
+            # takes longer than compiling what follows. So names that the sources keep to
+            # themselves differ from each other.
             count = min(2, int(os.environ["MAX_JOBS"]))
             units = [folder / f"host{i}.cpp" for i in range(count)]
             for i, unit in enumerate(units):
