@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast-types",
         action="store_true",
-        help="kernels that spill as those of another type are compiled without optimisation",
+        help="kernels of bfloat16 stand for those of other types, which are compiled in part",
     )
 
 

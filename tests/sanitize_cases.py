@@ -409,14 +409,17 @@ def sizes_of_table(dtype: str, regime: str, drops: bool, **gpu: int) -> list[tup
             for end, more in itertools.product(ends, (1 - pack, 0, 1)):
                 if row.max_chunks is None or end <= row.max_chunks:
                     edges.add((end * pack + more, queries))
-    summed = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
 
     def is_chosen(edge: tuple[int, int]) -> bool:
-        columns, queries = edge
-        rows = BATCHES * HEADS * queries
-        return explain(rows, columns, DTYPES[dtype], **summed).regime.name == regime
+        return regime_for_sums(dtype, *edge, drops, **gpu) == regime
 
     return [*itertools.islice(filter(is_chosen, sorted(edges)), 3)]
+
+
+@functools.cache
+def regime_for_sums(dtype: str, columns: int, queries: int, drops: bool, **gpu: int) -> str:
+    options = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
+    return explain(BATCHES * HEADS * queries, columns, DTYPES[dtype], **options).regime.name
 
 
 def call_softmax(

@@ -131,14 +131,17 @@ def host() -> Path:
             raise BuildError(f"{missing} is not installed")
         if not sources:
             raise BuildError(f"{extension.CSRC / 'host'} has no sources")
-        # Two files include all: reading torch's headers takes longer than compiling what follows.
-        # So names that the sources keep to themselves differ from each other.
-        units = [folder / f"host{i}.cpp" for i in range(2)]
-        for i, unit in enumerate(units):
-            unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::2]))
-        with extension.programs(), _progress(folder, units):
+        with extension.programs():
+            # A file for each of at most two jobs includes the sources: reading torch's headers
+            # takes longer than compiling what follows. So names that the sources keep to
+            # themselves differ from each other.
+            count = min(2, int(os.environ["MAX_JOBS"]))
+            units = [folder / f"host{i}.cpp" for i in range(count)]
+            for i, unit in enumerate(units):
+                unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
             flags = [*extension.HOST_FLAGS]
-            return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
+            with _progress(folder, units):
+                return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
 
     return _kept(_HOST, _host_key(), compile_into)
 
