@@ -60,56 +60,36 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same of 16 rows, 8 of which follow the others: while one unit makes powers of some, others
-  // find the maximum of the next ones. Calls prepare(half) before it looks at a half, and rescale
-  // for each half.
-  template <bool kAreLogits, int kN, class Prepare, class Rescale>
-  __device__ __forceinline__ void weigh_halves(Accumulators<kM, kN>& scores, Prepare&& prepare,
-                                               Rescale&& rescale) {
-    static_assert(kM == 1);
-    const float to_logit = kAreLogits ? 1.f : scale;
-    float largest[2];
-    prepare(0);
-    largest[0] = find_largest<2>(scores, 0, 0, to_logit);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // A sum is never negative. Asking keeps the powers of the first half before the vote.
-      const bool never = half == 1 && sum[0][0] < 0.f;
-      const bool are_large = is_large(offset_of(largest[half]), never);
-      if (are_large) take_off<kAreLogits>(scores, 0, half, largest[half], to_logit);
-      rescale(half, raise_max(0, half, largest[half], are_large));
-      make_weights(scores, 0, half, largest[half], are_large, to_logit);
-      if (half == 0) {
-        prepare(1);
-        largest[1] = find_largest<2>(scores, 0, 1, to_logit);
-      }
-    }
-  }
-
   // Rounds weights of 16 rows to factors of a product, relative to the largest logits that weigh
   // found in tiles before, and does not look for those of this tile. They seldom exceed the others
   // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
   // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
-  // settled.
-  template <class T, bool kAreLogits, int kN>
+  // settled. Of 32 keys at a time, eights of them from `first` on, drop(first, weights) may change
+  // what is rounded, not what is summed.
+  template <class T, bool kAreLogits, int kN, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
-                                              uint32_t (&weights)[kN / 2][4]) {
-    static_assert(kM == 1);
+                                              uint32_t (&weights)[kN / 2][4], Drop&& drop) {
+    static_assert(kM == 1 && kN % 4 == 0);
     const float c = (kAreLogits ? 1.f : scale) * kLog2E;
+    const float taken[2] = {offset_of(max[0][0]), offset_of(max[0][1])};
     float total[2] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float taken = offset_of(max[0][half]);
+    for (int first = 0; first < kN; first += 4) {
+      float some[4][4];
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        float pair[2];
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          pair[i] = exp2_approximate(fmaf(scores[0][n][2 * half + i], c, -taken));
-          total[half] += pair[i];
+        for (int n = 0; n < 4; ++n) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            some[n][i] = exp2_approximate(fmaf(scores[0][first + n][i], c, -taken[half]));
+            total[half] += some[n][i];
+          }
         }
-        weights[n / 2][n % 2 * 2 + half] = round_pair<T>(pair[0], pair[1]);
       }
+      drop(first, some);
+      as_matrix_a<T>(weights[first / 2], some, 0);
+      as_matrix_a<T>(weights[first / 2 + 1], some, 1);
     }
     // No number is not at most anything.
     if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;

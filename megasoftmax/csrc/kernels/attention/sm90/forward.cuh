@@ -361,9 +361,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kNoteTile);
   // The warps that find what queries see, of launches that are not plain.
   constexpr int kFinders = Memory::kIsTable ? kFillers : kWarpgroups;
-  // Of so many times 32 keys random bits are made before the product with values is waited for:
-  // registers have no room for more.
-  constexpr int kRandomAhead = kWarpgroups > 2 ? 1 : 2;
   using TilesToCopy = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   using Tiles = std::conditional_t<kIsPlain, TilesToCopy, FollowedTiles>;
   using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
@@ -738,10 +735,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
       return is_cut || tiles.may_exclude();
     };
-    const auto round_weights = [&](int begin, int end) {
-#pragma unroll
-      for (int step = begin; step < end; ++step) as_matrix_a<T>(weights[step], scores[0], step);
-    };
     // Scores become weights, and what was summed before is scaled; `finish_output` waits for it.
     const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
                                           Excluded<1, kN>& excluded, auto&& finish_output) {
@@ -769,59 +762,44 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           }
         }
       };
-      if (kIsPlain || !params.dropout.is_given()) {
-        if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
-        if (!kIsFirst && softmax.is_settled) {
-          uint32_t next[kSteps][4];
-          auto& tried = kHasRoom ? next : weights;
-          if (softmax.template try_weights<T, kHasBias>(scores, tried)) {
-            release_bias();
-            if constexpr (kHasRoom) {
-              finish_output();
-              // There are keys, which the compiler does not know: else it would have the next
-              // weights in the same registers, and products would wait for each other.
-              const uint32_t nothing = params.keys < 0;
-#pragma unroll
-              for (int i = 0; i < 4 * kSteps; ++i)
-                weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
-            }
-            return;
-          }
-        }
-        const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
-        factors[0] = factors[1] = 1.f;
-        softmax.template weigh<kHasBias>(
-            scores, [&](int, int half, float factor) { factors[half] = factor; });
-        softmax.settle(before);
-        release_bias();
-        if constexpr (kHasRoom) finish_output();
-        scale_output();
-        round_weights(0, kSteps);
-      } else {
-        // Random bits are made in the same basic blocks as weights, so that the compiler fills the
-        // time that powers take: those of the first keys before values are waited for.
-        const Dropping<false> dropping(params, block.batch, block.head, seed);
-        const auto random_of = [&](int n) { return dropping.pairs(warp_query, tiles.key + 8 * n); };
-        RandomPairs first[kRandomAhead];
-        const auto prepare = [&](int half) {
-          if (half >= kRandomAhead) return;
-          first[half] = random_of(4 * half);
-          settle(first[half].left.words);
-          settle(first[half].right.words);
-        };
-        softmax.template weigh_halves<kHasBias>(scores, prepare, [&](int half, float factor) {
-          factors[half] = factor;
-          if (half == 0) return;
-          release_bias();
-          finish_output();
-          scale_output();
-        });
-#pragma unroll
-        for (int n = 0; n < kN; n += 4) {
-          dropping.clear(scores[0], n, n / 4 < kRandomAhead ? first[n / 4] : random_of(n));
-          round_weights(n / 2, n / 2 + 2);
-        }
+      const bool drops = !kIsPlain && params.dropout.is_given();
+      const Dropping<false> dropping(params, block.batch, block.head, seed);
+      if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
+      uint32_t next[kSteps][4];
+      auto& tried = kHasRoom ? next : weights;
+      bool are_right = false;
+      if (!kIsFirst && drops && softmax.is_settled) {
+        are_right = softmax.template try_weights<T, kHasBias>(
+            scores, tried, [&](int first, float (&some)[4][4]) {
+              dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
+            });
+      } else if (!kIsFirst && softmax.is_settled) {
+        are_right = softmax.template try_weights<T, kHasBias>(scores, tried, [](int, auto&) {});
       }
+      if (are_right) {
+        release_bias();
+        if constexpr (kHasRoom) {
+          finish_output();
+          // There are keys, which the compiler does not know: else it would have the next weights
+          // in the same registers, and products would wait for each other.
+          const uint32_t nothing = params.keys < 0;
+#pragma unroll
+          for (int i = 0; i < 4 * kSteps; ++i)
+            weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
+        }
+        return;
+      }
+      const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
+      factors[0] = factors[1] = 1.f;
+      softmax.template weigh<kHasBias>(
+          scores, [&](int, int half, float factor) { factors[half] = factor; });
+      softmax.settle(before);
+      release_bias();
+      if constexpr (kHasRoom) finish_output();
+      scale_output();
+      if (drops) dropping.clear(scores, warp_query, tiles.key);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
     };
 
     if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
