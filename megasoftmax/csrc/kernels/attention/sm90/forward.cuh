@@ -474,15 +474,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       params.heads_per_key_head.split(block.head, key_head, rest);
       TilesToCopy tiles(params, block, assigned, first_step);
       if (!kIsPlain && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
-      memory.queries_are_used().wait((done & 1) ^ 1);
-      if (is_first) {
+      const auto copy_queries = [&] {
+        memory.queries_are_used().wait((done & 1) ^ 1);
+        if (!is_first) return;
         memory.queries_are_there().arrive_and_expect(kWarpgroups * Memory::kQueryBytes);
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_panels<Memory::kPanels>(
               memory.queries(i), maps.query, memory.queries_are_there(), 64,
               block.query_of(params, i), block.head_of(i), block.batch);
-      }
-      ++done;
+      };
       const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                          Barrier used, uint32_t step, int key, auto&& tell) {
         used.wait((step / kStages & 1) ^ 1);
@@ -507,42 +507,49 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                               bias_batch);
         }
       };
-      // The next one is taken as late as it is found in time, so that all blocks end at about the
-      // same. Its number is on the way while the last keys are waited for.
-      [[maybe_unused]] uint32_t next = 0;
-      const auto take_next = [&] {
-        number = __shfl_sync(~0u, next, 0);
-        assign(done);
-      };
-      if constexpr (!kIsPlain) {
-        if (!tiles.are_left()) {
-          next = work.next(params);
-          take_next();
-        }
-      }
-      while (tiles.are_left()) {
+      // In the order in which there is room: keys, then the values of the step before, or, of the
+      // first step, the queries. The next tile is taken as late as it is found in time, so that all
+      // blocks end at about the same. Its number is on the way while room is waited for, and it
+      // takes the place of the tile before, which is done when there is room for queries.
+      int key_before = 0;
+      for (bool begins = true;; begins = false) {
         const uint32_t step = tiles.step;
         const int stage = step % kStages, key = tiles.key;
+        const bool has_keys = tiles.are_left();
         [[maybe_unused]] const bool may_exclude = tiles.may_exclude();
-        tiles.advance(params, block, assigned);
+        if (has_keys) tiles.advance(params, block, assigned);
+        [[maybe_unused]] const bool ends = !tiles.are_left() && (has_keys || begins);
+        [[maybe_unused]] uint32_t next = 0;
         if constexpr (!kIsPlain) {
-          if (!tiles.are_left()) next = work.next(params);
+          if (ends) next = work.next(params);
         }
-        fill.template operator()<Memory::kPanels>(
-            memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
-            step, key, [&] {
-              if constexpr (!kIsPlain)
-                Memory::step(shared_memory, stage) =
-                    FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
-            });
+        if (has_keys)
+          fill.template operator()<Memory::kPanels>(
+              memory.keys(stage), maps.key, memory.keys_are_there(stage),
+              memory.keys_are_used(stage), step, key, [&] {
+                if constexpr (!kIsPlain)
+                  Memory::step(shared_memory, stage) =
+                      FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
+              });
+        if (begins) {
+          copy_queries();
+        } else {
+          const int before = (step - 1) % kStages;
+          fill.template operator()<Memory::kValuePanels>(
+              memory.values(before), maps.value, memory.values_are_there(before),
+              memory.values_are_used(before), step - 1, key_before, [] {});
+        }
         if constexpr (!kIsPlain) {
-          if (!tiles.are_left()) take_next();
+          if (ends) {
+            number = __shfl_sync(~0u, next, 0);
+            assign(done + 1);
+          }
         }
+        if (!has_keys) break;
         if constexpr (kBias == HopperBias::kTile) fill_bias(step, key);
-        fill.template operator()<Memory::kValuePanels>(
-            memory.values(stage), maps.value, memory.values_are_there(stage),
-            memory.values_are_used(stage), step, key, [] {});
+        key_before = key;
       }
+      ++done;
       first_step = uniform(tiles.step);
     }
     if constexpr (!kIsPlain) {
