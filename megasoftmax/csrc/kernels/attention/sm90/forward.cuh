@@ -369,6 +369,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
   if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&maps.query, &maps.key, &maps.value, &maps.output})
+      prefetch_map(*map);
+    if constexpr (kHasTile) prefetch_map(maps.bias);
     memory.tile_is_assigned().init(1);
     memory.ranges_are_there().init(kFinders);
     memory.queries_are_there().init(1);
