@@ -64,32 +64,43 @@ struct OnlineSoftmax {
   // found in tiles before, and does not look for those of this tile. They seldom exceed the others
   // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
   // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
-  // settled. Of 32 keys at a time, eights of them from `first` on, drop(first, weights) may change
-  // what is rounded, not what is summed.
-  template <class T, bool kAreLogits, int kN, class Drop>
+  // settled. If kDrops, drop(first, weights) may change what is rounded, but not what is summed: of
+  // 32 keys at a time, eights of them from `first` on.
+  template <class T, bool kAreLogits, bool kDrops, int kN, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
                                               uint32_t (&weights)[kN / 2][4], Drop&& drop) {
-    static_assert(kM == 1 && kN % 4 == 0);
+    constexpr int kTogether = kDrops ? 4 : kN;
+    static_assert(kM == 1 && kN % kTogether == 0);
     const float c = (kAreLogits ? 1.f : scale) * kLog2E;
-    const float taken[2] = {offset_of(max[0][0]), offset_of(max[0][1])};
     float total[2] = {};
 #pragma unroll
-    for (int first = 0; first < kN; first += 4) {
-      float some[4][4];
+    for (int first = 0; first < kN; first += kTogether) {
+      float some[kTogether][4];
+      const auto round = [&](int n, int half) {
+        weights[(first + n) / 2][n % 2 * 2 + half] =
+            round_pair<T>(some[n][2 * half], some[n][2 * half + 1]);
+      };
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const float taken = offset_of(max[0][half]);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < kTogether; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            some[n][i] = exp2_approximate(fmaf(scores[0][first + n][i], c, -taken[half]));
+            some[n][i] = exp2_approximate(fmaf(scores[0][first + n][i], c, -taken));
             total[half] += some[n][i];
           }
+          if constexpr (!kDrops) round(n, half);
         }
       }
-      drop(first, some);
-      as_matrix_a<T>(weights[first / 2], some, 0);
-      as_matrix_a<T>(weights[first / 2 + 1], some, 1);
+      if constexpr (kDrops) {
+        drop(first, some);
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          round(n, 0);
+          round(n, 1);
+        }
+      }
     }
     // No number is not at most anything.
     if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;

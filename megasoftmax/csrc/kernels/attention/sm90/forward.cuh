@@ -789,12 +789,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       auto& tried = kHasRoom ? next : weights;
       bool are_right = false;
       if (!kIsFirst && drops && softmax.is_settled) {
-        are_right = softmax.template try_weights<T, kHasBias>(
+        are_right = softmax.template try_weights<T, kHasBias, true>(
             scores, tried, [&](int first, float (&some)[4][4]) {
               dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
             });
       } else if (!kIsFirst && softmax.is_settled) {
-        are_right = softmax.template try_weights<T, kHasBias>(scores, tried, [](int, auto&) {});
+        are_right = softmax.template try_weights<T, kHasBias, false>(scores, tried, [] {});
       }
       if (are_right) {
         release_bias();
