@@ -206,19 +206,17 @@ struct RowEnd {
   // `sum` relative to `largest`, the largest logit; `sink` -inf joins nothing. A row where nothing
   // can be excluded is no number when nothing is left of it.
   __device__ RowEnd(float largest, float sum, float sink, bool can_exclude) {
-    if (sum == 0.f) {
-      factor = can_exclude ? 0.f : NAN;
-      max = 0.f;
-      log_sum = lse = sink == INFINITY ? NAN : sink;
-      return;
-    }
-    max = largest;
-    const float reference = fmaxf(max, sink);
-    const float share = exp2_approximate((max - reference) * kLog2E);
+    const float reference = fmaxf(largest, sink);
+    const float share = exp2_approximate((largest - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
-    factor = share / total;
-    log_sum = logf(total) + (reference - max);
-    lse = reference + logf(total);
+    const float log_total = logf(total);
+    // Chosen, not branched on: so the two rows of a lane are done at a time.
+    const bool is_empty = sum == 0.f;
+    const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
+    factor = is_empty ? nothing : __fdividef(share, total);
+    max = is_empty ? 0.f : largest;
+    log_sum = is_empty ? sink_alone : log_total + (reference - largest);
+    lse = is_empty ? sink_alone : reference + log_total;
   }
 
   __device__ void store(const AttentionParams& params, int64_t row) const {
