@@ -460,6 +460,32 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("rise", [4.0, 11.0, 95.0])
+def test_kernels_drop_where_logits_rise(rise, dim):
+    """In some rows, with each tile of keys: weights are relative to logits before, or made anew."""
+    counts = (200, 700, 700)
+    inputs = [
+        normal(1, 2, count, dim, device="cuda", dtype=torch.bfloat16, seed=i)
+        for i, count in enumerate(counts)
+    ]
+    rows, keys = (torch.arange(count, device="cuda") for count in counts[:2])
+    inputs[0][..., 0] = 8 * (rows // 8 % 2)
+    inputs[1][..., 0] = rise * dim**0.5 / 8 * (keys // 128)
+    for each in inputs:
+        each.requires_grad_()
+
+    def results(fused: bool) -> tuple[Tensor, ...]:
+        output = attention(*inputs, dropout=0.3, seed=seed_of(11, "cuda"), fused=fused)
+        return output, *torch.autograd.grad(output.float().sin().sum(), inputs[2:])
+
+    for found, wanted in zip(results(True), results(False), strict=True):
+        difference = (found - wanted).float().abs().max()
+        assert difference <= 0.02 * wanted.float().abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "given", ["nothing", "causal", "window", "ranges", "mask", "dense bias", "table", "splits"]
 )

@@ -70,8 +70,8 @@ struct AttentionHopperTile {
   int warpgroups;
   int keys;
   int copier_registers, registers;
-  int bias_stages;       // tiles of the bias in shared memory at a time; 0: no room for one
-  bool has_own_results;  // in shared memory, or in the place of queries
+  int bias_stages;   // tiles of the bias in shared memory at a time; 0: no room for one
+  int query_stages;  // tiles of queries there; results take the place of theirs
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
@@ -98,15 +98,15 @@ inline constexpr int64_t kBlocksOfHead = 8;
 // 128 cuDNN has 465 and 663.
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
-    // dims (head, value), warpgroups, keys, registers (copier, others), bias stages, own results
-    {           48,    48,          3,  128,  32, 160,            2,         true},
-    {           64,    64,          3,  128,  32, 160,            2,         true},  // 576
-    {           80,    80,          2,  128,  40, 232,            1,         true},
-    {           96,    96,          2,  128,  40, 232,            1,         true},
-    {          128,   128,          2,  128,  40, 232,            1,         true},  // 739
-    {          192,   128,          2,  128,  40, 232,            0,        false},
-    {          192,   192,          2,   64,  40, 232,            1,         true},
-    {          256,   256,          2,   64,  40, 232,            1,        false},
+    // dims (head, value), warpgroups, keys, registers (copier, others), stages of bias, of queries
+    {           48,    48,          3,  128,  32, 160,            2,            2},
+    {           64,    64,          3,  128,  32, 160,            2,            2},  // 576
+    {           80,    80,          2,  128,  40, 232,            1,            2},
+    {           96,    96,          2,  128,  40, 232,            1,            2},
+    {          128,   128,          2,  128,  40, 232,            1,            2},  // 739
+    {          192,   128,          2,  128,  40, 232,            0,            1},
+    {          192,   192,          2,   64,  40, 232,            1,            2},
+    {          256,   256,          2,   64,  40, 232,            1,            1},
 };
 // clang-format on
 

@@ -60,55 +60,46 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same of 16 rows, 8 of which follow the others: while one unit makes powers of some, others
-  // find the maximum of the next ones. Calls prepare(half) before it looks at a half, and rescale
-  // for each half.
-  template <bool kAreLogits, int kN, class Prepare, class Rescale>
-  __device__ __forceinline__ void weigh_halves(Accumulators<kM, kN>& scores, Prepare&& prepare,
-                                               Rescale&& rescale) {
-    static_assert(kM == 1);
-    const float to_logit = kAreLogits ? 1.f : scale;
-    float largest[2];
-    prepare(0);
-    largest[0] = find_largest<2>(scores, 0, 0, to_logit);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // A sum is never negative. Asking keeps the powers of the first half before the vote.
-      const bool never = half == 1 && sum[0][0] < 0.f;
-      const bool are_large = is_large(offset_of(largest[half]), never);
-      if (are_large) take_off<kAreLogits>(scores, 0, half, largest[half], to_logit);
-      rescale(half, raise_max(0, half, largest[half], are_large));
-      make_weights(scores, 0, half, largest[half], are_large, to_logit);
-      if (half == 0) {
-        prepare(1);
-        largest[1] = find_largest<2>(scores, 0, 1, to_logit);
-      }
-    }
-  }
-
   // Rounds weights of 16 rows to factors of a product, relative to the largest logits that weigh
   // found in tiles before, and does not look for those of this tile. They seldom exceed the others
   // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
   // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
-  // settled.
-  template <class T, bool kAreLogits, int kN>
+  // settled. If kDrops, drop(first, weights) may change what is rounded, but not what is summed: of
+  // 32 keys at a time, eights of them from `first` on.
+  template <class T, bool kAreLogits, bool kDrops, int kN, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
-                                              uint32_t (&weights)[kN / 2][4]) {
-    static_assert(kM == 1);
+                                              uint32_t (&weights)[kN / 2][4], Drop&& drop) {
+    constexpr int kTogether = kDrops ? 4 : kN;
+    static_assert(kM == 1 && kN % kTogether == 0);
     const float c = (kAreLogits ? 1.f : scale) * kLog2E;
     float total[2] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float taken = offset_of(max[0][half]);
+    for (int first = 0; first < kN; first += kTogether) {
+      float some[kTogether][4];
+      const auto round = [&](int n, int half) {
+        weights[(first + n) / 2][n % 2 * 2 + half] =
+            round_pair<T>(some[n][2 * half], some[n][2 * half + 1]);
+      };
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        float pair[2];
+      for (int half = 0; half < 2; ++half) {
+        const float taken = offset_of(max[0][half]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          pair[i] = exp2_approximate(fmaf(scores[0][n][2 * half + i], c, -taken));
-          total[half] += pair[i];
+        for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            some[n][i] = exp2_approximate(fmaf(scores[0][first + n][i], c, -taken));
+            total[half] += some[n][i];
+          }
+          if constexpr (!kDrops) round(n, half);
         }
-        weights[n / 2][n % 2 * 2 + half] = round_pair<T>(pair[0], pair[1]);
+      }
+      if constexpr (kDrops) {
+        drop(first, some);
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          round(n, 0);
+          round(n, 1);
+        }
       }
     }
     // No number is not at most anything.
@@ -215,19 +206,17 @@ struct RowEnd {
   // `sum` relative to `largest`, the largest logit; `sink` -inf joins nothing. A row where nothing
   // can be excluded is no number when nothing is left of it.
   __device__ RowEnd(float largest, float sum, float sink, bool can_exclude) {
-    if (sum == 0.f) {
-      factor = can_exclude ? 0.f : NAN;
-      max = 0.f;
-      log_sum = lse = sink == INFINITY ? NAN : sink;
-      return;
-    }
-    max = largest;
-    const float reference = fmaxf(max, sink);
-    const float share = exp2_approximate((max - reference) * kLog2E);
+    const float reference = fmaxf(largest, sink);
+    const float share = exp2_approximate((largest - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
-    factor = share / total;
-    log_sum = logf(total) + (reference - max);
-    lse = reference + logf(total);
+    const float log_total = logf(total);
+    // Chosen, not branched on: so the two rows of a lane are done at a time.
+    const bool is_empty = sum == 0.f;
+    const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
+    factor = is_empty ? nothing : __fdividef(share, total);
+    max = is_empty ? 0.f : largest;
+    log_sum = is_empty ? sink_alone : log_total + (reference - largest);
+    lse = is_empty ? sink_alone : reference + log_total;
   }
 
   __device__ void store(const AttentionParams& params, int64_t row) const {

@@ -18,7 +18,7 @@ __host__ __device__ constexpr Integer round_up(Integer a, Integer multiple) {
 }
 
 // Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31
-// bits.
+// bits, as one of type int always does, which must not be negative.
 struct Divider {
   int64_t divisor = 1;
   uint32_t magic = 0;
@@ -26,7 +26,11 @@ struct Divider {
 
   Divider() = default;
   explicit Divider(int64_t value) : divisor(value) {
-    if (value < 1 || value > INT32_MAX) return;  // 0: of nothing, never asked
+    if (value < 1) return;  // of nothing, never asked
+    if (value > INT32_MAX) {
+      shift = 31;  // what fits 31 bits is the remainder
+      return;
+    }
     while ((int64_t{1} << shift) < value) ++shift;
     magic =
         static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
@@ -34,7 +38,7 @@ struct Divider {
 
   template <class Integer>
   __host__ __device__ void split(Integer dividend, Integer& quotient, Integer& remainder) const {
-    if ((int64_t{dividend} | divisor) >> 31 == 0) {
+    if (sizeof(Integer) == 4 || (int64_t{dividend} | divisor) >> 31 == 0) {
       const uint32_t n = static_cast<uint32_t>(dividend);
       const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(magic) * n) >> 32);
       const uint32_t q = (high + n) >> shift;

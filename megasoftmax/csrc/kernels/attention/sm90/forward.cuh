@@ -114,22 +114,17 @@ struct HopperMemory {
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0 && kQueries % kNoteTile == 0);
   static_assert(kKeys == kNoteTile || kKeys == 2 * kNoteTile);
 
-  // Queries of each warpgroup; keys, values of each stage; results of each warpgroup, unless they
-  // take the place of its queries; the bias of each stage and warpgroup, of a table that of each
-  // stage; barriers.
+  // Queries of each stage and warpgroup, and later their results; keys, values of each stage; the
+  // bias of each stage and warpgroup, of a table that of each stage; barriers.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kPanelBytes;
-  static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
+  static constexpr int kQueryStages = kTile.query_stages;
+  static constexpr int kKeysAt = kQueryStages * kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr bool kHasOwnResults = kTile.has_own_results;
-  static constexpr int kResultBytes = kValuePanels * kQueryPanelBytes;
-  static constexpr int kEndOfValues = kValuesAt + kStages * kValueBytes;
-  static constexpr int kResultsAt = kHasOwnResults ? kEndOfValues : 0;
-  static constexpr int kResultPitch = kHasOwnResults ? kResultBytes : kQueryBytes;
-  static_assert(kResultBytes <= kResultPitch);
-  static constexpr int kBiasAt = kEndOfValues + (kHasOwnResults ? kWarpgroups * kResultBytes : 0);
+  static_assert(kValuePanels <= kPanels);  // results have the place of queries
+  static constexpr int kBiasAt = kValuesAt + kStages * kValueBytes;
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
   static constexpr int kBiasStages = kBias == HopperBias::kTile ? kTile.bias_stages : kStages;
@@ -140,7 +135,7 @@ struct HopperMemory {
   static constexpr int kBiasTiles =
       kBias == HopperBias::kNone ? 0 : kBiasStages * kBiasTilesOfStage;
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
-  static constexpr int kBiasBarrier = 4 + 4 * kStages;
+  static constexpr int kBiasBarrier = 5 + 4 * kStages;
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
   static constexpr int kStepsAt = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
@@ -163,7 +158,12 @@ struct HopperMemory {
   __device__ static int& step(char* memory, int stage) {
     return reinterpret_cast<int*>(memory + kStepsAt)[stage];
   }
-  __device__ uint32_t queries(int warpgroup) const { return address + warpgroup * kQueryBytes; }
+  __device__ static int queries_at(int number, int warpgroup) {
+    return (number % kQueryStages * kWarpgroups + warpgroup) * kQueryBytes;
+  }
+  __device__ uint32_t queries(int number, int warpgroup) const {
+    return address + queries_at(number, warpgroup);
+  }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
   __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kValueBytes; }
   __device__ uint32_t bias(int stage, int warpgroup) const {
@@ -178,6 +178,7 @@ struct HopperMemory {
   __device__ Barrier values_are_used(int stage) const { return barrier(2 + 3 * kStages + stage); }
   __device__ Barrier tile_is_assigned() const { return barrier(2 + 4 * kStages); }
   __device__ Barrier ranges_are_there() const { return barrier(3 + 4 * kStages); }
+  __device__ Barrier tile_is_done() const { return barrier(4 + 4 * kStages); }
   __device__ Barrier bias_is_there(int stage, int warpgroup) const {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup));
   }
@@ -361,9 +362,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kNoteTile);
   // The warps that find what queries see, of launches that are not plain.
   constexpr int kFinders = Memory::kIsTable ? kFillers : kWarpgroups;
-  // Of so many times 32 keys random bits are made before the product with values is waited for:
-  // registers have no room for more.
-  constexpr int kRandomAhead = kWarpgroups > 2 ? 1 : 2;
   using TilesToCopy = TilesOfBlock<kQueries, kKeys, kIsPlain>;
   using Tiles = std::conditional_t<kIsPlain, TilesToCopy, FollowedTiles>;
   using Block = QueriesOfBlock<kIsPlain && !kHasBias>;
@@ -372,11 +370,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
 
   if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&maps.query, &maps.key, &maps.value, &maps.output})
+      prefetch_map(*map);
+    if constexpr (kHasTile) prefetch_map(maps.bias);
     memory.tile_is_assigned().init(1);
     memory.ranges_are_there().init(kFinders);
-    memory.queries_are_there().init(1);
-    memory.queries_are_used().init(4 * kWarpgroups +
-                                   (Memory::kIsTable && !kIsPlain ? kFillers : 0));
+    memory.queries_are_there().init(kIsPlain ? 1 : 2);  // and what is assigned is known
+    memory.queries_are_used().init(4 * kWarpgroups);
+    memory.tile_is_done().init(4 * kWarpgroups + (Memory::kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       memory.keys_are_there(stage).init(1);
       memory.values_are_there(stage).init(1);
@@ -450,7 +451,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             first_step = uniform(tiles.step);
             if constexpr (!kIsPlain) {
               __syncwarp();  // all lanes have read what is assigned
-              if (is_first) memory.queries_are_used().arrive();
+              if (is_first) memory.tile_is_done().arrive();
             }
           }
         }
@@ -471,21 +472,25 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     for (; kIsPlain ? work.may_come() : work.has(number); work.advance()) {
       if (kIsPlain && !work.is_left()) continue;
       auto& assigned = Memory::assignment(shared_memory, done);
-      if constexpr (!kIsPlain) memory.ranges_are_there().wait(done & 1);
-      const Block block = block_of(assigned);
-      int key_head, rest;
-      params.heads_per_key_head.split(block.head, key_head, rest);
-      TilesToCopy tiles(params, block, assigned, first_step);
-      if (!kIsPlain && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
-      memory.queries_are_used().wait((done & 1) ^ 1);
-      if (is_first) {
+      const Block block(params, kQueries, kIsPlain ? work.number() : static_cast<int>(number));
+      const auto copy_queries = [&] {
+        memory.queries_are_used().wait((done & 1) ^ 1);
+        if (!is_first) return;
         memory.queries_are_there().arrive_and_expect(kWarpgroups * Memory::kQueryBytes);
         for (int i = 0; i < kWarpgroups; ++i)
           start_copy_of_panels<Memory::kPanels>(
-              memory.queries(i), maps.query, memory.queries_are_there(), 64,
+              memory.queries(done, i), maps.query, memory.queries_are_there(), 64,
               block.query_of(params, i), block.head_of(i), block.batch);
+      };
+      if constexpr (Memory::kQueryStages > 1) copy_queries();
+      if constexpr (!kIsPlain) memory.ranges_are_there().wait(done & 1);
+      int key_head, rest;
+      params.heads_per_key_head.split(block.head, key_head, rest);
+      TilesToCopy tiles(params, block, assigned, first_step);
+      if (!kIsPlain && is_first) {
+        assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
+        memory.queries_are_there().arrive();
       }
-      ++done;
       const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                          Barrier used, uint32_t step, int key, auto&& tell) {
         used.wait((step / kStages & 1) ^ 1);
@@ -510,47 +515,58 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                               bias_batch);
         }
       };
-      // The next one is taken as late as it is found in time, so that all blocks end at about the
-      // same. Its number is on the way while the last keys are waited for.
-      [[maybe_unused]] uint32_t next = 0;
-      const auto take_next = [&] {
-        number = __shfl_sync(~0u, next, 0);
-        assign(done);
-      };
-      if constexpr (!kIsPlain) {
-        if (!tiles.are_left()) {
-          next = work.next(params);
-          take_next();
-        }
-      }
-      while (tiles.are_left()) {
+      // In the order in which there is room: keys, then the values of the step before, or, of the
+      // first step, the queries, if those of the tile before have their place. The next tile is
+      // taken as late as it is found in time, so that all blocks end at about the same. Its number
+      // is on the way while room is waited for, and takes the place of the tile before.
+      int key_before = 0;
+      for (bool begins = true;; begins = false) {
         const uint32_t step = tiles.step;
         const int stage = step % kStages, key = tiles.key;
+        const bool has_keys = tiles.are_left();
         [[maybe_unused]] const bool may_exclude = tiles.may_exclude();
-        tiles.advance(params, block, assigned);
+        if (has_keys) tiles.advance(params, block, assigned);
+        [[maybe_unused]] const bool ends = !tiles.are_left() && (has_keys || begins);
+        [[maybe_unused]] uint32_t next = 0;
         if constexpr (!kIsPlain) {
-          if (!tiles.are_left()) next = work.next(params);
+          if (ends) next = work.next(params);
         }
-        fill.template operator()<Memory::kPanels>(
-            memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
-            step, key, [&] {
-              if constexpr (!kIsPlain)
-                Memory::step(shared_memory, stage) =
-                    FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
-            });
+        if (has_keys)
+          fill.template operator()<Memory::kPanels>(
+              memory.keys(stage), maps.key, memory.keys_are_there(stage),
+              memory.keys_are_used(stage), step, key, [&] {
+                if constexpr (!kIsPlain)
+                  Memory::step(shared_memory, stage) =
+                      FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
+              });
+        if (begins) {
+          if constexpr (Memory::kQueryStages == 1) copy_queries();
+        } else {
+          const int before = (step - 1) % kStages;
+          fill.template operator()<Memory::kValuePanels>(
+              memory.values(before), maps.value, memory.values_are_there(before),
+              memory.values_are_used(before), step - 1, key_before, [] {});
+        }
         if constexpr (!kIsPlain) {
-          if (!tiles.are_left()) take_next();
+          if (ends) {
+            number = __shfl_sync(~0u, next, 0);
+            memory.tile_is_done().wait((done & 1) ^ 1);
+            assign(done + 1);
+          }
         }
+        if (!has_keys) break;
         if constexpr (kBias == HopperBias::kTile) fill_bias(step, key);
-        fill.template operator()<Memory::kValuePanels>(
-            memory.values(stage), maps.value, memory.values_are_there(stage),
-            memory.values_are_used(stage), step, key, [] {});
+        key_before = key;
       }
+      ++done;
       first_step = uniform(tiles.step);
     }
     if constexpr (!kIsPlain) {
       memory.queries_are_used().wait((done & 1) ^ 1);
-      if (is_first) memory.queries_are_there().arrive();
+      if (is_first) {
+        memory.queries_are_there().arrive();
+        memory.queries_are_there().arrive();
+      }
     }
     return;
   }
@@ -585,7 +601,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   int number;
   for (int done = 0; may_come(memory.queries_are_there(), done, number); work.advance()) {
     if (kIsPlain && !work.is_left()) continue;
-    const auto& assigned = Memory::assignment(shared_memory, done);
+    const int turn = done;
+    const auto& assigned = Memory::assignment(shared_memory, turn);
     const Block block = block_of(assigned);
     const int head = block.head_of(warpgroup), group_query = block.query_of(params, warpgroup);
     const int warp_query = group_query + 16 * warp_in_group;
@@ -612,7 +629,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     OnlineSoftmax<1> softmax(params.scale);
 
     const auto start_scores = [&](int stage) {
-      const uint64_t a = matrix_at(memory.queries(warpgroup), 16),
+      const uint64_t a = matrix_at(memory.queries(turn, warpgroup), 16),
                      b = matrix_at(memory.keys(stage), 16);
       begin_products();
       start_product_of_rows<T, kDim>(scores[0], a, Memory::kQueryPanelBytes, b,
@@ -738,10 +755,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
       return is_cut || tiles.may_exclude();
     };
-    const auto round_weights = [&](int begin, int end) {
-#pragma unroll
-      for (int step = begin; step < end; ++step) as_matrix_a<T>(weights[step], scores[0], step);
-    };
     // Scores become weights, and what was summed before is scaled; `finish_output` waits for it.
     const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
                                           Excluded<1, kN>& excluded, auto&& finish_output) {
@@ -769,59 +782,44 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           }
         }
       };
-      if (kIsPlain || !params.dropout.is_given()) {
-        if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
-        if (!kIsFirst && softmax.is_settled) {
-          uint32_t next[kSteps][4];
-          auto& tried = kHasRoom ? next : weights;
-          if (softmax.template try_weights<T, kHasBias>(scores, tried)) {
-            release_bias();
-            if constexpr (kHasRoom) {
-              finish_output();
-              // There are keys, which the compiler does not know: else it would have the next
-              // weights in the same registers, and products would wait for each other.
-              const uint32_t nothing = params.keys < 0;
-#pragma unroll
-              for (int i = 0; i < 4 * kSteps; ++i)
-                weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
-            }
-            return;
-          }
-        }
-        const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
-        factors[0] = factors[1] = 1.f;
-        softmax.template weigh<kHasBias>(
-            scores, [&](int, int half, float factor) { factors[half] = factor; });
-        softmax.settle(before);
-        release_bias();
-        if constexpr (kHasRoom) finish_output();
-        scale_output();
-        round_weights(0, kSteps);
-      } else {
-        // Random bits are made in the same basic blocks as weights, so that the compiler fills the
-        // time that powers take: those of the first keys before values are waited for.
-        const Dropping<false> dropping(params, block.batch, block.head, seed);
-        const auto random_of = [&](int n) { return dropping.pairs(warp_query, tiles.key + 8 * n); };
-        RandomPairs first[kRandomAhead];
-        const auto prepare = [&](int half) {
-          if (half >= kRandomAhead) return;
-          first[half] = random_of(4 * half);
-          settle(first[half].left.words);
-          settle(first[half].right.words);
-        };
-        softmax.template weigh_halves<kHasBias>(scores, prepare, [&](int half, float factor) {
-          factors[half] = factor;
-          if (half == 0) return;
-          release_bias();
-          finish_output();
-          scale_output();
-        });
-#pragma unroll
-        for (int n = 0; n < kN; n += 4) {
-          dropping.clear(scores[0], n, n / 4 < kRandomAhead ? first[n / 4] : random_of(n));
-          round_weights(n / 2, n / 2 + 2);
-        }
+      const bool drops = !kIsPlain && params.dropout.is_given();
+      const Dropping<false> dropping(params, block.batch, block.head, seed);
+      if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
+      uint32_t next[kSteps][4];
+      auto& tried = kHasRoom ? next : weights;
+      bool are_right = false;
+      if (!kIsFirst && drops && softmax.is_settled) {
+        are_right = softmax.template try_weights<T, kHasBias, true>(
+            scores, tried, [&](int first, float (&some)[4][4]) {
+              dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
+            });
+      } else if (!kIsFirst && softmax.is_settled) {
+        are_right = softmax.template try_weights<T, kHasBias, false>(scores, tried, [] {});
       }
+      if (are_right) {
+        release_bias();
+        if constexpr (kHasRoom) {
+          finish_output();
+          // There are keys, which the compiler does not know: else it would have the next weights
+          // in the same registers, and products would wait for each other.
+          const uint32_t nothing = params.keys < 0;
+#pragma unroll
+          for (int i = 0; i < 4 * kSteps; ++i)
+            weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
+        }
+        return;
+      }
+      const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
+      factors[0] = factors[1] = 1.f;
+      softmax.template weigh<kHasBias>(
+          scores, [&](int, int half, float factor) { factors[half] = factor; });
+      softmax.settle(before);
+      release_bias();
+      if constexpr (kHasRoom) finish_output();
+      scale_output();
+      if (drops) dropping.clear(scores, warp_query, tiles.key);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
     };
 
     if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
@@ -876,9 +874,16 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto is_cut = [&] {
       return tiles.key < all_visible_begin || tiles.key > all_visible_end;
     };
-    // Results may take the place of queries.
-    const auto release_queries = [&] {
-      if constexpr (Memory::kHasOwnResults) release_by_all(memory.queries_are_used());
+    // The next queries take the place of the results of the tile before, which are on their way, or
+    // of those of this tile.
+    const auto wait_for_copy_of_results = [&] {
+      if (lane == 0) wait_for_reads_of_stores();
+    };
+    const auto release_results_before = [&] {
+      if constexpr (Memory::kQueryStages > 1) {
+        wait_for_copy_of_results();
+        release_by_all(memory.queries_are_used());
+      }
     };
     if (tiles.are_left() && tiles.key < seen.end) {
       const uint32_t first = step_of(tiles);
@@ -894,6 +899,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for_products<0>();
       touch(scores[0]);
       pass_my_turn();
+      release_results_before();
       weigh.template operator()<true>(tiles, excludes, excluded, [] {});
       for (advance(); tiles.are_left() && tiles.key < seen.end; advance()) {
         const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
@@ -917,7 +923,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           release(memory.values_are_used(before % kStages));
         });
       }
-      release_queries();
       const uint32_t last = step_of(tiles) - 1;
       wait_for(values_are_there, last);
       start_output(last % kStages);
@@ -925,11 +930,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       touch(output[0]);
       release(memory.values_are_used(last % kStages));
     } else {
-      release_queries();
+      release_results_before();
     }
     pass_tiles(INT32_MAX);
-    const auto release_queries_at_last = [&] {
-      if constexpr (!Memory::kHasOwnResults) release_by_all(memory.queries_are_used());
+    if constexpr (!kIsPlain) release_by_all(memory.tile_is_done());
+    const auto release_results = [&] {
+      if constexpr (Memory::kQueryStages == 1) {
+        wait_for_copy_of_results();
+        release_by_all(memory.queries_are_used());
+      }
     };
     first_step = uniform(tiles.step);
 
@@ -940,7 +949,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(again)));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
                   softmax.max[0], softmax.sum[0]);
-      release_queries_at_last();
+      release_results();
       continue;
     }
     const float sink = sink_logit(params.sink, head);
@@ -953,16 +962,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         row_end.store(params, first_row + row);
       factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
     }
-    const auto wait_for_copy_of_results = [&] {
-      if (lane == 0) wait_for_reads_of_stores();
-      __syncwarp();
-    };
-    if constexpr (Memory::kHasOwnResults) {
-      wait_for_copy_of_results();
-    } else {  // results of a warp take the place of queries of all warps
-      sync_warpgroup(warpgroup);
-    }
-    const int results_at = Memory::kResultsAt + warpgroup * Memory::kResultPitch;
+    sync_warpgroup(warpgroup);  // results of a warp take the place of queries of all warps
+    const int results_at = Memory::queries_at(turn, warpgroup);
     const auto write_panel = [&]<int kN>(int panel) {
       store_to_tile<Tile<T, 64, 64>>(
           shared_memory + results_at + panel * Memory::kQueryPanelBytes, 16 * warp_in_group,
@@ -985,8 +986,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                            64 * panel, warp_query, head, block.batch);
       end_stores();
     }
-    if constexpr (!Memory::kHasOwnResults) wait_for_copy_of_results();
-    release_queries_at_last();
+    release_results();
   }
   if (lane == 0) wait_for_reads_of_stores();
 #endif

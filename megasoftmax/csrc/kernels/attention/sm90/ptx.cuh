@@ -53,6 +53,11 @@ __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Starts to load what copies by a map need first.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Starts to copy a box of a tensor to shared memory, which counts on the barrier; what lies beyond
 // the tensor becomes 0.
 __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map, Barrier barrier,
