@@ -950,18 +950,22 @@ def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) ->
 
 @gpu
 @pytest.mark.parametrize("keys", [4500, 4503])
+@pytest.mark.parametrize("left", [100, 2400])
 @pytest.mark.parametrize(("dtype", "result"), DTYPES_OF_KERNELS)
-def test_zeros_beside_a_window(dtype: torch.dtype, result: torch.dtype, keys: int) -> None:
-    """On both sides more than one bulk copy writes, where memory held NaN."""
+def test_zeros_beside_a_window(
+    dtype: torch.dtype, result: torch.dtype, left: int, keys: int
+) -> None:
+    """On both sides more than one bulk copy writes, where memory held NaN. A wide window leaves
+    rows of several units, which end at other columns than the window."""
     scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()
     distance = torch.arange(keys, device="cuda") - torch.arange(keys, device="cuda")[:, None]
-    outside = (distance < -100) | (distance > 20)
+    outside = (distance < -left) | (distance > 20)
 
     def use_memory(dtype: torch.dtype) -> None:
         torch.full_like(scores, torch.nan, dtype=dtype)
 
     use_memory(result)
-    p = megasoftmax.softmax(scores, window=(100, 20), dtype=result, fused=True)
+    p = megasoftmax.softmax(scores, window=(left, 20), dtype=result, fused=True)
     g = normal(1, 1, keys, keys, device="cuda", dtype=result, seed=1)
     use_memory(dtype)
     (found,) = torch.autograd.grad(p, scores, g)
