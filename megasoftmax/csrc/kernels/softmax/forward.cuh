@@ -112,26 +112,38 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   // Except in narrow rows, zeros leave with the probabilities beside them, so that memory gets
   // whole lines at a time.
   with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
+    using Result = Pack<decltype(tag), kElements>;
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
+    auto* const target = keep_in_register(writer.row + column);
+    const auto result = [&](int i) {
+      Result pack = Result::round(z[i]);
+      kept.drop(i, pack);
+      return pack;
+    };
+    if (is_even) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        Result pack = {};
+        if (first + i * kStride < end) pack = result(i);
+        if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
+      }
+      return;
+    }
     // Uneven rows cut chunks of the line that they begin in, and of their end. A lane has one of
     // the latter at most, which waits: so the code stands here once for it.
-    Pack<decltype(tag), kElements> last = {};
+    Result last = {};
     int last_at = columns;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int group = first + i * kStride, at = column + i * kStride;
-      if (!is_even && group >= end) continue;
-      Pack<decltype(tag), kElements> pack = {};
-      if (group < end) {
-        pack = writer.round(z[i]);
-        kept.drop(i, pack);
-      }
+      if (group >= end) continue;
+      const Result pack = result(i);
       if (writer.columns.contains(group, kGroup) || writer.columns.contains(at, kElements)) {
-        writer.store_whole(writer.row + at, pack);
+        writer.store_whole(target + i * kStride, pack);
       } else if (at >= columns) {
         continue;
       } else if (i * kStride < kLineChunks * kElements) {  // column 0 may cut it
-        store_partial(writer.row + at, pack, -at, columns - at);
+        store_partial(target + i * kStride, pack, -at, columns - at);
       } else {
         last = pack;
         last_at = at;
