@@ -1194,7 +1194,9 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072])
+@pytest.mark.parametrize(
+    "columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072, 6001, 20003, 32767]
+)
 def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, columns: int) -> None:
     """They have kernels of their own, which cut long rows as others do."""
     wide = normal(5, columns + 64, device="cuda", dtype=dtype)

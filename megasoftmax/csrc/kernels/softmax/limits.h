@@ -160,6 +160,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kCommon | kDropped},  // cluster_4 6%, 64 rows of 65536
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     100, kDense},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense},  // without clusters
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense},  // likewise
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},  // whole_gpu 11%, 256 rows of 98304
@@ -207,6 +208,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},  // cluster_8 21%, 50257
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,     100, kDense},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kDense},  // without clusters
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_128 6%, 1 row of 5120
