@@ -140,7 +140,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 6%, 384
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
+    {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
@@ -150,6 +150,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited},  // shared_64 20%, 1536
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        640,    2000, kLimited},
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
@@ -191,7 +192,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_32 72%, 384
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        8,  false,         1,         64,       0, kNarrow},
+    {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
