@@ -49,6 +49,11 @@ def _first_that_serves(
         ((4000, 529, HALF), {}, "dense uneven", 66),
         ((4000, 529, FLOAT), {}, "dense uneven", 132),
         ((4000, 6001, HALF), {}, "uneven", 758),
+        # Few longer ones lie over a cluster, along lines too.
+        ((4, 6001, HALF), {}, "dense uneven", 758),
+        ((4, 32001, HALF), {"backward": True}, "dense uneven", 4008),
+        ((4, 32001, HALF), {"max_cluster": 1}, "uneven", 4008),
+        ((2000, 32001, HALF), {}, "uneven", 4008),
         ((100, 100, HALF), {"masked": True}, "costly", 14),
         ((100, 104, HALF), {"masked": True}, "masked", 13),
         ((96, 96, HALF), {"causal": True, "queries": 24}, "limited", 12),
@@ -285,7 +290,7 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
         for columns in (8 * length, 8 * length - 1)
     }
     # Above, the only query of a head sees all keys.
-    reached.add(explain(2400, 2400, HALF, causal=True, backward=backward).index)
+    reached |= {explain(n, n, HALF, causal=True, backward=backward).index for n in (2400, 4096)}
     assert [
         f"row {index}: {regime.name}" for index, regime in enumerate(table) if index not in reached
     ] == []

@@ -950,18 +950,22 @@ def test_long_causal_and_windowed(sizes: tuple[int, int], dtype: torch.dtype) ->
 
 @gpu
 @pytest.mark.parametrize("keys", [4500, 4503])
+@pytest.mark.parametrize("left", [100, 2400])
 @pytest.mark.parametrize(("dtype", "result"), DTYPES_OF_KERNELS)
-def test_zeros_beside_a_window(dtype: torch.dtype, result: torch.dtype, keys: int) -> None:
-    """On both sides more than one bulk copy writes, where memory held NaN."""
+def test_zeros_beside_a_window(
+    dtype: torch.dtype, result: torch.dtype, left: int, keys: int
+) -> None:
+    """On both sides more than one bulk copy writes, where memory held NaN. A wide window leaves
+    rows of several units, which end at other columns than the window."""
     scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()
     distance = torch.arange(keys, device="cuda") - torch.arange(keys, device="cuda")[:, None]
-    outside = (distance < -100) | (distance > 20)
+    outside = (distance < -left) | (distance > 20)
 
     def use_memory(dtype: torch.dtype) -> None:
         torch.full_like(scores, torch.nan, dtype=dtype)
 
     use_memory(result)
-    p = megasoftmax.softmax(scores, window=(100, 20), dtype=result, fused=True)
+    p = megasoftmax.softmax(scores, window=(left, 20), dtype=result, fused=True)
     g = normal(1, 1, keys, keys, device="cuda", dtype=result, seed=1)
     use_memory(dtype)
     (found,) = torch.autograd.grad(p, scores, g)
@@ -1179,7 +1183,9 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072])
+@pytest.mark.parametrize(
+    "columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072, 6001, 20003, 32767]
+)
 def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype: torch.dtype, columns: int) -> None:
     """They have kernels of their own, which cut long rows as others do."""
     wide = normal(5, columns + 64, device="cuda", dtype=dtype)

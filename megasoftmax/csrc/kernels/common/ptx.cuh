@@ -187,12 +187,17 @@ __device__ inline void publish_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// Starts to write `bytes` of shared to global memory. All three are multiples of 16.
+// Starts to write `bytes` of shared to global memory, which caches keep no longer than they must.
+// All three are multiples of 16.
 __device__ inline void start_store(void* global, uint32_t shared, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          global),
+      "r"(shared), "r"(bytes), "l"(policy)
+      : "memory");
 #endif
 }
 __device__ inline void end_stores() {

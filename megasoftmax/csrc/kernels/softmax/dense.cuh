@@ -8,8 +8,10 @@
 // rows is that of the code before their loads and behind them, so there is little, and parameters
 // lie together.
 //
-// Uneven rows have whole chunks from their first multiple of 16 bytes on. What is left at both ends
-// is fewer elements than two chunks have: single ones of as many lanes of the first warp.
+// Uneven rows have whole chunks from their first multiple of 16 bytes on. In one block, what is
+// left at both ends is fewer elements than two chunks have: single ones of as many lanes of the
+// first warp. In a cluster, chunks that the ends cut are those of row_units.cuh too, and so are all
+// bits.
 
 #include <algorithm>
 
@@ -50,6 +52,7 @@ struct DensePart {
   static constexpr int kParts = kHasUnits ? 1 : kShape.threads_per_row / kLanes;
   static constexpr int kUnit = kParts * kChunks * kStride;
   static_assert(kUnitBatches == 1 && kParts * kChunks * 32 == kChunksPerBatch);
+  static constexpr bool kHasSingles = !kIsEven && !kIsCluster, kHasCuts = !kIsEven && kIsCluster;
   const DenseRows& rows;
   const int lane = static_cast<int>(threadIdx.x % kLanes);
   const int group = static_cast<int>(threadIdx.x / kLanes);  // of lanes, in the block
@@ -71,11 +74,12 @@ struct DensePart {
     is_first = is_first_warp && lane == 0;
     column = unit * kUnit + (kParts > 1 ? group * kStride : 0) + lane * kElements;
     if constexpr (!kIsEven) {
-      // Chunks begin where a line does. What lies before the row makes room for as many chunks
-      // behind the last unit.
+      // Chunks begin where a line does. In one block, what lies before the row makes room for as
+      // many chunks behind the last unit.
       const int phase =
           static_cast<int>(static_cast<uint32_t>(first_element) % (kLineChunks * kElements));
-      column = unit < rows.units ? column - phase : rows.columns;
+      column = kHasCuts || unit < rows.units ? column - phase : rows.columns;
+      if (kHasCuts) return;
       const int head = -phase & (kElements - 1), tail = (phase + rows.columns) & (kElements - 1);
       if (is_first_warp && lane < head) single = lane;
       if (is_first_warp && lane >= kElements && lane < kElements + tail)
@@ -85,16 +89,45 @@ struct DensePart {
 
   // Of chunk i, from `column` on.
   __device__ int distance(int i) const {
-    return i * kStride + (!kIsEven && i == 0 && column < 0 ? rows.units * kUnit : 0);
+    return i * kStride + (kHasSingles && i == 0 && column < 0 ? rows.units * kUnit : 0);
   }
-  __device__ bool has(int i) const { return column + distance(i) <= rows.columns - kElements; }
-
+  __device__ bool has(int i) const {
+    const int at = column + distance(i);
+    return at <= rows.columns - kElements && (!kHasCuts || at >= 0);
+  }
+  // Does an end of the row cut the chunk? At most one of a lane.
+  __device__ bool is_cut(int i) const {
+    const int at = column + distance(i);
+    return kHasCuts && at < rows.columns && at > -kElements && !has(i);
+  }
+  // What lies beside the row is 0 in a chunk that its end cuts, and `missing` in others.
   __device__ void load(const void* data, Pack<T> missing, Pack<T> (&packs)[kChunks]) const {
     const T* const source = keep_in_register(static_cast<const T*>(data) + first_element + column);
+    int cut = -1;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       packs[i] = missing;
       if (has(i)) packs[i] = load_pack<T, kElements>(source + distance(i));
+      if (is_cut(i)) cut = i;
+    }
+    if (kHasCuts && cut >= 0) {
+      const int at = column + cut * kStride;
+      const auto partial =
+          load_partial<T, kElements>(source + cut * kStride, 1, -at, rows.columns - at);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (i == cut) packs[i] = partial;
+      }
+    }
+  }
+  // Makes logits of scores.
+  __device__ void prepare(Pack<T> (&scores)[kChunks]) const {
+    if (!kHasCuts && rows.scale >= 0) return;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int at = column + distance(i);
+      if (rows.scale < 0 && (has(i) || is_cut(i))) scores[i].flip_signs();
+      if (is_cut(i)) scores[i].template fill_outside<Pack<T>::kLowestWord>(-at, rows.columns - at);
     }
   }
   __device__ float load_single(const void* data, float missing) const {
@@ -106,15 +139,27 @@ struct DensePart {
     with_result_dtype<T>(rows.result_type, [&](auto tag) {
       using Out = decltype(tag);
       Out* const target = keep_in_register(static_cast<Out*>(rows.result) + first_element + column);
+      Pack<Out, kElements> partial = {};
+      int cut = -1;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        if (!has(i)) continue;
+        if (!has(i) && !is_cut(i)) continue;
         float values[kElements];
 #pragma unroll
         for (int j = 0; j < kElements; ++j) values[j] = value(i, j);
-        store_streaming(target + distance(i), Pack<Out, kElements>::round(values));
+        const auto pack = Pack<Out, kElements>::round(values);
+        if (has(i)) {
+          store_streaming(target + distance(i), pack);
+        } else {
+          partial = pack;
+          cut = i;
+        }
       }
-      if (!kIsEven && single >= 0)
+      if (kHasCuts && cut >= 0) {
+        const int at = column + cut * kStride;
+        store_partial(target + cut * kStride, partial, -at, rows.columns - at);
+      }
+      if (kHasSingles && single >= 0)
         static_cast<Out*>(rows.result)[first_element + single] = from_float<Out>(single_value());
     });
   }
@@ -137,11 +182,11 @@ struct DensePart {
     if constexpr (kParts > 1) {
       __shared__ float of_parts[kParts + 1][32];
       of_parts[group][lane] = of_chunks[0];
-      if (!kIsEven && group == 0) of_parts[kParts][lane] = of_single;
+      if (kHasSingles && group == 0) of_parts[kParts][lane] = of_single;
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kParts; ++i) sum += of_parts[i][lane];
-      if (!kIsEven) of_single = of_parts[kParts][lane];
+      if (kHasSingles) of_single = of_parts[kParts][lane];
     } else {
 #pragma unroll
       for (const float of_chunk : of_chunks) sum += of_chunk;
@@ -202,17 +247,12 @@ __global__ void __launch_bounds__(kForwardRegimes[kKernel].shape().threads(),
   const Part part(rows);
   Pack<T> raw[Part::kChunks];
   part.load(rows.input, Pack<T>::lowest(), raw);
-  float single = kIsEven ? -INFINITY : part.load_single(rows.input, -INFINITY);
+  float single = Part::kHasSingles ? part.load_single(rows.input, -INFINITY) : -INFINITY;
   part.begin_exchange();
   const Exponent exponent{fabsf(rows.scale) * kLog2E};
-  if (rows.scale < 0) {
-#pragma unroll
-    for (int i = 0; i < Part::kChunks; ++i) {
-      if (part.has(i)) raw[i].flip_signs();
-    }
-    if (part.single >= 0) single = -single;
-  }
-  const float least = kIsEven ? kLowest : fmaxf(single, kLowest);
+  part.prepare(raw);
+  if (rows.scale < 0 && part.single >= 0) single = -single;
+  const float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
   MaxAndSum mine{part.max_of_unit(fmaxf(largest_lane(raw), least)), 0.f};
   float e[Part::kChunks][Part::kElements], sums[Part::kChunks];
 #pragma unroll
@@ -221,7 +261,7 @@ __global__ void __launch_bounds__(kForwardRegimes[kKernel].shape().threads(),
     for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(raw[i][j], mine.max);
     sums[i] = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
-  const float of_single = kIsEven ? 0.f : exponent(single, mine.max);
+  const float of_single = Part::kHasSingles ? exponent(single, mine.max) : 0.f;
   mine.sum = part.sum_of_unit(sums, of_single);
   if (Part::kHasUnits) mine = merge_units<1>(part.exchange(mine), rows.units, exponent);
   const Denominator denominator(mine, exponent, SinkLogit{}, 0);
@@ -254,7 +294,7 @@ __global__ void __launch_bounds__(kBackwardRegimes[kKernel].shape().threads(),
   part.load(rows.input, Pack<T>{}, g);
   part.load(rows.probabilities, Pack<T>{}, p);
   float single_g = 0.f, single_p = 0.f;
-  if constexpr (!kIsEven) {
+  if constexpr (Part::kHasSingles) {
     single_g = part.load_single(rows.input, 0.f);
     single_p = part.load_single(rows.probabilities, 0.f);
     if (single_p == 0.f) single_g = 0.f;

@@ -112,26 +112,38 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   // Except in narrow rows, zeros leave with the probabilities beside them, so that memory gets
   // whole lines at a time.
   with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
+    using Result = Pack<decltype(tag), kElements>;
     const RowWriter<decltype(tag), kElements> writer(params.probabilities, first_element, columns);
+    auto* const target = keep_in_register(writer.row + column);
+    const auto result = [&](int i) {
+      Result pack = Result::round(z[i]);
+      kept.drop(i, pack);
+      return pack;
+    };
+    if (is_even) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        Result pack = {};
+        if (first + i * kStride < end) pack = result(i);
+        if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
+      }
+      return;
+    }
     // Uneven rows cut chunks of the line that they begin in, and of their end. A lane has one of
     // the latter at most, which waits: so the code stands here once for it.
-    Pack<decltype(tag), kElements> last = {};
+    Result last = {};
     int last_at = columns;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int group = first + i * kStride, at = column + i * kStride;
-      if (!is_even && group >= end) continue;
-      Pack<decltype(tag), kElements> pack = {};
-      if (group < end) {
-        pack = writer.round(z[i]);
-        kept.drop(i, pack);
-      }
+      if (group >= end) continue;
+      const Result pack = result(i);
       if (writer.columns.contains(group, kGroup) || writer.columns.contains(at, kElements)) {
-        writer.store_whole(writer.row + at, pack);
+        writer.store_whole(target + i * kStride, pack);
       } else if (at >= columns) {
         continue;
       } else if (i * kStride < kLineChunks * kElements) {  // column 0 may cut it
-        store_partial(writer.row + at, pack, -at, columns - at);
+        store_partial(target + i * kStride, pack, -at, columns - at);
       } else {
         last = pack;
         last_at = at;
@@ -328,7 +340,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           load_mask(first, excluded);
           prepare(first, excluded, raw, packs);
         }
-        if (is_regular && scores.inside.contains(first, kBatch)) {
+        if (is_regular && first >= 0 && first + kBatch <= columns) {
           auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
           for (int i = 0; i < kChunks; ++i) {
@@ -342,7 +354,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
 #pragma unroll 1
           for (int i = 0; i < kChunks; ++i) {
             const int at = column + i * kStride;
-            if (at >= part.bounds.end) break;
+            if (at >= columns) break;
             const Pack<T> pack = packs[i * 32];
 #pragma unroll
             for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
@@ -353,8 +365,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     };
     owner.template write_pass<kSlots>(part, start, write_batch, [](int) {});
   });
+  // Without a bias, units are written whole: what lies outside the bounds waits as -inf.
+  const int end = Bias::kPresent ? row.grid.end(row.visible)
+                                 : row.first_column + part.units * owner.unit_batches() * kBatch;
   fill_outside(params.probabilities, params.probabilities_type, row.row, columns, row.first_column,
-               row.grid.end(row.visible), owner.thread(), owner.threads());
+               end, owner.thread(), owner.threads());
 }
 
 // The tables' budgets of registers are those of compute capability 9.0; before it, rows in
@@ -368,16 +383,16 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
 constexpr int blocks_per_sm(const KernelShape& shape) { return shape.blocks_per_sm; }
 #endif
 
-// Blocks that a launch leaves registers for. Masks that are loaded ahead take 80 of a thread. Those
-// of rows in registers need no more than other rows: left alone, the compiler takes up to 12 more,
-// and with them a quarter of the blocks.
+// Blocks that a launch leaves registers for. Masks need no more of them: left alone, the compiler
+// takes up to 16 more of a thread, and with them a quarter of the blocks. Rows in shared memory,
+// which load their mask ahead, then have 64.
 template <class Mask, class Bias>
 constexpr int blocks_per_sm(const KernelShape& shape) {
   constexpr bool kIsMasked = Mask::kPresent && !Mask::kDrops;
   if (kIsMasked && shape.storage == Storage::kRegisters)
     return Bias::blocks_per_sm(blocks_per_sm(shape));
   if (kIsMasked && !Bias::kPresent && shape.storage == Storage::kShared)
-    return std::min(blocks_per_sm(shape), 65536 / (80 * shape.threads()));
+    return 65536 / (64 * shape.threads());
   return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
 }
 

@@ -27,7 +27,7 @@ inline void drop_idle_limits(Window& window, const Shape& shape) {
 // kTileBytes of it stays there from one head to the next. Many queries at a time are better for
 // the scores: single ones cost 7% at 2048 columns on an H200.
 inline int64_t queries_per_tile(const ForwardParams& params) {
-  constexpr int64_t kCachedElements = int64_t{8} << 20, kTileBytes = int64_t{4} << 20;
+  constexpr int64_t kCachedElements = int64_t{8} << 20, kTileBytes = int64_t{2} << 20;
   const Shape& shape = params.shape;
   const auto bytes_of_row = [&](const Strided& tensor, int element_bytes) {
     const bool is_shared = tensor.data != nullptr && shape.heads > 1 && tensor.head_stride == 0 &&

@@ -140,7 +140,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 6%, 384
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        9,  false,         1,         64,       0, kNarrow},
+    {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
@@ -150,6 +150,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited},  // shared_64 20%, 1536
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        640,    2000, kLimited},
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
@@ -160,6 +161,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kCommon | kDropped},  // cluster_4 6%, 64 rows of 65536
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     100, kDense},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense},  // without clusters
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense},  // likewise
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kSpread | kDropped},  // whole_gpu 11%, 256 rows of 98304
@@ -190,7 +192,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_32 72%, 384
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
-    {"narrow_32x2",  Storage::kRegisters,    32,   4,     2,        8,  false,         1,         64,       0, kNarrow},
+    {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
@@ -207,6 +209,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},  // cluster_8 21%, 50257
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,     100, kDense},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kDense},  // without clusters
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_128 6%, 1 row of 5120

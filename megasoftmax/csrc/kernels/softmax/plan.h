@@ -76,23 +76,25 @@ template <int kCount>
 Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_chunks, int64_t rows,
                Rows kind, const Device& device, int chunk_bytes, int forced) {
   if (kind == kDenseUneven) {
-    // Not by the number of rows: their sums have another order.
+    // In one block not by the number of rows: their sums have another order.
     const int index = regime_for(table, whole_chunks, 1, kind, chunk_bytes, device);
-    if ((table[index].serves & kind) != 0)
+    if ((table[index].serves & kind) != 0 && table[index].blocks_per_row == 1)
       chunks = whole_chunks;
     else
-      kind = kUneven;
+      kind = static_cast<Rows>(kUneven | kDenseUneven);
   }
   Plan plan = {};
-  plan.kind = kind;
   plan.chunks = chunks;
   plan.chunk_bytes = chunk_bytes;
   plan.multiprocessors = device.multiprocessors;
   plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
   if ((kind & (kBiasGradient | kDroppedBiasGradient)) == 0 && forced >= 0 && forced < kCount &&
-      chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0)
+      chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0 &&
+      (kind != kDenseUneven || table[forced].blocks_per_row == 1))
     plan.regime = forced;
   const RowRegime& regime = table[plan.regime];
+  const bool takes_either = kind == (kUneven | kDenseUneven);
+  plan.kind = !takes_either ? kind : regime.storage == Storage::kDense ? kDenseUneven : kUneven;
   const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);
   plan.shared_bytes = regime.storage == Storage::kDense
                           ? unit_count(chunks) * kResultBytes
