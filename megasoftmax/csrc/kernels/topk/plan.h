@@ -13,10 +13,11 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_chunks;  // of a lane: 1, 2, 4 or 8
-  int chunks;       // of a row
-  int log2_places;  // of chunks, in all lanes of a row
-  bool is_ragged;   // not all are taken
+  int lane_chunks;                 // of a lane: 1, 2, 4 or 8
+  int chunks;                      // of a row
+  int log2_places;                 // of chunks, in all lanes of a row
+  bool is_ragged;                  // not all are taken
+  uint32_t results_of_first_lane;  // a bit for each: lanes write them in turn
 };
 
 struct TopkPlan {
@@ -66,6 +67,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.is_ragged = 1 << tiles.log2_places != chunks;
   tiles.rows_per_tile = kTileThreads / tiles.lanes;
   tiles.chunks = chunks;
+  for (int i = 0; i < kTileMaxK; i += tiles.lanes) tiles.results_of_first_lane |= 1u << i;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
   plan.shared_bytes = std::max(kTileThreads * tile_pitch(tiles.lane_chunks) * 16, results);
