@@ -83,15 +83,18 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   if (forced < 0 && suits_tiles && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
     return plan_topk_tiles(params, static_cast<int>(chunks));
   TopkPlan plan = {};
+  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
+  const auto can_serve = [&](const TopkRegime& regime) {
+    return params.k <= regime.threads && (plan.has_unit_stride || regime.takes_any_row());
+  };
   const auto serves = [&](const TopkRegime& regime) {
-    return chunks <= regime.max_chunks && rows >= regime.min_rows && params.k <= regime.threads &&
+    return can_serve(regime) && chunks <= regime.max_chunks && rows >= regime.min_rows &&
            regime.blocks_per_row <= device.max_cluster &&
            (regime.blocks_per_row != kWholeGpu || rows <= device.multiprocessors);
   };
   while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
-  if (forced >= 0) plan.regime = forced;
+  if (forced >= 0 && can_serve(kTopkRegimes[forced])) plan.regime = forced;
   const TopkRegime& regime = kTopkRegimes[plan.regime];
-  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const int64_t units = divide_up<int64_t>(chunks, regime.threads * regime.chunks_per_thread);
   Schedule& schedule = plan.schedule;
   schedule.is_cluster = regime.blocks_per_row > 1;
