@@ -214,6 +214,13 @@ __device__ inline void wait_for_reads_of_stores() {
 #endif
 }
 
+// Starts to bring `bytes` of global memory to the L2 cache; both are multiples of 16.
+__device__ inline void prefetch_to_cache(const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // Starts a 16-byte copy to shared memory; visible to this thread after wait_for_copies. Before
 // compute capability 8.0 it is a load and a store, and nothing is waited for. Of several in a row
 // all loads come first: nothing that is stored to shared memory keeps them back.

@@ -62,7 +62,11 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
         if (plan.has_unit_stride)
           return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
       }
-      return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
+      if constexpr (kRegime.takes_any_row()) {
+        return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
+      } else {
+        return cudaErrorInvalidValue;
+      }
     });
   });
 }

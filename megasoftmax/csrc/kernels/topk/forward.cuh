@@ -73,6 +73,7 @@ struct TopkPart {
     if (kHasUnitStride && units > 0) load_unit(0, raw);
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit) {
+      if constexpr (kHasUnitStride && kThreads == 32) prefetch_unit(unit + 1);
       largest = fmaxf(largest, sum_unit(unit, raw, mine, exponent));
       if (--left > 0 && unit + 1 < units) continue;
       const uint32_t value = ordered(largest);
@@ -101,33 +102,42 @@ struct TopkPart {
     }
   }
 
-  // Appends the part's keys from `threshold` on: those of the warp's threads.
+  // Appends the part's keys from `threshold` on.
   __device__ void collect(uint64_t threshold, const uint32_t* groups,
                           Selection<kThreads>& selection) const {
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    const int thread = static_cast<int>(threadIdx.x);
     const int group_count = divide_up(units, units_per_group);
     const auto least = static_cast<uint32_t>(threshold >> 32);
-    const bool takes_all_equal = static_cast<uint32_t>(threshold) == 0;
-    int* const waiting = selection.waiting[thread / 32];
-    int count = 0;
+    uint32_t wanted = 0;  // a bit for each group of this thread
+    static_assert(kMaxGroups <= 32);
+#pragma unroll 4
+    for (int group = 0; group < group_count; ++group)
+      wanted |= static_cast<uint32_t>(groups[group * kThreads] >= least) << group;
+    if (static_cast<uint32_t>(threshold) != 0) {  // what can the best key of a group be?
 #pragma unroll 1
-    for (int group = 0; group < group_count; ++group) {
-      const uint32_t value = groups[group * kThreads + thread];
-      bool is_wanted = value >= least;
-      if (!takes_all_equal && value == least)  // what can the best key of the group be?
-        is_wanted = static_cast<uint32_t>(threshold) <=
-                    ~static_cast<uint32_t>(max(column(group * units_per_group, thread), 0));
-      const unsigned votes = __ballot_sync(~0u, is_wanted);
-      if (is_wanted)
-        waiting[count + __popc(votes & ((1u << lane) - 1))] = group * kThreads + thread;
-      count += __popc(votes);
-      if (count == 0 || (count < Selection<kThreads>::kFlush && group + 1 < group_count)) continue;
-      __syncwarp();
-      if (selection.is_full()) return;
-      look_at(waiting, count, threshold, selection);
-      __syncwarp();
-      count = 0;
+      for (uint32_t left = wanted; left != 0; left &= left - 1) {
+        const int group = __ffs(left) - 1;
+        const int first = max(column(group * units_per_group, thread), 0);
+        if (groups[group * kThreads] == least &&
+            static_cast<uint32_t>(threshold) > ~static_cast<uint32_t>(first))
+          wanted &= ~(left & -left);
+      }
     }
+    do {
+#pragma unroll 1
+      for (; wanted != 0; wanted &= wanted - 1) {
+        const int at = atomicAdd(&selection.waiting_count, 1);
+        if (at >= Selection<kThreads>::kMaxWaiting) break;
+        selection.waiting[at] = (__ffs(wanted) - 1) * kThreads + thread;
+      }
+      __syncthreads();
+      const int count = selection.waiting_count;
+      look_at(min(count, Selection<kThreads>::kMaxWaiting), threshold, selection);
+      if (count <= Selection<kThreads>::kMaxWaiting) return;
+      __syncthreads();  // all have read the count, and the groups
+      if (thread == 0) selection.waiting_count = 0;
+      __syncthreads();
+    } while (selection.count <= kMaxCandidates);
   }
 
  private:
@@ -136,15 +146,22 @@ struct TopkPart {
     return static_cast<int>(min(first, params.shape.columns));
   }
 
+  // To the L2 cache: the whole chunks of a unit.
+  __device__ __forceinline__ void prefetch_unit(int unit) const {
+    const int first = column(unit, 0), end = min(first + kUnit, bounds.end);
+    const int bytes = (end - first) * static_cast<int>(sizeof(T)) & -16;
+    if (bytes > 0 && threadIdx.x == 0) prefetch_to_cache(row + first, bytes);
+  }
+
   // A unit's chunks. What is behind the bounds is unspecified.
   __device__ __forceinline__ void load_unit(int unit, Pack<T> (&raw)[kUnitChunks]) const {
     const int at = column(unit, static_cast<int>(threadIdx.x));
     const T* const source = keep_in_register(row + at);
+    const int room = last_whole - at;
     Pack<T> loaded[kUnitChunks];
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {
-      if (at + i * kStride <= last_whole)
-        loaded[i] = load_streaming<T, kElements>(source + i * kStride);
+      if (i * kStride <= room) loaded[i] = load_streaming<T, kElements>(source + i * kStride);
     }
     if (last_whole < bounds.end - 1) {
 #pragma unroll
@@ -170,30 +187,31 @@ struct TopkPart {
                                                  columns());
       reader.template load<kStride>(at, raw);
       if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
-    } else if (is_inside) {
-      Pack<T> half[kUnitChunks / 2];
-      take_half<0>(raw, half);
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
+        if (first + i * kStride >= bounds.end) break;
+        Pack<T> chunk[1] = {raw[i]};
+        largest = fmaxf(largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk,
+                                                   mine, exponent));
+      }
+    } else {
+      constexpr int kHalf = kUnitChunks / 2;
+      Pack<T> half[kHalf];
+      take_half<0>(raw, at, is_inside, half);
       largest = sum_packs(half, mine, exponent);
-      take_half<kUnitChunks / 2>(raw, half);
+      if (first + kHalf * kStride >= bounds.end) return largest;
+      take_half<kHalf>(raw, at, is_inside, half);
       if (unit + 1 < units) load_unit(unit + 1, raw);
       largest = fmaxf(largest, sum_packs(half, mine, exponent));
-      return largest;
     }
-#pragma unroll
-    for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
-      if (first + i * kStride >= bounds.end) break;
-      Pack<T> chunk[1] = {raw[i]};
-      largest = fmaxf(
-          largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk, mine, exponent));
-    }
-    if (kHasUnitStride && unit + 1 < units) load_unit(unit + 1, raw);
     return largest;
   }
 
-  // The chunks from kFirst on, with their signs turned where the scale is negative: an operation in
-  // any case, behind which the registers of `raw` are free.
+  // The chunks from kFirst on, of those that begin at column `at`, with -inf outside the bounds,
+  // and with their signs turned where the scale is negative: an operation in any case, behind which
+  // the registers of `raw` are free.
   template <int kFirst>
-  __device__ void take_half(const Pack<T> (&raw)[kUnitChunks],
+  __device__ void take_half(const Pack<T> (&raw)[kUnitChunks], int at, bool is_inside,
                             Pack<T> (&half)[kUnitChunks / 2]) const {
     const uint32_t flips = params.scale < 0 ? (sizeof(T) == 4 ? 0x80000000u : 0x80008000u) : 0u;
 #pragma unroll
@@ -201,6 +219,12 @@ struct TopkPart {
 #pragma unroll
       for (int word = 0; word < half[i].kWords; ++word)
         half[i].words[word] = raw[kFirst + i].words[word] ^ flips;
+    }
+    if (is_inside) return;
+#pragma unroll
+    for (int i = 0; i < kUnitChunks / 2; ++i) {
+      const int first = at + (kFirst + i) * kStride;
+      half[i].template fill_outside<Pack<T>::kLowestWord>(bounds.begin - first, bounds.end - first);
     }
   }
 
@@ -247,48 +271,62 @@ struct TopkPart {
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // A warp looks at groups, several at a time: a lane at one chunk.
-  __device__ void look_at(const int* waiting, int count, uint64_t threshold,
-                          Selection<kThreads>& selection) const {
-    constexpr int kGroups = 32 / kUnitChunks;
-    const int lane = thread_index_anew() % 32;
-    const float least = logit_of(threshold);
-    // Does a logit decide whether its key reaches the threshold?
-    const bool is_exact = static_cast<uint32_t>(threshold) == 0 && least == least;
+  // The first `count` groups that wait: a thread looks at some chunks of them.
+  __device__ void look_at(int count, uint64_t threshold, Selection<kThreads>& selection) const {
+    constexpr int kChunks = kHasUnitStride ? 2 : 1;  // that are loaded together
+    const int thread = thread_index_anew();
 #pragma unroll 1
     for (int unit = 0; unit < units_per_group; ++unit) {
 #pragma unroll 1
-      for (int i = lane / kUnitChunks; i < count; i += kGroups) {
-        const int group = waiting[i] / kThreads, thread = waiting[i] % kThreads;
-        const int of_row = group * units_per_group + unit;
-        const int first =
-            of_row < units ? column(of_row, thread) + lane % kUnitChunks * kStride : bounds.end;
-        Pack<T> raw;
-        if (kHasUnitStride && first < bounds.end)
-          raw = first <= last_whole ? load_streaming<T, kElements>(row + first)
-                                    : load_partial_chunk(first);
-        const auto key = [&](int j) {
-          return key_of(kHasUnitStride ? raw.at(j) * sign() : logit(first + j), first + j);
-        };
-        unsigned wanted = 0;  // without branches: most chunks have none
+      for (int i = thread; i < count * kUnitChunks; i += kChunks * kThreads) {
+        int first[kChunks];
+        Pack<T> raw[kChunks];
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) {
-          if constexpr (kHasUnitStride) {
-            wanted |= raw[j] * sign() < least ? 0u : 1u << j;
-          } else {
-            if (bounds.contains(first + j) && !(logit(first + j) < least)) wanted |= 1u << j;
+        for (int j = 0; j < kChunks; ++j) {
+          first[j] = bounds.end;
+          const int at = i + j * kThreads;
+          if (at < count * kUnitChunks) {
+            const int waiting = selection.waiting[at / kUnitChunks];
+            const int of_row = waiting / kThreads * units_per_group + unit;
+            if (of_row < units)
+              first[j] = column(of_row, waiting % kThreads) + at % kUnitChunks * kStride;
           }
+          if (kHasUnitStride && first[j] < bounds.end)
+            raw[j] = first[j] <= last_whole ? load_streaming<T, kElements>(row + first[j])
+                                            : load_partial_chunk(first[j]);
         }
-        if (kHasUnitStride) wanted &= bits_inside(first);
-        if (!is_exact) {
-#pragma unroll 1
-          for (unsigned left = wanted; left != 0; left &= left - 1) {
-            if (key(__ffs(left) - 1) < threshold) wanted &= ~(left & -left);
-          }
-        }
-        selection.append(wanted, key);
+#pragma unroll
+        for (int j = 0; j < kChunks; ++j) look_at_chunk(raw[j], first[j], threshold, selection);
+        if (selection.count > kMaxCandidates) return;
       }
     }
+  }
+  __device__ __forceinline__ void look_at_chunk(const Pack<T>& raw, int first, uint64_t threshold,
+                                                Selection<kThreads>& selection) const {
+    const float least = logit_of(threshold);
+    const auto z = [&](int j) { return kHasUnitStride ? raw[j] * sign() : logit(first + j); };
+    const auto set_bits = [&](auto&& is_set) {  // without branches
+      unsigned bits = 0;
+#pragma unroll kHasUnitStride ? kElements : 2
+      for (int j = 0; j < kElements; ++j) {
+        if (kHasUnitStride || bounds.contains(first + j)) bits |= is_set(z(j)) ? 1u << j : 0u;
+      }
+      return bits;
+    };
+    unsigned wanted = set_bits([&](float z) { return !(z < least); });
+    if (static_cast<uint32_t>(threshold) != 0 || least != least) {  // of equals up to a column
+      const unsigned equal =
+          set_bits([&](float z) { return z == least || (z != z && least != least); });
+      if (least != least) wanted = equal;
+      const auto last =
+          min(~static_cast<uint32_t>(threshold), static_cast<uint32_t>(INT32_MAX - 1));
+      const int end = min(static_cast<int>(last) + 1, first + kElements);
+      wanted &= ~equal | ((1u << max(end - first, 0)) - 1);
+    }
+    if (kHasUnitStride) wanted &= bits_inside(first);
+    selection.append(wanted, [&](int j) {
+      return key_of(kHasUnitStride ? raw.at(j) * sign() : logit(first + j), first + j);
+    });
   }
   __device__ float sign() const { return params.scale < 0 ? -1.f : 1.f; }
   // Bit j where column first + j is within the bounds.
@@ -304,7 +342,7 @@ template <class Mask, int kThreads>
 __device__ void write_topk(const TopkForwardParams& params, const RowIndex& index, int64_t row,
                            MaxAndSum total, Exponent exponent, bool has_bias,
                            const uint64_t* sorted) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = thread_index_anew();
   const RowStatistics statistics(params, total, has_bias);
   if (thread == 0) statistics.write(params, row);
   float max = total.max, sum = total.sum;
@@ -389,42 +427,47 @@ __global__ void __launch_bounds__(
   __shared__ MaxAndSum sums_of_warps[kWarps];
   __shared__ uint64_t arrived;  // a barrier: what blocks of the cluster hand on
 
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
   const bool is_cluster = kSpreads && schedule.is_cluster;
   const int rank = is_cluster ? rank_in_cluster() : static_cast<int>(blockIdx.x) % blocks;
   const Exponent exponent = exponent_of<Bias>(params);
   for (int64_t row = is_cluster ? cluster_of_block() : blockIdx.x / blocks; row < params.rows;
        row += gridDim.x / blocks) {
-    if (is_cluster) {  // which has one row
-      if (thread == 0) {
-        init_byte_barrier(&selection.shared);
-        init_byte_barrier(&arrived);
-        expect_bytes(&selection.shared, selection.bytes_of_cluster(blocks));
-        if (rank == 0) expect_bytes(&arrived, static_cast<int>(blocks * partial_bytes(params.k)));
+    if constexpr (kSpreads) {
+      if (is_cluster) {  // which has one row
+        if (threadIdx.x == 0) {
+          init_byte_barrier(&selection.shared);
+          init_byte_barrier(&arrived);
+          expect_bytes(&selection.shared, selection.bytes_of_cluster(blocks));
+          if (rank == 0) expect_bytes(&arrived, static_cast<int>(blocks * partial_bytes(params.k)));
+        }
+        arrive_at_cluster_relaxed();
       }
-      arrive_at_cluster_relaxed();
     }
     const RowIndex index = row_at(schedule, row);
     const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kHasUnitStride>
         part(params, schedule, index, rank);
     uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(groups + thread, exponent, delegates);
+    const MaxAndSum mine = part.sum(groups + threadIdx.x, exponent, delegates);
+    const int thread = thread_index_anew(), lane = thread % 32;
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
     if (lane == 0) sums_of_warps[thread / 32] = of_warp;
-    selection.delegates[0][thread] = delegates[0];
-    selection.delegates[1][thread] = delegates[1];
-    if (thread == 0) selection.count = 0;
-    if (is_cluster) {
-      wait_for_cluster();
-      selection.share_with_cluster(delegates[0], rank, blocks);
+    selection.put_delegates(delegates);
+    if (thread == 0) selection.count = selection.waiting_count = 0;
+    if constexpr (kSpreads) {
+      if (is_cluster) {
+        wait_for_cluster();
+        selection.share_with_cluster(delegates[0], rank, blocks);
+      }
     }
     __syncthreads();
     uint32_t reached = selection.least_of_delegates(params.k);
-    if (is_cluster) reached = max(reached, selection.least_of_cluster(params.k, blocks));
+    if constexpr (kSpreads) {
+      if (is_cluster) reached = max(reached, selection.least_of_cluster(params.k, blocks));
+    }
     selection.select(params.k, uint64_t{reached} << 32,
-                     [&](uint64_t least) { part.collect(least, groups, selection); });
+                     [&](uint64_t least) { part.collect(least, groups + thread, selection); });
     const auto total_of_warps = [&] {
       return warp_merge<kWarps>(sums_of_warps[thread_index_anew() % kWarps], exponent);
     };
@@ -466,7 +509,6 @@ __global__ void __launch_bounds__(
       }
       if (thread == 0) selection.count = 0;
       __syncthreads();
-      total = total_of_warps();
       of_one = largest_of_lanes(selection.delegates[0][thread_index_anew() % kWarps]);
       of_each = smallest_of_lanes(selection.delegates[1][thread_index_anew() % kWarps]);
       reached = max(reached, max(of_one, of_each));
@@ -485,6 +527,7 @@ __global__ void __launch_bounds__(
             selection.append(keys[i] != kNoKey && keys[i] >= least, [&](int) { return keys[i]; });
         }
       });
+      total = total_of_warps();
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

@@ -31,6 +31,9 @@ struct TopkRegime {
   int blocks_per_row;     // more than 1: a cluster
   int max_chunks;         // of a row
   int min_rows;           // fewer rows are served better by more blocks for each
+
+  // Larger blocks would not have registers for a mask, a bias or another stride than 1.
+  constexpr bool takes_any_row() const { return threads <= 256; }
 };
 
 // The first that fits serves.
@@ -38,12 +41,15 @@ struct TopkRegime {
 inline constexpr TopkRegime kTopkRegimes[] = {
     // name,      threads, blocks/SM, chunks, blocks/row, max chunks, min rows
     {"warp",           32,        30,      4,          1,        512,      100},
-    {"block_128",     128,         8,      4,          1,      14000,      200},
+    {"block_128",     128,         8,      4,          1,      14000,      400},
     {"block_256",     256,         4,      4,          1, kUnlimited,      200},
-    {"cluster_2",     256,         3,      4,          2, kUnlimited,      120},
-    {"cluster_4",     256,         3,      4,          4, kUnlimited,       60},
     {"block_128",     128,         8,      4,          1,       1024,        0},
-    {"cluster_8",     256,         3,      4,          8,      65536,       30},
+    {"block_512",     512,         2,      4,          1,      40000,       80},
+    {"block_512",     512,         2,      4,          1,      20000,       56},
+    {"block_512",     512,         2,      4,          1,       8192,        0},
+    {"cluster_2",     256,         3,      4,          2, kUnlimited,       67},
+    {"cluster_4",     256,         3,      4,          4, kUnlimited,       34},
+    {"cluster_8",     256,         3,      4,          8,      65536,        8},
     {"cluster_16",    256,         3,      4,         16,      65536,        0},
     {"whole_gpu",     256,         3,      4,  kWholeGpu, kUnlimited,        0},
     {"block_256",     256,         4,      4,          1, kUnlimited,        0},

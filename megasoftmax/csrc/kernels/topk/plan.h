@@ -13,10 +13,11 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_chunks;  // of a lane: 1, 2, 4 or 8
-  int chunks;       // of a row
-  int log2_places;  // of chunks, in all lanes of a row
-  bool is_ragged;   // not all are taken
+  int lane_chunks;                 // of a lane: 1, 2, 4 or 8
+  int chunks;                      // of a row
+  int log2_places;                 // of chunks, in all lanes of a row
+  bool is_ragged;                  // not all are taken
+  uint32_t results_of_first_lane;  // a bit for each: lanes write them in turn
 };
 
 struct TopkPlan {
@@ -66,6 +67,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int chunks) {
   tiles.is_ragged = 1 << tiles.log2_places != chunks;
   tiles.rows_per_tile = kTileThreads / tiles.lanes;
   tiles.chunks = chunks;
+  for (int i = 0; i < kTileMaxK; i += tiles.lanes) tiles.results_of_first_lane |= 1u << i;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
   plan.shared_bytes = std::max(kTileThreads * tile_pitch(tiles.lane_chunks) * 16, results);
@@ -81,15 +83,18 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
   if (forced < 0 && suits_tiles && chunks <= kTileMaxChunks && params.k <= kTileMaxK)
     return plan_topk_tiles(params, static_cast<int>(chunks));
   TopkPlan plan = {};
+  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
+  const auto can_serve = [&](const TopkRegime& regime) {
+    return params.k <= regime.threads && (plan.has_unit_stride || regime.takes_any_row());
+  };
   const auto serves = [&](const TopkRegime& regime) {
-    return chunks <= regime.max_chunks && rows >= regime.min_rows && params.k <= regime.threads &&
+    return can_serve(regime) && chunks <= regime.max_chunks && rows >= regime.min_rows &&
            regime.blocks_per_row <= device.max_cluster &&
            (regime.blocks_per_row != kWholeGpu || rows <= device.multiprocessors);
   };
   while (!serves(kTopkRegimes[plan.regime])) ++plan.regime;
-  if (forced >= 0) plan.regime = forced;
+  if (forced >= 0 && can_serve(kTopkRegimes[forced])) plan.regime = forced;
   const TopkRegime& regime = kTopkRegimes[plan.regime];
-  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const int64_t units = divide_up<int64_t>(chunks, regime.threads * regime.chunks_per_thread);
   Schedule& schedule = plan.schedule;
   schedule.is_cluster = regime.blocks_per_row > 1;

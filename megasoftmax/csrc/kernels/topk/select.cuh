@@ -10,17 +10,19 @@ namespace megasoftmax {
 
 template <int kThreads>
 struct Selection {
-  // Groups of threads that may hold candidates, for each warp. Once kFlush wait it looks at them.
-  static constexpr int kWarps = kThreads / 32, kFlush = 32;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kDelegates = kThreads < 256 ? kThreads : 256;
+  static constexpr int kMaxWaiting = kThreads < 128 ? 128 : kThreads;
   static constexpr int kFewCandidates = 64;  // to be ranked as they are
 
   uint64_t candidates[kMaxCandidates];
-  uint32_t delegates[2][kThreads];  // of each thread, of its logits as in keys
-  uint64_t sorted[kMaxK];
-  int waiting[kWarps][2 * kFlush];
+  uint32_t delegates[2][kDelegates];  // of each thread, or of each two: of logits as in keys
+  uint64_t sorted[kThreads < kMaxK ? kThreads : kMaxK];  // rows with a larger k have more threads
+  int waiting[kMaxWaiting];  // groups of threads that may hold candidates
   uint64_t threshold;
   uint64_t shared;  // a barrier: what other blocks of the cluster share
   int count;        // of candidates, those that found no place too
+  int waiting_count;
 
   // The keys key(i) whose bits are set in `wanted`.
   template <class Key>
@@ -30,11 +32,6 @@ struct Selection {
 #pragma unroll 1
     for (; wanted != 0 && at < kMaxCandidates; wanted &= wanted - 1, ++at)
       candidates[at] = key(__ffs(wanted) - 1);
-  }
-  // By a whole warp: the same answer for all lanes.
-  __device__ bool is_full() {
-    const int appended = threadIdx.x % 32 == 0 ? atomicAdd(&count, 0) : 0;
-    return __shfl_sync(~0u, appended, 0) > kMaxCandidates;
   }
 
   // Leaves the k best among the candidates, of which there is none yet. At least k keys reach
@@ -54,14 +51,30 @@ struct Selection {
     }
   }
 
+  // The larger of two delegates comes first. Of two threads the two largest stay.
+  __device__ void put_delegates(uint32_t (&two)[2]) {
+    constexpr int kTogether = kThreads / kDelegates;
+    static_assert(kTogether <= 2);
+    const int thread = thread_index_anew();
+    if constexpr (kTogether == 2) {
+      const uint32_t first = __shfl_xor_sync(~0u, two[0], 1),
+                     second = __shfl_xor_sync(~0u, two[1], 1);
+      two[1] = max(min(two[0], first), max(two[1], second));
+      two[0] = max(two[0], first);
+    }
+    delegates[0][thread / kTogether] = two[0];
+    delegates[1][thread / kTogether] = two[1];
+  }
   // What at least k delegates reach, 0 where there are fewer: by each warp for itself. Behind a
   // barrier.
   __device__ uint32_t least_of_delegates(int k) const {
     const int lane = thread_index_anew() % 32;
-    uint32_t values[2 * kWarps];
+    constexpr int kOfLane = kDelegates / 32;
+    uint32_t values[2 * kOfLane];
 #pragma unroll
-    for (int i = 0; i < 2 * kWarps; ++i) values[i] = delegates[i / kWarps][i % kWarps * 32 + lane];
-    return threshold_of<kWarps>(values, k, most_reaching(k));
+    for (int i = 0; i < 2 * kOfLane; ++i)
+      values[i] = delegates[i / kOfLane][i % kOfLane * 32 + lane];
+    return threshold_of<kOfLane>(values, k, most_reaching(k));
   }
 
   // The same of a whole cluster: the largest delegate of every eight threads, which all blocks get.
@@ -96,10 +109,10 @@ struct Selection {
   template <class Body>
   __device__ void for_ranked(int k, Body&& body) const {
     constexpr int kLanes = kWarps > 1 ? 4 : 1;
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int thread = thread_index_anew(), lane = thread % kLanes;
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += kThreads / kLanes) {
-      const int i = begin + static_cast<int>(threadIdx.x) / kLanes;
+      const int i = begin + thread / kLanes;
       const uint64_t mine = i < count ? candidates[i] : kNoKey;
       int rank = 0;
 #pragma unroll 4
@@ -123,7 +136,7 @@ struct Selection {
       __syncwarp();
       if (threadIdx.x == 0) {
         threshold = found;
-        count = 0;
+        count = waiting_count = 0;
       }
     }
     __syncthreads();

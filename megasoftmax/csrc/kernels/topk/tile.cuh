@@ -66,7 +66,7 @@ struct TileKeys {
   __device__ static float logit(Key key) {
     if constexpr (sizeof(T) == 2) {
       const auto sign = static_cast<uint32_t>(static_cast<int32_t>(key) >> 31);
-      return Pack<T, 2>{{~(key ^ (sign & 0x7fff0000u))}}[1];
+      return Pack<T, 2>{{~unknown(key ^ (sign & 0x7fff0000u))}}[1];  // unknown: in two operations
     } else {
       return logit_of(key);
     }
@@ -86,29 +86,45 @@ __global__ void __launch_bounds__(kTileThreads)
   extern __shared__ __align__(16) char shared_memory[];
   auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
 
-  const int thread = static_cast<int>(threadIdx.x);
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
   const int rows =
       static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
-  const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
   const int pitch = tile_pitch(kChunks) << tiles.log2_lanes;  // from one row to the next
-  Pack<T>* const mine = tile + row * pitch + lane;
-  // The lane's i-th chunk.
-  const auto chunk_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
   {
-    const auto* const source = keep_in_register(static_cast<const Pack<T>*>(params.scores.data) +
-                                                first_row * tiles.chunks);
-    const uint32_t shared = shared_address(tile);
+    const int thread = static_cast<int>(threadIdx.x);
+    const auto* source = keep_in_register(static_cast<const Pack<T>*>(params.scores.data) +
+                                          first_row * tiles.chunks);
+    uint32_t shared = shared_address(tile);
+    const int mask = (1 << tiles.log2_places) - 1;
+    if (mask < kTileThreads) {  // a thread copies the same chunk of several rows
+      const int row = thread >> tiles.log2_places, chunk = thread & mask;
+      const int step = kTileThreads >> tiles.log2_places;
+      int left = chunk < tiles.chunks ? rows - row : 0;
+      source += row * tiles.chunks + chunk;
+      shared += (row * pitch + chunk) * 16;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int at = i * kTileThreads + thread;
-      const int row = at >> tiles.log2_places, chunk = at & ((1 << tiles.log2_places) - 1);
-      if (row < rows && chunk < tiles.chunks)
-        start_copy(shared + (row * pitch + chunk) * 16, source + (row * tiles.chunks + chunk));
+      for (int i = 0; i < kChunks; ++i) {
+        if (left > 0) start_copy(shared, source);
+        left -= step;
+        source += step * tiles.chunks;
+        shared += step * pitch * 16;
+      }
+    } else {
+#pragma unroll 1
+      for (int at = thread; at < kChunks * kTileThreads; at += kTileThreads) {
+        const int row = at >> tiles.log2_places, chunk = at & mask;
+        if (row < rows && chunk < tiles.chunks)
+          start_copy(shared + (row * pitch + chunk) * 16, source + (row * tiles.chunks + chunk));
+      }
     }
     wait_for_copies();
     __syncthreads();
   }
+  const int thread = thread_index_anew();
+  const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
+  Pack<T>* const mine = tile + row * pitch + lane;
+  // The lane's i-th chunk.
+  const auto chunk_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
   // Rows behind the end are computed too, on whatever shared memory holds.
   if (params.scale < 0) {
 #pragma unroll 1
@@ -219,9 +235,10 @@ __global__ void __launch_bounds__(kTileThreads)
   __syncthreads();
   auto* const results = reinterpret_cast<float*>(shared_memory);
   int* const columns = reinterpret_cast<int*>(results + tiles.rows_per_tile * params.k);
+  const uint32_t of_lane = tiles.results_of_first_lane << lane & ((1u << params.k) - 1);
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
-    if (i >= params.k || (i & (tiles.lanes - 1)) != lane) continue;
+    if ((of_lane >> i & 1) == 0) continue;
     results[row * params.k + i] = values[i] * factor;
     columns[row * params.k + i] = Keys::position(best[i]);
   }
