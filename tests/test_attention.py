@@ -1227,7 +1227,7 @@ def test_large_logits_of_half_the_rows(half: int, dim: int) -> None:
 @gpu
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("rise", [4.0, 11.0, 95.0, 300.0])
+@pytest.mark.parametrize("rise", [4.0, 9.0, 11.0, 95.0, 300.0])
 def test_logits_that_rise(rise: float, dim: int) -> None:
     """Weights of a tile are relative to logits of tiles before it, if they are not much larger."""
     rows, keys = torch.arange(200, device="cuda")[:, None], torch.arange(700, device="cuda")
