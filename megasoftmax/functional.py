@@ -93,7 +93,7 @@ def softmax(
     * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where
       mask, bias, causal, window or visible is given, and with a sink a log-sum-exp of the sink. The
       plain softmax of a row of -inf is NaN.
-    * A NaN or +inf that is not excluded makes all entries of its row NaN that are not excluded.
+    * A NaN or +inf that is not excluded makes every entry of its row that is not excluded NaN.
 
     Differentiable with respect to scores, bias and sink, twice too; incoming gradients are not
     modified. The same call gives the same bits on the same device, gradients included. Forward mode
@@ -356,8 +356,8 @@ def softmax_topk(
 
     Args:
         logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
-        k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: entries
-            beyond it get probability 0 and index V.
+        k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: if k
+            exceeds V, the further results have probability 0 and index V.
         scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
         bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
@@ -989,8 +989,8 @@ def _traced_softmax(
     """`softmax` of these alone in compiled code, as one op; None where that is not certain.
 
     What torch.compile reads while it traces it guards at each call of what it compiled. The way
-    that checks and decides everything has 280 guards, and this one 75. A function that asks for
-    the level of forward mode would add 5, so it is read where it is needed.
+    that checks and decides everything has 280 guards, and this one 75. The level of
+    forward mode is read in place, because a function that asks for it would add 5 guards.
     """
     if (
         type(scores) is Tensor

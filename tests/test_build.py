@@ -37,7 +37,8 @@ ATTENTION_TILES = {
 }
 # --fast-types looks at what kernels of bfloat16 spill, and not at those of other types. Float16's
 # differ from them in single instructions. Of a row of float32 a thread has half as many elements.
-# No kernel of another type declares a larger array in shared memory.
+# Attention of float32 has spills of its own, which only a run without the option checks. No kernel
+# of another type declares a larger array in shared memory.
 OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")
 # ptxas reads these of them, not optimised, because they have all instructions in assembly that no
 # kernel of bfloat16 has. The others end when the compiler's front-end has instantiated their
@@ -135,7 +136,7 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
     tmp_path, pytestconfig
 ):
     """For 9.0a, which has all kernels, or for what TORCH_CUDA_ARCH_LIST says."""
-    # nvcc 13 knows --Ofast-compile.
+    # nvcc 13 knows --Ofast-compile and -fdevice-syntax-only.
     nvcc = extension.find_nvcc()
     is_fast = pytestconfig.getoption("--fast-types") and nvcc.version >= (13, 0)
     sources = [*CSRC.glob("kernels/**/*.cu")]

@@ -135,7 +135,7 @@ def host() -> Path:
             # A file for each of at most two jobs includes the sources: reading torch's headers
             # takes longer than compiling what follows. So names that the sources keep to
             # themselves differ from each other.
-            count = min(2, int(os.environ["MAX_JOBS"]))
+            count = max(1, min(2, int(os.environ["MAX_JOBS"])))
             units = [folder / f"host{i}.cpp" for i in range(count)]
             for i, unit in enumerate(units):
                 unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
