@@ -240,7 +240,7 @@ def test_attention_in_order(kind: str, bias: str, deterministic: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("has_table", [False, True])
 @pytest.mark.parametrize("kind", ["random", "packed", "ends", "nothing", "apart", "mask"])
 def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None:
@@ -267,6 +267,32 @@ def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None
         table = normal(1, heads, sum(lengths) - 1, device="cuda", dtype=torch.bfloat16, seed=4)
         given["bias"] = RelativeBias(table)
     check_attention(q, k, v, visible=on("cuda", visible), causal=True, **given, what=kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("keys", [48, 200])
+@pytest.mark.parametrize("kind", ["nothing", "mask", "dropout"])
+def test_blocks_take_many_tiles_of_few_keys(kind: str, keys: int, dims: tuple[int, int]) -> None:
+    """What is copied and assigned for a tile follows soon on that of the tile before."""
+    q, k, v = (
+        torch.randn(2, 32, length, dim, device="cuda", dtype=torch.bfloat16)
+        for length, dim in ((4096, dims[0]), (keys, dims[0]), (keys, dims[1]))
+    )
+    given: dict[str, Any] = {}
+    if kind == "dropout":
+        given = {"dropout": 0.2, "seed": torch.tensor([3], device="cuda")}
+    elif kind == "nothing":
+        given["visible"] = (None, torch.zeros(4096, dtype=torch.int32, device="cuda"))
+    elif kind == "mask":
+        given["mask"] = torch.ones(4096, keys, dtype=torch.bool, device="cuda")
+        given["mask"][::1024] = False
+    found = [megasoftmax.attention(q, k, v, **given, fused=True) for _ in range(20)]
+    wanted = megasoftmax.attention(
+        *(each[:1, :2].float() for each in (q, k, v)), **given, fused=False
+    )
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0][:1, :2].float(), wanted, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.gpu

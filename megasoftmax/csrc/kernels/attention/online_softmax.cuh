@@ -35,7 +35,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        largest[m][half] = find_largest<1>(scores, m, half, to_logit);
+        largest[m][half] = find_largest(scores, m, half, to_logit);
         magnitude = fmaxf(magnitude, fabsf(largest[m][half]));
       }
     }
@@ -140,26 +140,25 @@ struct OnlineSoftmax {
   // Logits that rise by less do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
-  // Of a row the largest logit, also of what came before. kChains of operations wait for each
-  // other.
-  template <int kChains, int kN>
+  // Of a row the largest logit, also of what came before.
+  template <int kN>
   __device__ __forceinline__ float find_largest(const Accumulators<kM, kN>& scores, int m, int half,
                                                 float to_logit) const {
-    float row[kChains];
+    float row;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float pair = fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
-      row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
+      row = n == 0 ? pair : fmaxf(row, pair);
     }
-    return fmaxf(max[m][half], warp_max<4>(reduce_pairwise(row, fmaxf)) * to_logit);
+    return fmaxf(max[m][half], warp_max<4>(row) * to_logit);
   }
   // The exponent in one instruction instead of two: all weights of a row then have the same error,
   // that of rounding max * log2(e), which the sum has too; that of rounding the factor of a score
   // is 2^-24 of it. Where that of a row which the warp has at a time is large it is taken off
   // first.
   __device__ __forceinline__ static float offset_of(float row) { return __fmul_rn(row, kLog2E); }
-  __device__ __forceinline__ static bool is_large(float offset, bool never = false) {
-    return __any_sync(~0u, fabsf(offset) > kLargestOffset || never);
+  __device__ __forceinline__ static bool is_large(float offset) {
+    return __any_sync(~0u, fabsf(offset) > kLargestOffset);
   }
   template <bool kAreLogits, int kN>
   __device__ __forceinline__ void take_off(Accumulators<kM, kN>& scores, int m, int half, float row,
@@ -210,7 +209,7 @@ struct RowEnd {
     const float share = exp2_approximate((largest - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     const float log_total = logf(total);
-    // Chosen, not branched on: so the two rows of a lane are done at a time.
+    // Selected without a branch, so that the two rows of a lane are computed together.
     const bool is_empty = sum == 0.f;
     const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
     factor = is_empty ? nothing : __fdividef(share, total);

@@ -18,7 +18,7 @@ __host__ __device__ constexpr Integer round_up(Integer a, Integer multiple) {
 }
 
 // Quotient and remainder by a divisor known at launch: a multiplication where the dividend fits 31
-// bits, as one of type int always does, which must not be negative.
+// bits. An int always does, and must not be negative.
 struct Divider {
   int64_t divisor = 1;
   uint32_t magic = 0;

@@ -4,9 +4,9 @@
 //
 // A row has a warp for each of its units, which stays in registers. These warps are a block, or the
 // blocks of a cluster. A row of one unit has a warp or a part of one, or, where rows are few, four
-// warps. Units and their sums are those of row_units.cuh where chunks are whole. The time of few
-// rows is that of the code before their loads and behind them, so there is little, and parameters
-// lie together.
+// warps. Units and their sums are those of row_units.cuh, but for uneven rows in one block. The
+// time of few rows is that of the code before their loads and behind them, so there is little, and
+// parameters lie together.
 //
 // Uneven rows have whole chunks from their first multiple of 16 bytes on. In one block, what is
 // left at both ends is fewer elements than two chunks have: single ones of as many lanes of the

@@ -46,7 +46,7 @@ void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
           const Device& device, const Shape& shape, Explanation& explanation, int64_t* obstacles) {
   for (int i = 0; i < plan.regime; ++i)
     obstacles[i] =
-        obstacles_of(table[i], plan.chunks, call.rows, plan.kind, plan.chunk_bytes, device);
+        obstacles_of(table[i], plan.chunks, call.rows, plan.asked, plan.chunk_bytes, device);
   const RowRegime& regime = table[plan.regime];
   explanation.kind = plan.kind;
   explanation.chunks = plan.chunks;

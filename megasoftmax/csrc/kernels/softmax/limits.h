@@ -154,7 +154,6 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,      60, kCommon | kDropped},  // shared_512 6%, 64 rows of 6144
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kCommon | kDropped},  // shared_512 8%, 16384
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     132, kDense},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kCommon},

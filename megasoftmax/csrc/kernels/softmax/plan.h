@@ -9,6 +9,7 @@ namespace megasoftmax {
 
 struct Plan {
   Rows kind;
+  Rows asked;       // may be of two kinds, one of which is `kind`
   int64_t chunks;   // the most that a row can need
   int chunk_bytes;  // that shared memory keeps of each
   int regime;
@@ -76,7 +77,7 @@ template <int kCount>
 Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_chunks, int64_t rows,
                Rows kind, const Device& device, int chunk_bytes, int forced) {
   if (kind == kDenseUneven) {
-    // In one block not by the number of rows: their sums have another order.
+    // In one block whatever the number of rows: their sums have an order of their own.
     const int index = regime_for(table, whole_chunks, 1, kind, chunk_bytes, device);
     if ((table[index].serves & kind) != 0 && table[index].blocks_per_row == 1)
       chunks = whole_chunks;
@@ -93,6 +94,7 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_c
       (kind != kDenseUneven || table[forced].blocks_per_row == 1))
     plan.regime = forced;
   const RowRegime& regime = table[plan.regime];
+  plan.asked = kind;
   const bool takes_either = kind == (kUneven | kDenseUneven);
   plan.kind = !takes_either ? kind : regime.storage == Storage::kDense ? kDenseUneven : kUneven;
   const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);

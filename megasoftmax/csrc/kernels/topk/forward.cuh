@@ -15,7 +15,7 @@ namespace megasoftmax {
 
 // A block's part of a row. With kHasUnitStride rows have neither mask nor bias, and their logits
 // lie side by side: their chunks are loaded whole, at the ends with what lies beside the row in the
-// same 16 bytes, where the storage holds them.
+// same 16 bytes, or before it in its line of 128 bytes, where the storage holds them.
 template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kHasUnitStride>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
@@ -134,7 +134,7 @@ struct TopkPart {
       const int count = selection.waiting_count;
       look_at(min(count, Selection<kThreads>::kMaxWaiting), threshold, selection);
       if (count <= Selection<kThreads>::kMaxWaiting) return;
-      __syncthreads();  // all have read the count, and the groups
+      __syncthreads();  // all have read the count, and the groups that wait
       if (thread == 0) selection.waiting_count = 0;
       __syncthreads();
     } while (selection.count <= kMaxCandidates);

@@ -59,7 +59,7 @@ inline constexpr TopkRegime kTopkRegimes[] = {
 // So that one of them serves, whatever k and the number of rows.
 constexpr bool is_complete(const TopkRegime& last) {
   return last.max_chunks == kUnlimited && last.min_rows == 0 && last.threads >= kMaxK &&
-         last.blocks_per_row == 1;
+         last.blocks_per_row == 1 && last.takes_any_row();
 }
 static_assert(is_complete(kTopkRegimes[sizeof(kTopkRegimes) / sizeof(TopkRegime) - 1]));
 

@@ -377,7 +377,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     memory.ranges_are_there().init(kFinders);
     memory.queries_are_there().init(kIsPlain ? 1 : 2);  // and what is assigned is known
     memory.queries_are_used().init(4 * kWarpgroups);
-    memory.tile_is_done().init(4 * kWarpgroups + (Memory::kIsTable ? kFillers : 0));
+    // And the copying warp: a tile without keys is not done before it has waited for the last one.
+    memory.tile_is_done().init(1 + 4 * kWarpgroups + (Memory::kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       memory.keys_are_there(stage).init(1);
       memory.values_are_there(stage).init(1);
@@ -487,10 +488,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       int key_head, rest;
       params.heads_per_key_head.split(block.head, key_head, rest);
       TilesToCopy tiles(params, block, assigned, first_step);
-      if (!kIsPlain && is_first) {
-        assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
-        memory.queries_are_there().arrive();
-      }
+      if (!kIsPlain && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
       const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                          Barrier used, uint32_t step, int key, auto&& tell) {
         used.wait((step / kStages & 1) ^ 1);
@@ -518,7 +516,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       // In the order in which there is room: keys, then the values of the step before, or, of the
       // first step, the queries, if those of the tile before have their place. The next tile is
       // taken as late as it is found in time, so that all blocks end at about the same. Its number
-      // is on the way while room is waited for, and takes the place of the tile before.
+      // is on the way while room is waited for. It is assigned in the place of the tile before,
+      // when all are done with that.
       int key_before = 0;
       for (bool begins = true;; begins = false) {
         const uint32_t step = tiles.step;
@@ -541,6 +540,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
               });
         if (begins) {
           if constexpr (Memory::kQueryStages == 1) copy_queries();
+          if (!kIsPlain && is_first) memory.queries_are_there().arrive();
         } else {
           const int before = (step - 1) % kStages;
           fill.template operator()<Memory::kValuePanels>(
@@ -551,6 +551,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           if (ends) {
             number = __shfl_sync(~0u, next, 0);
             memory.tile_is_done().wait((done & 1) ^ 1);
+            __syncwarp();  // all lanes have waited
+            if (is_first) memory.tile_is_done().arrive();
             assign(done + 1);
           }
         }
