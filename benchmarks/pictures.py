@@ -58,8 +58,11 @@ KEPT = {
     "dense": ("registers", GREEN),
     "lanes": ("registers", GREEN),
     "warp": ("registers", GREEN),
+    "block": ("registers", GREEN),
+    "narrow": ("registers", GREEN),
     "shared": ("shared memory, of a block", BLUE),
     "cluster": ("shared memory, of a cluster", ORANGE),
+    "turns": ("shared memory, of a cluster", ORANGE),
     "whole": ("read twice, by the whole GPU", RED),
     "reread": ("read twice, by a block or a cluster", GREY),
 }
