@@ -375,8 +375,8 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   }
 }
 
-// What blocks of a row spread over several hand on: their sums, then their keys, in order. In the
-// workspace, or in the shared memory of the first block of a cluster.
+// What blocks of a row spread over several hand on: their sums, then their keys, in order if there
+// are k. In the workspace, or in the shared memory of the first block of a cluster.
 struct TopkPartials {
   MaxAndSum* sums;    // [blocks of a row]
   uint64_t* keys;     // [blocks of a row, k]
@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(
   extern __shared__ __align__(16) char shared_memory[];
   auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
   __shared__ Selection<kThreads> selection;
-  __shared__ MaxAndSum sums_of_warps[kWarps];
+  __shared__ MaxAndSum sums_of_warps[kWarps], total;
   __shared__ uint64_t arrived;  // a barrier: what blocks of the cluster hand on
 
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
@@ -449,10 +449,10 @@ __global__ void __launch_bounds__(
         part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + threadIdx.x, exponent, delegates);
-    const int thread = thread_index_anew(), lane = thread % 32;
+    const int thread = thread_index_anew();
     const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
     if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
-    if (lane == 0) sums_of_warps[thread / 32] = of_warp;
+    if (thread % 32 == 0) sums_of_warps[thread / 32] = of_warp;
     selection.put_delegates(delegates);
     if (thread == 0) selection.count = selection.waiting_count = 0;
     if constexpr (kSpreads) {
@@ -462,16 +462,27 @@ __global__ void __launch_bounds__(
       }
     }
     __syncthreads();
-    uint32_t reached = selection.least_of_delegates(params.k);
-    if constexpr (kSpreads) {
-      if (is_cluster) reached = max(reached, selection.least_of_cluster(params.k, blocks));
-    }
-    selection.select(params.k, uint64_t{reached} << 32,
-                     [&](uint64_t least) { part.collect(least, groups + thread, selection); });
-    const auto total_of_warps = [&] {
-      return warp_merge<kWarps>(sums_of_warps[thread_index_anew() % kWarps], exponent);
+    // One warp finds a threshold for all, while others find the cluster's and the total.
+    const auto put_total = [&] {
+      const int lane = thread_index_anew() % 32;
+      const MaxAndSum of_block = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
+      if (lane == 0) total = of_block;
     };
-    MaxAndSum total = total_of_warps();
+    const auto is_warp = [](int warp) { return thread_index_anew() / 32 == warp; };
+    if (is_warp(0)) selection.put_threshold(0, selection.least_of_delegates(params.k));
+    if (is_warp(1 % kWarps)) put_total();
+    if constexpr (kSpreads) {
+      if (is_cluster && is_warp(2 % kWarps))
+        selection.put_threshold(1, selection.least_of_cluster(params.k, blocks));
+    }
+    __syncthreads();
+    uint32_t reached = selection.reached[0];
+    if constexpr (kSpreads) {
+      if (is_cluster) reached = max(reached, selection.reached[1]);
+    }
+    selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
+      part.collect(least, groups + thread_index_anew(), selection);
+    });
     if constexpr (kSpreads) {
       const TopkPartials partials =
           is_cluster ? TopkPartials(shared_memory + groups_bytes(schedule.max_units,
@@ -479,39 +490,60 @@ __global__ void __launch_bounds__(
                                     &arrived, blocks)
                      : TopkPartials(params, row, blocks);
       if (thread == 0) partials.put_sum(rank, total);
-      selection.for_ranked(
-          params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
-      for (int i = selection.count + thread; i < params.k; i += kThreads)
+      // In order, unless a cluster's block has fewer than k: they are handed on as they are.
+      const int found = selection.count;
+      if (is_cluster && found < params.k) {
+        for (int i = thread; i < found; i += kThreads)
+          partials.put_key(rank * params.k + i, selection.candidates[i]);
+      } else {
+        selection.for_ranked(
+            params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
+      }
+      for (int i = found + thread; i < params.k; i += kThreads)
         partials.put_key(rank * params.k + i, kNoKey);
       if (!is_cluster) sync_grid();
       if (rank != 0) continue;
+      // What k keys of one block reach.
+      const auto last_of_block = [&](int i) {
+        return static_cast<uint32_t>(partials.keys[i * params.k + params.k - 1] >> 32);
+      };
+      const int lane = thread_index_anew() % 32;
       if (is_cluster) {
+        __syncthreads();  // all warps have read the candidates
+        if (thread == 0) selection.count = 0;
         wait_for_bytes(&arrived, 0);
-        __syncthreads();  // of those that hand on, all warps have read the candidates
+        reached = max(reached, largest_of_lanes(lane < blocks ? last_of_block(lane) : 0u));
+        if (is_warp(0)) {
+          const MaxAndSum of_cluster = warp_merge<32>(
+              lane < blocks ? partials.sums[lane] : MaxAndSum{kLowest, 0.f}, exponent);
+          if (lane == 0) total = of_cluster;
+        }
+        __syncthreads();
+      } else {  // also what a few of each block reach
+        const int of_block = divide_up(params.k, blocks);
+        uint32_t of_one = 0, of_each = ~0u;
+        MaxAndSum of_thread{kLowest, 0.f};
+        for (int i = thread; i < blocks; i += kThreads) {
+          of_thread.merge(partials.sums[i], exponent);
+          of_one = max(of_one, last_of_block(i));
+          of_each =
+              min(of_each, static_cast<uint32_t>(partials.keys[i * params.k + of_block - 1] >> 32));
+        }
+        of_thread = warp_merge<32>(of_thread, exponent);
+        of_one = largest_of_lanes(of_one);
+        of_each = smallest_of_lanes(of_each);
+        if (lane == 0) {
+          sums_of_warps[thread / 32] = of_thread;
+          selection.delegates[0][thread / 32] = of_one;
+          selection.delegates[1][thread / 32] = of_each;
+        }
+        if (thread == 0) selection.count = 0;
+        __syncthreads();
+        if (is_warp(0)) put_total();
+        of_one = largest_of_lanes(selection.delegates[0][lane % kWarps]);
+        of_each = smallest_of_lanes(selection.delegates[1][lane % kWarps]);
+        reached = max(reached, max(of_one, of_each));
       }
-      // What k keys of one block reach, and what a few of each block do.
-      const int of_block = divide_up(params.k, blocks);
-      uint32_t of_one = 0, of_each = ~0u;
-      MaxAndSum of_thread{kLowest, 0.f};
-      for (int i = thread; i < blocks; i += kThreads) {
-        const uint64_t* const keys = partials.keys + i * params.k;
-        of_thread.merge(partials.sums[i], exponent);
-        of_one = max(of_one, static_cast<uint32_t>(keys[params.k - 1] >> 32));
-        of_each = min(of_each, static_cast<uint32_t>(keys[of_block - 1] >> 32));
-      }
-      of_thread = warp_merge<32>(of_thread, exponent);
-      of_one = largest_of_lanes(of_one);
-      of_each = smallest_of_lanes(of_each);
-      if (lane == 0) {
-        sums_of_warps[thread / 32] = of_thread;
-        selection.delegates[0][thread / 32] = of_one;
-        selection.delegates[1][thread / 32] = of_each;
-      }
-      if (thread == 0) selection.count = 0;
-      __syncthreads();
-      of_one = largest_of_lanes(selection.delegates[0][thread_index_anew() % kWarps]);
-      of_each = smallest_of_lanes(selection.delegates[1][thread_index_anew() % kWarps]);
-      reached = max(reached, max(of_one, of_each));
       selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
         constexpr int kKeys = 4;  // on their way together
 #pragma unroll 1
@@ -527,7 +559,6 @@ __global__ void __launch_bounds__(
             selection.append(keys[i] != kNoKey && keys[i] >= least, [&](int) { return keys[i]; });
         }
       });
-      total = total_of_warps();
     }
     selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
     __syncthreads();

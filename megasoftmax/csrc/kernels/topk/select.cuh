@@ -20,8 +20,9 @@ struct Selection {
   uint64_t sorted[kThreads < kMaxK ? kThreads : kMaxK];  // rows with a larger k have more threads
   int waiting[kMaxWaiting];  // groups of threads that may hold candidates
   uint64_t threshold;
-  uint64_t shared;  // a barrier: what other blocks of the cluster share
-  int count;        // of candidates, those that found no place too
+  uint32_t reached[2];  // by k logits of the block, and of the cluster
+  uint64_t shared;      // a barrier: what other blocks of the cluster share
+  int count;            // of candidates, those that found no place too
   int waiting_count;
 
   // The keys key(i) whose bits are set in `wanted`.
@@ -65,8 +66,7 @@ struct Selection {
     delegates[0][thread / kTogether] = two[0];
     delegates[1][thread / kTogether] = two[1];
   }
-  // What at least k delegates reach, 0 where there are fewer: by each warp for itself. Behind a
-  // barrier.
+  // What at least k delegates reach, 0 where there are fewer: by one warp. Behind a barrier.
   __device__ uint32_t least_of_delegates(int k) const {
     const int lane = thread_index_anew() % 32;
     constexpr int kOfLane = kDelegates / 32;
@@ -92,7 +92,7 @@ struct Selection {
       send_to_cluster(sorted + (rank * kWarps + warp) * 2 + lane % 2, &shared, lane / 2,
                       uint64_t{high} << 32 | low);
   }
-  // Waits for them.
+  // Waits for them; by one warp.
   __device__ uint32_t least_of_cluster(int k, int blocks) {
     const auto* const largest = reinterpret_cast<const uint32_t*>(sorted);
     wait_for_bytes(&shared, 0);
@@ -104,15 +104,21 @@ struct Selection {
     return threshold_of(values, k, most_reaching(k));
   }
 
+  // By a warp, before a barrier.
+  __device__ void put_threshold(int place, uint32_t found) {
+    if (thread_index_anew() % 32 == 0) reached[place] = found;
+  }
+
   // Calls body(rank, key) for the k best, in several threads. Where a block has several warps some
   // lanes count together.
   template <class Body>
   __device__ void for_ranked(int k, Body&& body) const {
     constexpr int kLanes = kWarps > 1 ? 4 : 1;
     const int thread = thread_index_anew(), lane = thread % kLanes;
+    const int first = thread / 32 * (32 / kLanes);  // of the warp
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += kThreads / kLanes) {
-      const int i = begin + thread / kLanes;
+    for (int begin = first; begin < count; begin += kThreads / kLanes) {
+      const int i = begin + thread % 32 / kLanes;
       const uint64_t mine = i < count ? candidates[i] : kNoKey;
       int rank = 0;
 #pragma unroll 4
