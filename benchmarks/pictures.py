@@ -55,6 +55,7 @@ MARKS = {
 # Where a regime keeps a row between the pass that sums and the pass that writes -> colour.
 KEPT = {
     "tile": ("shared memory, many rows in a tile", PURPLE),
+    "across": ("registers", GREEN),
     "dense": ("registers", GREEN),
     "lanes": ("registers", GREEN),
     "warp": ("registers", GREEN),

@@ -1183,6 +1183,26 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [328, 384, 400])
+def test_many_masked_rows_have_the_bits_of_few(chunks: int, dtype: torch.dtype) -> None:
+    """Many have a warp each, few a block."""
+    scores = normal(2100, chunks * _pack(dtype), device="cuda", dtype=dtype)
+    mask = coin(*scores.shape, device="cuda")
+    many, *_ = check(scores, mask=mask)
+    few = megasoftmax.softmax(scores[:100].clone(), mask=mask[:100].clone(), fused=True)
+    assert torch.equal(many[:100], few)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 60, 127])
+def test_tiles_of_many_tiny_rows(columns: int, dtype: torch.dtype) -> None:
+    """A tile of many rows has more than its block takes at a time."""
+    check(normal(200_000, columns, device="cuda", dtype=dtype))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072, 6001, 20003, 32767]
 )
@@ -1219,7 +1239,9 @@ def test_limits_that_exclude_nothing_leave_empty_rows_0(columns: int, dtype: tor
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [9, 2101])
-@pytest.mark.parametrize("columns", [136, 264, 513, 521, 1023, 1024, 1031, 2047, 2055])
+@pytest.mark.parametrize(
+    "columns", [24, 40, 56, 64, 72, 120, 136, 264, 513, 521, 1023, 1024, 1031, 2047, 2055]
+)
 def test_dense_rows(columns: int, rows: int, dtype: torch.dtype) -> None:
     """Whole chunks and, of uneven rows, single elements at both ends: some rows depend on these."""
     for scale in (0.7, -0.7):

@@ -4,9 +4,9 @@
 //
 // A row has a warp for each of its units, which stays in registers. These warps are a block, or the
 // blocks of a cluster. A row of one unit has a warp or a part of one, or, where rows are few, four
-// warps. Units and their sums are those of row_units.cuh, but for uneven rows in one block. The
-// time of few rows is that of the code before their loads and behind them, so there is little, and
-// parameters lie together.
+// warps. Forward, rows of up to 8 chunks lie across 8 lanes. Units and their sums are those of
+// row_units.cuh, but for uneven rows in one block. The time of few rows is that of the code before
+// their loads and behind them, so there is little, and parameters lie together.
 //
 // Uneven rows have whole chunks from their first multiple of 16 bytes on. In one block, what is
 // left at both ends is fewer elements than two chunks have: single ones of as many lanes of the
@@ -284,6 +284,77 @@ __global__ void __launch_bounds__(kForwardRegimes[kKernel].shape().threads(),
   }
 }
 
+// Forward, rows of at most 8 chunks lie across as many lanes: each has a chunk of each of several
+// rows, so that a warp reads and writes whole rows, which follow each other, at a time.
+constexpr bool lies_across(const KernelShape& shape) {
+  return shape.threads_per_row * shape.chunks_per_thread <= 8;
+}
+
+template <class T, int kKernel>
+__global__ void __launch_bounds__(kForwardRegimes[kKernel].shape().threads(),
+                                  (dense_blocks_per_sm(kForwardRegimes[kKernel])))
+    dense_forward_kernel_across(const __grid_constant__ DenseRows rows) {
+  constexpr KernelShape kShape = kForwardRegimes[kKernel].shape();
+  constexpr int kElements = kPackElements<T>, kRows = kShape.chunks_per_thread;  // of a lane
+  constexpr int kLanes = kShape.threads_per_row * kRows, kAtATime = kShape.threads() / kLanes;
+  static_assert(kAtATime * kRows == kShape.rows_per_block);
+  const int lane = static_cast<int>(threadIdx.x % kLanes), column = lane * kElements;
+  const int first_row =
+      static_cast<int>(blockIdx.x) * kShape.rows_per_block + static_cast<int>(threadIdx.x / kLanes);
+  const int64_t first_element = int64_t{first_row} * rows.columns + column;
+  const int stride = kAtATime * rows.columns;
+  const auto has = [&](int i) {
+    return column < rows.columns && first_row + i * kAtATime < rows.rows;
+  };
+  const T* const source = keep_in_register(static_cast<const T*>(rows.input) + first_element);
+  Pack<T> raw[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    raw[i] = Pack<T>::lowest();
+    if (has(i)) raw[i] = load_pack<T, kElements>(source + i * stride);
+  }
+  if (rows.scale < 0) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (has(i)) raw[i].flip_signs();
+    }
+  }
+  const Exponent exponent{fabsf(rows.scale) * kLog2E};
+  MaxAndSum totals[kRows];
+  float e[kRows][kElements];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const Pack<T> chunk[1] = {raw[i]};
+    totals[i].max = warp_max<kLanes>(fmaxf(largest_lane(chunk), kLowest));
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) e[i][j] = exponent(raw[i][j], totals[i].max);
+    totals[i].sum = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) totals[i].sum = warp_sum<kLanes>(totals[i].sum);
+  with_result_dtype<T>(rows.result_type, [&](auto tag) {
+    using Out = decltype(tag);
+    Out* const target = keep_in_register(static_cast<Out*>(rows.result) + first_element);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Denominator denominator(totals[i], exponent, SinkLogit{}, 0);
+      const int row = first_row + i * kAtATime;
+      if (rows.log_sum_exp != nullptr && lane == 0 && row < rows.rows)
+        rows.log_sum_exp[row] = denominator.log_sum_exp();
+      if (!has(i)) continue;
+      const float factor = denominator.is_regular() ? denominator.factor
+                           : denominator.is_empty() ? rows.of_empty
+                                                    : NAN;
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) e[i][j] *= factor;
+      store_streaming(target + i * stride, Pack<Out, kElements>::round(e[i]));
+    }
+  });
+}
+
 template <class T, int kKernel, bool kIsEven>
 __global__ void __launch_bounds__(kBackwardRegimes[kKernel].shape().threads(),
                                   (dense_blocks_per_sm(kBackwardRegimes[kKernel])))
@@ -354,7 +425,12 @@ cudaError_t launch_dense_forward(const ForwardParams& params, const Plan& plan,
   rows.log_sum_exp = params.log_sum_exp;
   rows.of_empty = params.can_exclude ? 0.f : NAN;
   const auto kernel = []<bool kIsEven>() {
-    return dense_forward_kernel<T, kernel_of(kForwardRegimes, kIndex), kIsEven>;
+    constexpr int kKernel = kernel_of(kForwardRegimes, kIndex);
+    if constexpr (lies_across(kForwardRegimes[kKernel].shape())) {
+      return dense_forward_kernel_across<T, kKernel>;
+    } else {
+      return dense_forward_kernel<T, kKernel, kIsEven>;
+    }
   };
   return launch_dense<(kRegime.serves & kDenseUneven) != 0>(kernel, kRegime, rows, params, plan,
                                                             stream);

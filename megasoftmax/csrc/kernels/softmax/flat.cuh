@@ -24,6 +24,8 @@ inline constexpr int kFlatMinLaneElements = 8, kFlatMaxLaneElements = 16;
 // Shared memory of a block. With half of it 33 columns take 8% longer: starting a block costs as
 // much as much of its work. The most rows of a tile keep enough blocks where rows are tiniest.
 inline constexpr int kFlatTileBytes = 32768, kFlatMaxRows = 2048;
+// Where rows are few, tiles are smaller, so that there are about so many.
+inline constexpr int kFlatTiles = 256;
 
 struct FlatTiles {
   int64_t rows;
@@ -239,8 +241,9 @@ cudaError_t launch_flat(void (*kernel)(Params, FlatTiles), int inputs, DType out
   const bool in_place = tiles.output_row_bytes == tiles.row_bytes;
   const int bytes_at_a_time =
       Row::kRowsAtATime * (inputs * tiles.row_bytes + (in_place ? 0 : tiles.output_row_bytes));
-  const int times = std::min(kFlatTileBytes / bytes_at_a_time, kFlatMaxRows / Row::kRowsAtATime);
-  tiles.rows_per_tile = Row::kRowsAtATime * std::max(times, 1);
+  const int most = std::min(kFlatTileBytes / bytes_at_a_time, kFlatMaxRows / Row::kRowsAtATime);
+  const int64_t times = std::min<int64_t>(most, tiles.rows / (kFlatTiles * Row::kRowsAtATime));
+  tiles.rows_per_tile = Row::kRowsAtATime * static_cast<int>(std::max<int64_t>(times, 1));
   tiles.input_bytes = tiles.rows_per_tile * tiles.row_bytes;
   tiles.output_offset = in_place ? 0 : inputs * tiles.input_bytes;
   tiles.sinks_offset =

@@ -348,7 +348,11 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
             for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
             auto pack = writer.round(p);
             kept_entries.drop(i, pack);
-            writer.store_whole(target + i * kStride, pack);
+            if constexpr (Owner::kRereads) {  // the caches still hold what is to be read
+              writer.store_whole(target + i * kStride, pack);
+            } else {
+              store_pack(target + i * kStride, pack);
+            }
           }
         } else {
 #pragma unroll 1

@@ -101,8 +101,10 @@ inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 
 // nothing else to speak of.
 inline constexpr int kMaxDeclaredBytes = 192;
 inline constexpr int kDenseMaxDeclaredBytes = 1024;
-// Of registers, in those of uneven rows. No other kernel spills any.
+// Of registers, in those of uneven rows, and in rows of float32 in registers that may be uneven. No
+// other kernel spills any.
 inline constexpr int kDenseMaxSpilledBytes = 8;
+inline constexpr int kFloatMaxSpilledBytes = 56;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
@@ -113,13 +115,16 @@ inline constexpr int kLineChunks = 8;
 inline constexpr int kAlignedChunks = 32;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
+// Forward, even rows of more chunks are dense ones instead, where they may be.
+inline constexpr int64_t kTinyChunks = 4;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
 // loops run past the end by a unit.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
-// Beside a row: a regime that could serve in its place, how much longer that takes on an H200, and
-// for how many columns of bfloat16, in plain rows, by tune_softmax.py. Rows without a figure have
-// none stored.
+// Beside a regime: another that could serve in its place, how much longer that takes on an H200,
+// and for how many columns of bfloat16, by tune_softmax.py: where the difference is largest. The
+// columns are those of plain rows of 64 MiB unless it says otherwise. Other regimes have no stored
+// figure.
 // The last rows of each table are for blocks that have no room for the rings of 8 warps, on
 // compute capability 7.5: those of 2 warps fit several times. With dropout all GPUs take them: so
 // long rows are rare there, and these kernels take the longest to compile.
@@ -127,101 +132,103 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
+    {"across_8",     Storage::kDense,         4,  16,     2,       24,  false,         1,          8,       0, kDense},
     {"dense_4",      Storage::kDense,         4,  16,     4,       18,  false,         1,         16,       0, kDense},
-    {"dense_8",      Storage::kDense,         8,   8,     4,       18,  false,         1,         32,       0, kDense},
-    {"dense_16",     Storage::kDense,        16,   4,     4,       18,  false,         1,         64,       0, kDense | kDenseUneven},
-    {"dense_32",     Storage::kDense,        32,   2,     4,       18,  false,         1,        128,    2100, kDense | kDenseUneven},
+    {"dense_8",      Storage::kDense,         8,   8,     4,       18,  false,         1,         32,       0, kDense},  // dense_16 12%, 192
+    {"dense_16",     Storage::kDense,        16,   4,     4,       18,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 15%, 384
+    {"dense_32",     Storage::kDense,        32,   2,     4,       18,  false,         1,        128,    2100, kDense | kDenseUneven},  // dense_1024 4%, uneven 767
     {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        512,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        512,       0, kDense | kDenseUneven},  // shared_128 16%, 256 rows of 4096
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_128 19%, 256 rows of 6144
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
-    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 8%, 128
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 40%, 192
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 6%, 384
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 61%, causal 64
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 47%, causal 192
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 10%, causal 384
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},  // warp_32x5 8%, causal 768
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
-    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // shared_32 6%, causal 1536
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kMasked | kCostly},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kCostly},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited},  // shared_64 20%, 1536
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        640,    2000, kLimited},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kSpread | kDropped},  // shared_128 2%, 6144
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       2100,     500, kMasked},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kCommon | kDropped},  // shared_512 8%, 16384
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     132, kDense},
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kCommon},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      60, kCommon | kDropped},  // cluster_4 6%, 64 rows of 65536
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     100, kDense},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited | kMasked},  // shared_64 11%, causal 3072
+    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kPlain | kUneven | kLimited | kMasked | kDropped},  // shared_128 5%, uneven 5119
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 21%, uneven 8191
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      80, kUneven},  // shared_512 31%, uneven 12287
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     132, kDense},  // shared_512 8%, 16384
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,    2000, kUneven | kDense},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      80, kCommon},  // cluster_2 14%, uneven 256 rows of 50257
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,     132, kDense},  // cluster_2 10%, 256 rows of 49152
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      80, kCommon | kDropped},  // cluster_4 10%, uneven 65535
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     132, kDense},  // dense_x8 6%, 65536
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // cluster_2 23%, 64 rows of 32768
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense},  // without clusters
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense},  // likewise
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kCommon | kDropped},  // whole_gpu 11%, 256 rows of 98304
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,     120, kDense},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},  // shared_512 5%, 1 row of 5120
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},  // shared_256 3%, 1 row of 10240
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},  // whole_gpu 26%, 220 rows of 151936
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},  // cluster_16 10%, 256 rows of 262144
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},  // cluster_16 12%, 16 rows of 50257
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},  // whole_gpu 20%, 4 rows of 196608
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 29%, 256 rows of 393216
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense | kUneven},  // dense ones without clusters, and other uneven ones
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // likewise, and others
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kCommon | kDropped},  // cluster_8 16%, uneven 98303
+    {"cluster_8",    Storage::kShared,      128,   1,     4,        6,  false,         8,      25200,      66, kSpread},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 24%, 1 row of 12288
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},  // cluster_16 21%, 1 row of 98304
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},  // cluster_16 14%, uneven 262143
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_16 23%, 1 row of 151936
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 40%, 256 rows of 524288
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 42%, 256 rows of 1048576
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
-    {"dense_4",      Storage::kDense,         4,  16,     4,       16,  false,         1,         16,       0, kDense},
-    {"dense_8",      Storage::kDense,         8,   8,     4,       16,  false,         1,         32,       0, kDense},
-    {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},
-    {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},
+    {"dense_8",      Storage::kDense,         8,   8,     4,       16,  false,         1,         32,       0, kDense},  // dense_16 6%, 192
+    {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 8%, 384
+    {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},  // dense_128 11%, uneven 767
     {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       4096,     200, kDense},
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},  // shared_64 5%, 1536
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_256 36%, 4 rows of 5120
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       2176,     200, kDense},  // shared_256 27%, 256 rows of 10240
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
-    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 9%, 192
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_32 72%, 384
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 47%, causal 64
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 34%, causal 192
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // warp_32x4 38%, causal 384
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
     {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},  // warp_32x5 7%, causal 768
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,        8,  false,         1,        256,       0, kNarrow},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 82%, 768
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 35%, causal 1536
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kSpread | kDropped},
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // shared_256 7%, 6144
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 21%, 10240
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // whole_gpu 10%, 24576
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kCommon | kDropped},  // shared_128 11%, causal 3072
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // shared_256 13%, uneven 6143
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 15%, uneven 16383
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // cluster_4 12%, uneven 32767
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},  // cluster_8 21%, 50257
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // dense_1024 23%, 64 rows of 32768
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // dense_1024 16%, 16 rows of 12288
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // turns_512x16 41%, 1 row of 131072
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kDense},  // without clusters
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // shared_128 6%, 1 row of 5120
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // cluster_16 19%, 98304
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       4096,     200, kDense},  // likewise
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // turns_512x4 10%, uneven 98303
     {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kDense | kUneven},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},  // cluster_16 16%, 16 rows of 50257
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},  // reread_16 12%, 1 row of 131072
-    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,     100, kPlain | kDense | kUneven},
-    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // reread_1 37%, 256 rows of 393216
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},  // reread_16 9%, uneven 262143
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 21%, 256 rows of 524288
+    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // reread_1 15%, 256 rows of 786432
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 26%, 4 rows of 1048576
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDense},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
     {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
@@ -308,6 +315,33 @@ constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64
   return i;
 }
 
+// Uneven dense rows that one block holds have an order of sums of their own. Whether it does must
+// not depend on the number of rows, unless they have one unit. Longer ones take what serves either
+// kind.
+template <int kCount>
+constexpr bool keeps_uneven_bits(const RowRegime (&table)[kCount]) {
+  // For fewer of the same rows: with the same sums, which blocks of most threads do not have.
+  const auto has_twin = [&](const RowRegime& regime) {
+    for (const RowRegime& other : table) {
+      if ((other.serves & kDenseUneven) != 0 && other.max_chunks == regime.max_chunks &&
+          other.min_rows == 0 && other.threads_per_row < kMostDenseThreads)
+        return true;
+    }
+    return false;
+  };
+  bool are_longer = false;
+  for (const RowRegime& regime : table) {
+    if ((regime.serves & kDenseUneven) == 0) continue;
+    if (regime.storage != Storage::kDense) return false;
+    if (regime.blocks_per_row != 1) {
+      are_longer = true;
+    } else if (are_longer || (regime.min_rows != 0 && !has_twin(regime))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 template <int kCount>
 constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) {
   for (int i = 0; i < kCount; ++i) {
@@ -326,7 +360,8 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
       for (int before = 0; before < i; ++before) {
         const RowRegime& other = table[before];
         const bool is_units = other.storage == Storage::kShared || other.storage == Storage::kDense;
-        if (!is_units || (other.serves & regime.serves & kind) == 0) continue;
+        const unsigned alike = kind == kUneven ? kUneven | kDenseUneven : kind;
+        if (!is_units || (regime.serves & kind) == 0 || (other.serves & alike) == 0) continue;
         longest = other.max_chunks > longest ? other.max_chunks : longest;
         if (other.min_rows == 0 && other.blocks_per_row == 1 && other.max_chunks > certain)
           certain = other.max_chunks;
@@ -353,6 +388,7 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
          regime.rows_per_block != 1))
       return false;
   }
+  if (!keeps_uneven_bits(table)) return false;
   // Some regime serves, whatever the GPU.
   const RowRegime& last = table[kCount - 1];
   return last.max_chunks == kUnlimited && last.min_rows == 0 && last.storage == Storage::kReread &&

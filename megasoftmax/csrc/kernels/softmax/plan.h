@@ -33,9 +33,11 @@ inline int threads_of(const RowRegime& regime, const Schedule& schedule) {
              : regime.shape().threads();
 }
 
-// What a launch without dropout asks of its rows, but for the bias gradient.
+// What a launch without dropout asks of its rows, but for the bias gradient. `tiny_chunks`: the
+// most of even rows that are tiny although they may be dense.
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
-                    bool has_bias, bool has_sink, bool is_contiguous, int pack_elements) {
+                    bool has_bias, bool has_sink, bool is_contiguous, int pack_elements,
+                    int64_t tiny_chunks) {
   const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
   if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
   const bool is_even = shape.columns % pack_elements == 0;
@@ -43,9 +45,11 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
   if (is_masked) return kMasked;
   if (is_limited) return kLimited;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
-  if (is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns) return kTiny;
-  if (is_contiguous && !has_sink && shape.queries == shape.rows())
-    return is_even ? kDense : kDenseUneven;
+  const bool may_be_dense = is_contiguous && !has_sink && shape.queries == shape.rows();
+  const bool is_longer = may_be_dense && is_even && chunks > tiny_chunks;
+  if (is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns && !is_longer)
+    return kTiny;
+  if (may_be_dense) return is_even ? kDense : kDenseUneven;
   return is_even ? kPlain : kUneven;
 }
 
@@ -128,7 +132,7 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
       params.dropout.is_given()
           ? kDropped
           : rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr, has_bias,
-                    params.sink.is_given, params.is_contiguous, pack_elements);
+                    params.sink.is_given, params.is_contiguous, pack_elements, kTinyChunks);
   return plan_rows(kForwardRegimes, chunks, params.shape.columns / pack_elements,
                    params.shape.rows(), kind, device, pack_bytes, forced);
 }
@@ -146,10 +150,11 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
                      kind_of_bias_gradient(params.dropout), device, 2 * pack_bytes, forced);
   }
   const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
-  const Rows kind = params.dropout.is_given()
-                        ? kDropped
-                        : rows_of(params.shape, params.is_limited, chunks, false, false,
-                                  params.sink.is_given, params.is_contiguous, pack_elements);
+  const Rows kind =
+      params.dropout.is_given()
+          ? kDropped
+          : rows_of(params.shape, params.is_limited, chunks, false, false, params.sink.is_given,
+                    params.is_contiguous, pack_elements, kUnlimited);
   return plan_rows(kBackwardRegimes, chunks, params.shape.columns / pack_elements,
                    params.shape.rows(), kind, device, 2 * pack_bytes, forced);
 }
