@@ -34,7 +34,7 @@ inline int threads_of(const RowRegime& regime, const Schedule& schedule) {
 }
 
 // What a launch without dropout asks of its rows, but for the bias gradient. `tiny_chunks`: the
-// most of even rows that are tiny although they may be dense.
+// most of a row that is tiny although it may be dense.
 inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
                     bool has_bias, bool has_sink, bool is_contiguous, int pack_elements,
                     int64_t tiny_chunks) {
@@ -46,7 +46,8 @@ inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks,
   if (is_limited) return kLimited;
   const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
   const bool may_be_dense = is_contiguous && !has_sink && shape.queries == shape.rows();
-  const bool is_longer = may_be_dense && is_even && chunks > tiny_chunks;
+  const bool is_longer =
+      may_be_dense && is_even && chunks > tiny_chunks && chunks % kSectorChunks == 0;
   if (is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns && !is_longer)
     return kTiny;
   if (may_be_dense) return is_even ? kDense : kDenseUneven;
