@@ -252,7 +252,8 @@ __device__ inline void store_streaming(T* destination, const Pack<T, kElements>&
     __stcs(reinterpret_cast<Word*>(destination) + i, reinterpret_cast<const Word*>(&pack)[i]);
   }
 }
-// The same without a hint: long rows that wait in shared memory took 1% less time so on an H200.
+// The same without a hint: rows that wait in the shared memory of a cluster took 1% less time so
+// on an H200.
 template <class T, int kElements>
 __device__ inline void store_pack(T* destination, const Pack<T, kElements>& pack) {
   using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;

@@ -311,6 +311,9 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       kept.drop(i, pack);
       writer.store(at, pack);
     };
+    // To the caches. Without it rows of one block, and rows that are partly zeros, take longer.
+    const bool has_hint = !kShape.may_share_rows || Owner::kRereads || row.visible.begin > 0 ||
+                          row.visible.end < columns;
     const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
       const int first = first_of(unit, batch), column = column_of(first);
       const Kept kept_entries =
@@ -348,7 +351,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
             for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
             auto pack = writer.round(p);
             kept_entries.drop(i, pack);
-            if constexpr (Owner::kRereads) {  // the caches still hold what is to be read
+            if (has_hint) {
               writer.store_whole(target + i * kStride, pack);
             } else {
               store_pack(target + i * kStride, pack);
