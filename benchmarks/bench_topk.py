@@ -10,7 +10,8 @@ size of the logits, is timed in the same rounds.
 What the host needs for a launch is not in it, and the logits may stay in the L2 cache.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,7 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SMALL = 32 * 2**20  # bytes of the logits
 CALLS = 20  # in a graph
 STATISTICS = 3 * 4  # bytes of a row
+VOCABULARIES = range(10_000, 1_000_000)  # columns, for which FlashInfer is made
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,21 @@ def topk_and_logsumexp(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return (best - logits.logsumexp(-1, keepdim=True)).exp(), indices
 
 
+@functools.cache
+def flashinfer() -> Callable[[Tensor, int], tuple[Tensor, Tensor]] | None:
+    """FlashInfer's softmax, in float32, then its top-k; None where the package is not installed.
+
+    Its kernels are compiled when they are first called, which needs nvcc.
+    """
+    try:
+        from flashinfer import top_k
+        from flashinfer.sampling import softmax
+    except ImportError as error:
+        print(f"without FlashInfer: {error}")
+        return None
+    return lambda logits, k: top_k(softmax(logits), k, sorted=True)
+
+
 def forward_calls(case: Case, logits: Tensor) -> dict[str, measure.Function]:
     calls: dict[str, measure.Function] = {
         OURS: lambda: megasoftmax.softmax_topk(logits, case.k, fused=True)
@@ -114,6 +131,8 @@ def forward_calls(case: Case, logits: Tensor) -> dict[str, measure.Function]:
     if case.data == "normal":
         calls["softmax, topk"] = lambda: softmax_then_topk(logits, case.k)
         calls["topk, logsumexp"] = lambda: topk_and_logsumexp(logits, case.k)
+        if case.columns in VOCABULARIES and (peer := flashinfer()) is not None:
+            calls["FlashInfer"] = lambda: peer(logits, case.k)
     if case.compiled:
         torch._dynamo.reset()
         compiled = torch.compile(softmax_then_topk, dynamic=False)

@@ -48,6 +48,7 @@ MARKS = {
     "SDPA mem-efficient": (GREY, "v"),
     "FlexAttention": (ORANGE, "s"),
     "FlashAttention-4": (RED, "X"),
+    "FlashInfer": (RED, "X"),
     "sdpa": (GREEN, "D"),
     "sdpa flash": (PURPLE, "^"),
     "eager": (GREY, "P"),
