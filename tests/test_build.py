@@ -84,11 +84,12 @@ def _allowed(source: Path, what: str, kernels: str = "") -> int:
     limits = dict(re.findall(rf"int k(\w*)Max{what}Bytes = (\d+);", header))
     if kernels:
         return int(limits.get(kernels, 0))
-    for name, prefix in (("hopper", "Hopper"), ("float32", "Float"), ("tf32", "Float")):
+    of_types = (("float32", "Float"), ("float32", "FloatRow"), ("tf32", "Float"))
+    for name, prefix in (("hopper", "Hopper"), *of_types):
         of_kind = limits.get(prefix)
         if name in source.name and of_kind is not None:
             return int(of_kind)
-    of_kinds = ("Hopper", "Float", "Dense")
+    of_kinds = ("Hopper", "Float", "FloatRow", "Dense")
     limits = {name: limit for name, limit in limits.items() if name not in of_kinds}
     return int(next(iter(limits.values()), 0))
 

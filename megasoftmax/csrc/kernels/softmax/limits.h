@@ -104,7 +104,7 @@ inline constexpr int kDenseMaxDeclaredBytes = 1024;
 // Of registers, in those of uneven rows, and in rows of float32 in registers that may be uneven. No
 // other kernel spills any.
 inline constexpr int kDenseMaxSpilledBytes = 8;
-inline constexpr int kFloatMaxSpilledBytes = 56;
+inline constexpr int kFloatRowMaxSpilledBytes = 56;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
