@@ -68,7 +68,7 @@ KEPT = {
     "whole": ("read twice, by the whole GPU", RED),
     "reread": ("read twice, by a block or a cluster", GREY),
 }
-OUTLIER = 105  # % of the copy, from which a point of a CUDA graph says how long its copy took
+OUTLIER = 110  # % of the copy, from which a point of a CUDA graph says how long its copy took
 
 
 def draw_all() -> None:
@@ -331,16 +331,15 @@ def draw_training(rows: list[Row]) -> None:
 def draw_tuning(rows: list[Row]) -> None:
     """Per cent of the copy over the length of rows: a line for each regime of limits.h.
 
-    Circles are the regimes that are chosen, vertical lines their longest rows.
+    Circles are the regimes that are chosen, vertical lines their longest rows. Few rows are those
+    of CUDA graphs: their calls with a flushed cache are in the file alone.
     """
     panels: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
+        if row["timing"] == "cold":
+            continue
         few = "1 row" if row["rows"] == "1" else f"{row['rows']} rows"
-        panel = {
-            "call": f"{row['kind']} rows, 64 MiB",
-            "graph": f"{few}, CUDA graph",
-            "cold": f"{few}, flushed cache",
-        }[row["timing"]]
+        panel = f"{few}, CUDA graph" if row["timing"] == "graph" else f"{row['kind']} rows, 64 MiB"
         panels[panel][row["direction"]].append(row)
     figure, axes = plt.subplots(
         len(panels), 2, figsize=(13, 3.4 * len(panels)), sharey=True, squeeze=False
@@ -356,7 +355,7 @@ def draw_tuning(rows: list[Row]) -> None:
     handles.append(plt.Line2D([], [], linestyle="", marker="o", color="none", markeredgecolor=INK))
     labels = [*dict(KEPT.values()), "the regime that is chosen"]
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
-    figure.suptitle(f"Row regimes, plain softmax, {rows[0]['dtype']}, {origin(rows)}")
+    figure.suptitle(f"Row regimes, {rows[0]['dtype']}, {origin(rows)}")
     inch = 1 / figure.get_figheight()
     figure.tight_layout(rect=(0, 0.7 * inch, 1, 1 - inch / 3))
     save(figure, "tuning.svg")
@@ -374,15 +373,17 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
         lines[row["regime"]].append((int(row["columns"]), float(row["percent_of_copy"])))
     for regime, points in lines.items():
         axis.plot(*zip(*points, strict=True), color=color_of(regime), linewidth=1, alpha=0.45)
+    marks: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by colour
     for row in chosen:
         columns, percent = int(row["columns"]), float(row["percent_of_copy"])
-        color = color_of(row["regime"])
-        axis.plot(columns, percent, "o", color=color, markeredgecolor=INK, markersize=5)
+        marks[color_of(row["regime"])].append((columns, percent))
         if percent > OUTLIER and row["timing"] == "graph":
             copy = float(row["microseconds"]) * percent / 100
             label = f"{columns:,} columns: the copy took {copy:.1f} µs"
             place = {"textcoords": "offset points", "xytext": (-6, -2), "ha": "right"}
             axis.annotate(label, (columns, percent), fontsize=8, **place)
+    for color, points in marks.items():
+        axis.plot(*zip(*points, strict=True), "o", color=color, markeredgecolor=INK, markersize=5)
     axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
@@ -438,9 +439,11 @@ def origin(rows: list[Row]) -> str:
 
 
 def save(figure: plt.Figure, name: str) -> None:
+    """Writes a picture of docs/, in the colours of its page, to a tenth of a point."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     plt.close(figure)
     picture = re.sub("<style.*?</style>", STYLE, text.getvalue(), flags=re.DOTALL)
+    picture = re.sub(r"(\d\d\.\d)\d+", r"\1", picture)  # not scales and opacities, below 10
     lines = [line.rstrip() for line in picture.replace(INK, "currentColor").splitlines()]
     (DOCS / name).write_text("\n".join(lines) + "\n")

@@ -1,6 +1,7 @@
 """The site builds without a warning and without a network; code and links of pages work."""
 
 import doctest
+import importlib
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import transformers
 
 from megasoftmax.build import library
+from megasoftmax.limits import kernel_limits
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -105,6 +107,14 @@ def test_links_lead_to_the_text_in_the_repository_too(page):
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
             assert anchor in anchors, f"{target.name}#{anchor}"
+
+
+def test_the_picture_of_row_regimes_has_a_colour_for_each(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pictures = importlib.import_module("pictures")
+    limits = kernel_limits()
+    for regime in (*limits.forward, *limits.backward):
+        assert pictures.color_of(regime.name)
 
 
 def test_pictures_have_the_colours_of_the_page():

@@ -311,7 +311,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       kept.drop(i, pack);
       writer.store(at, pack);
     };
-    // To the caches. Without it rows of one block, and rows that are partly zeros, take longer.
+    // To the caches. Whole rows of a cluster take less time without it, causal rows more.
     const bool has_hint = !kShape.may_share_rows || Owner::kRereads || row.visible.begin > 0 ||
                           row.visible.end < columns;
     const auto write_batch = [&](int unit, int batch, int place, bool is_new) {

@@ -116,7 +116,7 @@ inline constexpr int kAlignedChunks = 32;
 // Tiny rows have fewer than kTinyColumns; uneven ones, which cost registers more, up to so many.
 inline constexpr int64_t kTinyColumns = 128, kTinyUnevenColumns = 512;
 // Forward, rows of more chunks are dense ones instead, where they may be and all begin at a sector
-// of the caches, 32 bytes. Those of 120 columns, which do not, took 8% longer so on an H200.
+// of the caches, 32 bytes: else lanes load and store parts of sectors.
 inline constexpr int64_t kTinyChunks = 4, kSectorChunks = 2;
 // Kernels count batches * heads, queries and columns in 32 bits, and a window's borders with them;
 // loops run past the end by a unit.
@@ -169,8 +169,8 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     132, kDense},  // dense_x8 6%, 65536
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // cluster_2 23%, 64 rows of 32768
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense | kUneven},  // dense ones without clusters, and other uneven ones
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // likewise, and others
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense | kUneven},  // without clusters; and uneven rows that are not dense
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // without clusters; and others of 60 to 79 rows
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kCommon | kDropped},  // cluster_8 16%, uneven 98303
     {"cluster_8",    Storage::kShared,      128,   1,     4,        6,  false,         8,      25200,      66, kSpread},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 24%, 1 row of 12288
