@@ -37,8 +37,8 @@ ATTENTION_TILES = {
 }
 # --fast-types looks at what kernels of bfloat16 spill, and not at those of other types. Float16's
 # differ from them in single instructions. Of a row of float32 a thread has half as many elements.
-# Attention of float32 has spills of its own, which only a run without the option checks. No kernel
-# of another type declares a larger array in shared memory.
+# Kernels of float32 have spills of their own, which only a run without the option checks. None of
+# another type declares a larger array in shared memory.
 OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")
 # ptxas reads these of them, not optimised, because they have all instructions in assembly that no
 # kernel of bfloat16 has. The others end when the compiler's front-end has instantiated their
