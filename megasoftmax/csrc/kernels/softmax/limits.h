@@ -159,30 +159,35 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited | kMasked},  // shared_64 11%, causal 3072
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kPlain | kUneven | kLimited | kMasked | kDropped},  // shared_128 5%, uneven 5119
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 21%, uneven 8191
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      80, kUneven},  // shared_512 31%, uneven 12287
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,     132, kDense},  // shared_512 8%, 16384
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,    2000, kUneven | kDense},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      80, kUneven},  // shared_512 31%, uneven 12287
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       3400,     132, kDense},  // shared_512 8%, 16384
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     500, kDense},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,     132, kDense},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,    2000, kUneven},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      80, kCommon},  // cluster_2 14%, uneven 256 rows of 50257
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,     132, kDense},  // cluster_2 10%, 256 rows of 49152
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,      80, kCommon | kDropped},  // cluster_4 10%, uneven 65535
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,  false,         2,       8960,     132, kDense},  // dense_x8 6%, 65536
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     100, kCommon | kDropped},  // cluster_4 10%, uneven 65535
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     132, kDense},  // dense_x8 6%, 65536
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // cluster_2 23%, 64 rows of 32768
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       4480,      40, kDense | kUneven},  // without clusters; and uneven rows that are not dense
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kDense | kUneven},  // without clusters; and uneven rows that are not dense
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // without clusters; and others of 60 to 79 rows
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        3,  false,         4,      17408,      30, kCommon | kDropped},  // cluster_8 16%, uneven 98303
-    {"cluster_8",    Storage::kShared,      128,   1,     4,        6,  false,         8,      25200,      66, kSpread},
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      40, kCommon | kDropped},  // cluster_8 16%, uneven 98303
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      66, kDense},
+    {"cluster_128x8", Storage::kShared,     128,   1,     4,        6,  false,         8,      17408,     130, kSpread},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      66, kSpread | kDropped},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 24%, 1 row of 12288
     {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},  // cluster_16 21%, 1 row of 98304
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kSpread | kDropped},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      25000,      30, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      33792,      40, kSpread | kDropped},  // cluster_16 14%, uneven 262143
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      17, kSpread | kDropped},
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,     100, kSpread | kDropped},  // cluster_16 14%, uneven 262143
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      33792,      17, kSpread | kDropped},
     {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_16 23%, 1 row of 151936
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,  false,         8,      10000,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        3,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 40%, 256 rows of 524288
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      10000,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,       0, kSpread | kDropped},
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 40%, 256 rows of 524288
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 42%, 256 rows of 1048576
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
