@@ -133,107 +133,107 @@ inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 inline constexpr RowRegime kForwardRegimes[] = {
     // name          storage              threads rows chunks blocks/SM  turns blocks/row max chunks min rows serves
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
-    {"across_8",     Storage::kDense,         4,  16,     2,       24,  false,         1,          8,       0, kDense},
-    {"dense_4",      Storage::kDense,         4,  16,     4,       18,  false,         1,         16,       0, kDense},
-    {"dense_8",      Storage::kDense,         8,   8,     4,       18,  false,         1,         32,       0, kDense},  // dense_16 12%, 192
-    {"dense_16",     Storage::kDense,        16,   4,     4,       18,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 15%, 384
-    {"dense_32",     Storage::kDense,        32,   2,     4,       18,  false,         1,        128,    2100, kDense | kDenseUneven},  // dense_1024 4%, uneven 767
+    {"across_8",     Storage::kDense,         4,  16,     2,       24,  false,         1,          8,       0, kDense},  // dense_4 5%, 64
+    {"dense_4",      Storage::kDense,         4,  16,     4,       18,  false,         1,         16,       0, kDense},  // dense_8 11%, 96
+    {"dense_8",      Storage::kDense,         8,   8,     4,       18,  false,         1,         32,       0, kDense},  // dense_16 10%, 192
+    {"dense_16",     Storage::kDense,        16,   4,     4,       18,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 9%, 384
+    {"dense_32",     Storage::kDense,        32,   2,     4,       18,  false,         1,        128,    2100, kDense | kDenseUneven},  // dense_1024 5%, uneven 767
     {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        512,       0, kDense | kDenseUneven},  // shared_128 16%, 256 rows of 4096
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_128 19%, 256 rows of 6144
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        512,       0, kDense | kDenseUneven},  // shared_128 61%, 1536
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_256 18%, 256 rows of 6144
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       16,  false,         1,          4,       0, kAnyRows},
-    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 61%, causal 64
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 47%, causal 192
-    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 10%, causal 384
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       16,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 65%, causal 64
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       16,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 47%, masked 192
+    {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       16,  false,         1,         64,       0, kAnyRows | kDropped},  // lanes_16x5 9%, causal 384
     {"lanes_16x5",   Storage::kRegisters,    16,   4,     5,       14,  false,         1,         80,       0, kAnyRows},
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       14,  false,         1,        128,       0, kDropped},
     {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
     {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       16,  false,         1,        128,       0, kAnyRows | kNarrow},  // warp_32x5 8%, causal 768
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       14,  false,         1,        160,       0, kAnyRows},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,       10,  false,         1,        256,       0, kNarrow},
-    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // shared_32 6%, causal 1536
+    {"block_64x4",   Storage::kRegisters,    64,   1,     4,       18,  false,         1,        256,       0, kUneven | kLimited | kMasked | kCostly},  // block_64x5 5%, masked 1536
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       16,  false,         1,        320,       0, kUneven | kMasked | kCostly},
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        9,  false,         1,        512,       0, kCostly},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        8,  false,         1,        640,       0, kUneven | kCostly},
     {"block_256x4",  Storage::kRegisters,   256,   1,     4,        4,  false,         1,       1024,       0, kCostly},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited | kMasked},  // shared_64 11%, causal 3072
-    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kPlain | kUneven | kLimited | kMasked | kDropped},  // shared_128 5%, uneven 5119
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 21%, uneven 8191
-    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},
-    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      80, kUneven},  // shared_512 31%, uneven 12287
-    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       3400,     132, kDense},  // shared_512 8%, 16384
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     500, kDense},
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited | kMasked},  // shared_64 8%, causal 3072
+    {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kPlain | kUneven | kLimited | kMasked | kDropped},  // shared_128 8%, causal 4096
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 20%, uneven 8191
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},  // whole_gpu_64 8%, causal 16384
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      80, kUneven},  // shared_512 34%, uneven 12287
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       3400,     132, kDense},  // shared_512 9%, 20480
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     500, kDense},  // shared_512 3%, 50256
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,     132, kDense},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,    2000, kUneven},
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      80, kCommon},  // cluster_2 14%, uneven 256 rows of 50257
-    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,     132, kDense},  // cluster_2 10%, 256 rows of 49152
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     100, kCommon | kDropped},  // cluster_4 10%, uneven 65535
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     132, kDense},  // dense_x8 6%, 65536
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // cluster_2 23%, 64 rows of 32768
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      80, kCommon},  // cluster_2 17%, uneven 256 rows of 50257
+    {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,     132, kDense},  // dense_x8 13%, 256 rows of 49152
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     100, kCommon | kDropped},
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     132, kDense},  // cluster_128x8 2%, 256 rows of 65536
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // cluster_2 22%, 64 rows of 24576
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kDense | kUneven},  // without clusters; and uneven rows that are not dense
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // without clusters; and others of 60 to 79 rows
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      40, kCommon | kDropped},  // cluster_8 16%, uneven 98303
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      40, kCommon | kDropped},  // cluster_128x8 3%, uneven 98303
     {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      66, kDense},
-    {"cluster_128x8", Storage::kShared,     128,   1,     4,        6,  false,         8,      17408,     130, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      66, kSpread | kDropped},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 24%, 1 row of 12288
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},  // cluster_16 21%, 1 row of 98304
+    {"cluster_128x8", Storage::kShared,     128,   1,     4,        6,  false,         8,      17408,     130, kSpread},  // cluster_8 3%, 256 rows of 131072
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      66, kSpread | kDropped},  // cluster_16 26%, uneven 151935
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 23%, 16 rows of 10240
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},  // cluster_16 20%, 4 rows of 98304
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      17, kSpread | kDropped},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,     100, kSpread | kDropped},  // cluster_16 14%, uneven 262143
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      33792,      17, kSpread | kDropped},
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_16 23%, 1 row of 151936
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      17, kSpread | kDropped},  // dense_x16 13%, 64 rows of 151936
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,     100, kSpread | kDropped},  // cluster_16 5%, 256 rows of 262144
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      33792,      17, kSpread | kDropped},  // cluster_8 2%, 64 rows of 262144
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_8 24%, 1 row of 151936
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      10000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 40%, 256 rows of 524288
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 42%, 256 rows of 1048576
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 48%, 256 rows of 393216
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 41%, 256 rows of 786432
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
-    {"dense_8",      Storage::kDense,         8,   8,     4,       16,  false,         1,         32,       0, kDense},  // dense_16 6%, 192
-    {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 8%, 384
-    {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},  // dense_128 11%, uneven 767
+    {"dense_8",      Storage::kDense,         8,   8,     4,       16,  false,         1,         32,       0, kDense},  // dense_16 15%, 128
+    {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 4%, 384
+    {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},
     {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},  // shared_64 5%, 1536
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_256 36%, 4 rows of 5120
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},  // whole_gpu_64 39%, 1536
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_256 37%, 4 rows of 6144
     {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       2176,     200, kDense},  // shared_256 27%, 256 rows of 10240
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
-    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 47%, causal 64
-    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 34%, causal 192
+    {"lanes_4x4",    Storage::kRegisters,     4,  16,     4,       12,  false,         1,         16,       0, kAnyRows},  // lanes_8x4 48%, causal 64
+    {"lanes_8x4",    Storage::kRegisters,     8,   8,     4,       12,  false,         1,         32,       0, kAnyRows},  // lanes_16x4 35%, causal 192
     {"lanes_16x4",   Storage::kRegisters,    16,   4,     4,       12,  false,         1,         64,       0, kAnyRows | kDropped | kDroppedBiasGradient},  // warp_32x4 38%, causal 384
     {"lanes_16x8",   Storage::kRegisters,    16,   4,     8,       10,  false,         1,        128,       0, kDropped},
     {"narrow_64x1",  Storage::kRegisters,    64,   1,     1,       18,  false,         1,         64,       0, kNarrow},
-    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},  // warp_32x5 7%, causal 768
+    {"warp_32x4",    Storage::kRegisters,    32,   2,     4,       12,  false,         1,        128,       0, kNarrow | kUneven | kLimited | kBiasGradient | kDroppedBiasGradient},  // warp_32x5 8%, causal 768
     {"warp_32x5",    Storage::kRegisters,    32,   2,     5,       10,  false,         1,        160,       0, kUneven | kLimited | kBiasGradient},
     {"block_64x4",   Storage::kRegisters,    64,   1,     4,       14,  false,         1,        256,       0, kUneven | kBiasGradient},
     {"narrow_128x2", Storage::kRegisters,   128,   1,     2,        8,  false,         1,        256,       0, kNarrow},
     {"block_64x5",   Storage::kRegisters,    64,   1,     5,       12,  false,         1,        320,       0, kUneven | kBiasGradient},
-    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 35%, causal 1536
+    {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        322,       0, kPlain | kLimited},  // shared_64 31%, causal 1536
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
-    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kCommon | kDropped},  // shared_128 11%, causal 3072
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // shared_256 13%, uneven 6143
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // cluster_2 15%, uneven 16383
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // cluster_4 12%, uneven 32767
+    {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kCommon | kDropped},  // shared_128 15%, causal 3072
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // reread_64 18%, uneven 5119
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // reread_1 16%, causal 12288
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // whole_gpu 14%, uneven 24575
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // dense_1024 23%, 64 rows of 32768
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // dense_x16 21%, 64 rows of 32768
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
-    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // dense_1024 16%, 16 rows of 12288
-    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // turns_512x16 41%, 1 row of 131072
+    {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // dense_1024 18%, 16 rows of 12288
+    {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // turns_512x16 40%, 1 row of 131072
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kDense},  // without clusters
     {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       4096,     200, kDense},  // likewise
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // turns_512x4 10%, uneven 98303
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // turns_512x4 8%, uneven 98303
     {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kDense | kUneven},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},  // reread_16 9%, uneven 262143
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},  // reread_16 12%, uneven 262143
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
-    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 21%, 256 rows of 524288
-    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // reread_1 15%, 256 rows of 786432
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 25%, 524288
+    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // whole_gpu 15%, 256 rows of 786432
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 26%, 4 rows of 1048576
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDense},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
