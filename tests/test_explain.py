@@ -285,7 +285,7 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     large = H200.shared_bytes
     gpus = [
         {"max_cluster": clusters, "shared_bytes": shared_bytes}
-        for clusters, shared_bytes in ((1, large), (16, large), (1, 64 * 1024))
+        for clusters, shared_bytes in ((1, large), (8, large), (16, large), (1, 64 * 1024))
     ]
     reached = {
         explain(count, columns, HALF, queries=1, backward=backward, **gpu, **kind).index

@@ -199,6 +199,20 @@ def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
             assert found.regime.storage == "shared"
 
 
+@pytest.mark.parametrize("max_cluster", [8, 16])
+def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster: int) -> None:
+    longest = max(row.max_chunks for row in LIMITS.forward if row.name == "cluster_8")
+    kinds = [
+        {"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)
+    ]
+    for chunks, count, kind in itertools.product(
+        (8000, 12000, 17000, 25000, 27000, longest - 8), (17, 40, 99, 100, 1000), kinds
+    ):
+        for columns in (8 * chunks, 8 * chunks - 1):
+            found = explain(count, columns, HALF, max_cluster=max_cluster, **kind)
+            assert found.regime.storage != "reread", (count, columns, kind)
+
+
 def test_bias_gradients_fit_the_smallest_blocks() -> None:
     """Backward, rows keep two tensors: 15 units in 64 KB. Dense ones keep them in registers."""
     given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1, "causal": True}

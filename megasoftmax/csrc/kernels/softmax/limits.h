@@ -173,21 +173,23 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,       0, kDenseUneven},
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kDense | kUneven},  // without clusters; and uneven rows that are not dense
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       6656,      60, kDense | kCommon},  // without clusters; and others of 60 to 79 rows
-    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      40, kCommon | kDropped},  // cluster_128x8 3%, uneven 98303
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      40, kPlain | kUneven | kLimited | kMasked},  // cluster_128x8 3%, uneven 98303
+    {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      17408,      40, kCostly | kDropped},  // their registers leave room for three blocks at most
     {"cluster_4",    Storage::kShared,      256,   1,     4,        4,  false,         4,      13600,      66, kDense},
     {"cluster_128x8", Storage::kShared,     128,   1,     4,        6,  false,         8,      17408,     130, kSpread},  // cluster_8 3%, 256 rows of 131072
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      66, kSpread | kDropped},  // cluster_16 26%, uneven 151935
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      17408,      66, kDense},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       4096,       0, kDense},  // cluster_4 23%, 16 rows of 10240
     {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      17408,       0, kDense},  // cluster_16 20%, 4 rows of 98304
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       1100,       0, kSpread | kDropped},
     {"shared_512",   Storage::kShared,      512,   1,     4,        2,  false,         1,       2050,       0, kSpread},
-    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      27000,      17, kSpread | kDropped},  // dense_x16 13%, 64 rows of 151936
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      26600,      17, kSpread | kDropped},  // cluster_16 26%, uneven 151935
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,     100, kSpread | kDropped},  // cluster_16 5%, 256 rows of 262144
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      33792,      17, kSpread | kDropped},  // cluster_8 2%, 64 rows of 262144
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,      17, kDense},  // cluster_8 2%, 64 rows of 262144
     {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_8 24%, 1 row of 151936
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      10000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 48%, 256 rows of 393216
+    {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,      17, kSpread | kDropped},  // without clusters of 16
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 41%, 256 rows of 786432
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
