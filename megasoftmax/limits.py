@@ -16,7 +16,7 @@ class RowRegime:
     chunks_per_thread: int
     blocks_per_sm: int
     takes_turns: bool  # blocks: of one row after the other
-    blocks_per_row: int | None  # None: as many as the GPU runs at a time, for all rows together
+    blocks_per_row: int | None  # None: all that the GPU runs at a time share out the rows
     max_chunks: int | None  # None: any length
     min_rows: int  # fewer rows take a later regime
     serves: tuple[str, ...]  # names of Rows in limits.h, such as "plain" or "any"

@@ -28,7 +28,8 @@ DIRECTIONS = ("forward", "backward")
 LENGTHS = (0, 1, 7, 8, 9, 33, 257)
 BATCHES, HEADS, QUERIES = 2, 2, 3
 # For blocks that take one row after the other: twice the rows that an H200 has at a time.
-MANY_QUERIES = 113
+MANY_QUERIES = 530
+KEPT_BYTES = 36 * 2**20  # a fifth more than the shared memory of an H200
 
 # How a tensor lies in its storage, which ends where the tensor ends: "offset" begins at the second
 # element, "padded" has 8 elements between rows, "transposed" has columns in the place of rows,
@@ -272,11 +273,14 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
         long = constants["kLongRow"] * pack
         return [long, long + 1]
     units = 1 + (constants["kMaxUnits"] if regime.blocks_per_row is None else regime.blocks_per_row)
-    if regime.storage == "reread" and regime.blocks_per_row is not None:
-        chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
+    chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
+    if regime.storage == "reread" and not regime.takes_turns:
         ring = regime.threads_per_row // 32 * constants["kRingBytes"]
         units *= ring // (constants["kChunksPerBatch"] * chunk_bytes)
     chunks = units * constants["kChunksPerBatch"] + 1
+    if regime.storage == "reread" and regime.takes_turns:
+        # More than shared memory has room for, so that a part of each row is read twice.
+        chunks = KEPT_BYTES // (BATCHES * HEADS * QUERIES * chunk_bytes)
     if regime.max_chunks is not None:
         chunks = (
             regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)

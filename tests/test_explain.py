@@ -259,9 +259,25 @@ def test_few_long_rows_share_the_gpu() -> None:
     assert found.regime.blocks_per_row is None
     assert found.units == LIMITS.constants["kMaxUnits"]
     assert found.blocks_per_row == found.units // (found.regime.threads_per_row // 32)
-    assert found.workspace_bytes == 4 * found.units * LIMITS.constants["kResultBytes"]
+    # Results of two rows, which alternate, and a number of blocks.
+    assert found.workspace_bytes == (2 * found.units + 1) * LIMITS.constants["kResultBytes"]
     alone = explain(1, 33554432, HALF, multiprocessors=132)
-    assert (alone.units, alone.blocks_per_row) == (512, 128)
+    assert (alone.units, alone.blocks_per_row) == (2048, 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "at_a_time"),
+    [(4, 2**20, 4), (4, 2**23, 2), (5, 2**23, 2), (64, 2**20, 16), (64, 2**21, 8), (4, 2**25, 1)],
+)
+def test_very_long_rows_take_turns(rows: int, columns: int, at_a_time: int) -> None:
+    """As many at a time as shared memory keeps, or a little more."""
+    found = explain(rows, columns, HALF, multiprocessors=132)
+    of_a_row = (2 * found.units + 1) * LIMITS.constants["kResultBytes"]
+    assert found.regime.takes_turns
+    assert found.rows_at_a_time == at_a_time
+    assert found.workspace_bytes == at_a_time * of_a_row
+    blocks = 132 * found.regime.blocks_per_sm
+    assert blocks / 2 < at_a_time * found.blocks_per_row <= blocks
 
 
 def test_long_rows_in_a_narrow_window() -> None:
@@ -285,7 +301,10 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
     large = H200.shared_bytes
     gpus = [
         {"max_cluster": clusters, "shared_bytes": shared_bytes}
-        for clusters, shared_bytes in ((1, large), (8, large), (16, large), (1, 64 * 1024))
+        for clusters, shared_bytes in (
+            *((1, large), (8, large), (16, large)),
+            *((1, 99 * 1024), (1, 64 * 1024)),
+        )
     ]
     reached = {
         explain(count, columns, HALF, queries=1, backward=backward, **gpu, **kind).index

@@ -181,8 +181,9 @@ def test_softmax_fits(gpu: Gpu) -> None:
         )
         assert (found.shared_bytes or 0) + declared <= shared_bytes
         assert (found.regime.blocks_per_row or 1) <= max_cluster
-        # Blocks that take turns copy the next row while they sum one: from 8.0 on.
-        assert major >= 8 or not found.regime.takes_turns
+        # Blocks that take turns copy the next row while they sum one: from 8.0 on. Very long rows
+        # take turns on all GPUs.
+        assert major >= 8 or not found.regime.takes_turns or found.regime.storage == "reread"
         assert (found.threads or 0) <= MOST_THREADS
 
 

@@ -270,7 +270,7 @@ def test_synccheck_has_no_large_clusters_but_their_kernels():
         for large, smaller in (
             ("=cluster_16", "=cluster_8"),
             ("=dense_x16", "=dense_x8"),
-            ("=reread_16", "=reread_1"),
+            ("=reread_16", "=whole_gpu_512"),
             ("=turns_512x16", "=turns_512x8"),
             (topk['"cluster_16"'], topk['"cluster_8"']),
         ):

@@ -1182,6 +1182,58 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(
 
 
 @gpu
+@pytest.mark.parametrize(
+    ("rows", "columns", "few"),
+    [
+        *((70, 600_000, 3), (40, 1_000_003, 16), (33, 2**21, 32), (5, 2**23 + 1, 2)),
+        (3, 20_000_000, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_very_long_rows_have_the_bits_of_few_in_every_turn(
+    rows: int, columns: int, few: int, dtype: torch.dtype
+) -> None:
+    """Shared memory keeps some of them at a time, and of the longest ones a part."""
+    scores = normal(rows, columns, device="cuda", dtype=dtype)
+    g = normal(rows, columns, device="cuda", dtype=dtype, seed=1)
+
+    def run(part: slice) -> list[Tensor]:
+        leaf = scores[part].clone().requires_grad_()
+        p, lse = megasoftmax.softmax(leaf, scale=0.7, return_lse=True, fused=True)
+        return [p.detach(), lse.detach(), *torch.autograd.grad(p, leaf, g[part])]
+
+    many = run(slice(0, rows))
+    # Where rows begin in memory must not depend on the slice.
+    ends = [few, rows] if columns % 8 == 0 else [few]
+    for end in ends:
+        for a, b in zip(many, run(slice(end - few, end)), strict=True):
+            assert bits_equal(a[end - few : end], b)
+    row = rows - 1  # of the last turn
+    x, y = scores[row].double() * 0.7, g[row].double()
+    returned = many[0][row].double()
+    dx = 0.7 * returned * (y - (returned * y).sum())
+    for got, exact in ((returned, x.softmax(-1)), (many[2][row].double(), dx)):
+        assert (got - exact).norm() <= oracle.TOLERANCE[dtype] * exact.norm()
+    torch.testing.assert_close(many[1][row].double(), x.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [300_001, 1_500_000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_very_long_rows_of_uneven_lengths_take_turns(columns: int, masked: bool) -> None:
+    """Some blocks and warps have nothing of a row, and some rows show nothing."""
+    rows, dtype = 40, torch.float16
+    scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    end = torch.randint(columns, (1, 1, rows), device="cuda", generator=generator)
+    end[..., 3] = 0
+    end[..., 7:11] = 1000
+    end[..., 20] = columns
+    mask = coin(1, 1, 1, columns, device="cuda") if masked else None
+    check(scores, visible=(end // 3, end), mask=mask)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [328, 384, 400])
 def test_many_masked_rows_have_the_bits_of_few(chunks: int, dtype: torch.dtype) -> None:

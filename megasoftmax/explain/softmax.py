@@ -52,6 +52,7 @@ class Explanation(Moved):
     skipped: tuple[Skipped, ...]
 
     blocks_per_row: int
+    rows_at_a_time: int | None  # over the whole GPU; None for rows that do not lie over all of it
     units: int  # of the widest row; 0 for rows without units
     batches_per_unit: int  # likewise
     threads: int | None  # of a block; None for tiles, whose launcher sizes blocks and grid
@@ -137,12 +138,13 @@ def explain(
         chunks=plan.chunks,
         index=plan.regime,
         regime=regime,
-        reasons=_reasons(regime, plan.chunks, rows, kind, plan.blocks_per_row),
+        reasons=_reasons(regime, plan, rows, kind),
         skipped=tuple(
             Skipped(i, table[i].name, "; ".join(_in_words(obstacles[i], table[i], kind, call)))
             for i in range(plan.regime)
         ),
         blocks_per_row=plan.blocks_per_row,
+        rows_at_a_time=plan.rows_at_a_time or None,
         units=plan.units,
         batches_per_unit=plan.unit_batches,
         threads=None if is_tile else plan.threads,
@@ -167,8 +169,8 @@ class _Call(ctypes.Structure):
 
 class _Plan(ctypes.Structure):
     _fields_ = integers(
-        *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "units"),
-        *("unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
+        *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "rows_at_a_time"),
+        *("units", "unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
     )
 
 
@@ -213,24 +215,28 @@ def _check(
         )
 
 
-def _reasons(
-    regime: RowRegime, chunks: int, rows: int, kind: str, blocks_per_row: int
-) -> tuple[str, ...]:
+def _reasons(regime: RowRegime, plan: _Plan, rows: int, kind: str) -> tuple[str, ...]:
     """Why a regime serves such rows."""
+    chunks, blocks_per_row = plan.chunks, plan.blocks_per_row
     longest = "any length" if regime.max_chunks is None else f"at most {regime.max_chunks:,} chunks"
     blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
     found = [
         f"serves {kind} rows",
         f"takes rows of {longest}: these need up to {chunks:,}",
     ]
-    if regime.min_rows > 0:
+    if regime.blocks_per_row is None:
+        if regime.min_rows > 0:
+            found.append(f"wants at least {regime.min_rows:,} rows: there are {rows:,}")
+        found.append(
+            f"shares out the GPU: {blocks} take a row together, and {plan.rows_at_a_time:,} of "
+            f"{rows:,} rows are in its shared memory at a time, whole or in part"
+        )
+    elif regime.min_rows > 0:
         keep = "keeps" if blocks_per_row == 1 else "keep"
         found.append(
             f"wants at least {regime.min_rows:,} rows, so that {blocks} each {keep} the GPU busy: "
             f"there are {rows:,}"
         )
-    elif regime.blocks_per_row is None:
-        found.append(f"all rows share the blocks that the GPU runs at a time: {blocks} each")
     elif blocks_per_row > 1:
         found.append(f"few rows keep the GPU busy with {blocks} each")
     return tuple(found)

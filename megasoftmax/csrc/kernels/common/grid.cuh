@@ -10,4 +10,20 @@ namespace megasoftmax {
 
 __device__ inline void sync_grid() { cooperative_groups::this_grid().sync(); }
 
+// A barrier of some blocks of such a launch: it ends when `arrivals` has grown to `all`.
+__device__ inline void sync_blocks(unsigned* arrivals, unsigned all) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned arrived;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                   : "=r"(arrived)
+                   : "l"(arrivals)
+                   : "memory");
+    } while (arrived < all);
+  }
+  __syncthreads();
+}
+
 }  // namespace megasoftmax

@@ -184,6 +184,7 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   constexpr bool kTakesTurns = kShape.takes_turns;
+  constexpr bool kRereads = kShape.storage == Storage::kReread;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Owner = RowOwner<kShape>;
   using Row = RowPlace<kElements, typename Inputs::Entries::template Grid<kElements>>;
@@ -192,133 +193,107 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
   constexpr int kSlots = kRingBytes / static_cast<int>(2 * sizeof(Pack<T>)) / kChunksPerBatch;
   extern __shared__ __align__(16) char shared_memory[];
 
-  Owner owner(schedule);
+  constexpr int kPacks = 2 * kChunksPerBatch;  // of a batch
+  Owner owner(schedule, shared_memory + schedule.kept_batches * kPacks * sizeof(Pack<T>));
   const int columns = static_cast<int>(params.shape.columns);
-  const auto reader_of = [&](const Strided& tensor, const Row& row, const UnitPart& part) {
-    return Reader(tensor, !Biases::kPresent && params.is_contiguous, row.first_element, row.index,
-                  row.grid, part.bounds, columns);
+  // The block's part of a row, and how to read it.
+  struct Place {
+    Row row;
+    UnitPart part;
+  };
+  struct Taken : Place {
+    Reader gradients, probabilities;
+  };
+  const auto place_of = [&](const RowIndex& index) {
+    const Row row(params.shape, index, Bounds::of<true>(params, index), Biases::kPresent);
+    return Place{row, owner.part_of(row.visible, row.grid)};
+  };
+  const auto take = [&](const Place& place) {
+    const auto reader_of = [&](const Strided& tensor) {
+      return Reader(tensor, !Biases::kPresent && params.is_contiguous, place.row.first_element,
+                    place.row.index, place.row.grid, place.part.bounds, columns);
+    };
+    return Taken{place, reader_of(params.gradient), reader_of(params.probabilities)};
   };
   // Of each batch the gradient, then the probabilities.
   Pack<T>* const shared_packs =
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
-  const auto kept = [&](int place) { return shared_packs + place * (2 * kChunksPerBatch); };
+  const auto kept = [&](int place) { return shared_packs + place * kPacks; };
   // The columns of the warp's first chunk and of this lane's.
-  const auto first_of = [&](const Row& row, const UnitPart& part, int unit, int batch) {
-    return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
+  const auto first_of = [&](const Taken& of, int batch) {
+    return of.row.first_column + owner.first_chunk(of.part, batch) * kElements;
   };
   const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
-  const auto are_inside = [&](const Reader& gradients, const Reader& probabilities, int first) {
-    return gradients.inside.contains(first, kBatch) && probabilities.inside.contains(first, kBatch);
+  const auto are_inside = [&](const Taken& of, int first) {
+    return of.gradients.inside.contains(first, kBatch) &&
+           of.probabilities.inside.contains(first, kBatch);
   };
-  const auto start_copies = [&](const Reader& gradients, const Reader& probabilities, int first,
-                                int place) {
-    const bool inside = are_inside(gradients, probabilities, first);
-    const int column = column_of(first);
-    gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 32);
-    probabilities.template start_copies<kStride, kChunks>(inside, column,
-                                                          kept(place) + kChunksPerBatch, 32);
+  const auto start_copies = [&](const Taken& of, int batch, int place) {
+    const int first = first_of(of, batch), column = column_of(first);
+    const bool inside = are_inside(of, first);
+    of.gradients.template start_copies<kStride, kChunks>(inside, column, kept(place), 32);
+    of.probabilities.template start_copies<kStride, kChunks>(inside, column,
+                                                             kept(place) + kChunksPerBatch, 32);
   };
-  // Units from..to of a row, which come to places of their own.
-  const auto start_units = [&](const Row& row, const UnitPart& part, int from, int to,
-                               auto&& place) {
-    const Reader gradients = reader_of(params.gradient, row, part);
-    const Reader probabilities = reader_of(params.probabilities, row, part);
-#pragma unroll 1
-    for (int unit = from; unit <= to; unit += Owner::kWarps) {
-      start_copies(gradients, probabilities, first_of(row, part, unit, 0), place(unit));
-      end_copies();
+  const auto make_inputs = [&](const Taken& of, const Inputs& inputs, int first, Pack<T>* packs) {
+    if constexpr (Inputs::kDrops) {
+      Pack<T> g[kChunks], p[kChunks];
+      load_kept(packs, g);
+      load_kept(packs + kChunksPerBatch, p);
+      inputs.template make<32, false>({first, of.part.bounds.end, {}}, g, p);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        packs[i * 32] = g[i];
+        packs[kChunksPerBatch + i * 32] = p[i];
+      }
     }
   };
+  const auto inputs_of = [&](const Taken& of) {
+    return Inputs(params, of.row.index, of.part.bounds, of.row.grid);
+  };
+  const auto sum_batch = [&](const Taken& of, const Inputs& inputs, int batch, int place,
+                             float& before) {
+    const int first = first_of(of, batch);
+    Pack<T>* const packs = kept(place);
+    make_inputs(of, inputs, first, packs);
+    if (!are_inside(of, first)) {
+#pragma unroll 1
+      for (int i = 0; i < kChunks; ++i) {
+        Pack<T> p = packs[kChunksPerBatch + i * 32];
+        clear_outside(p, column_of(first) + i * kStride, of.part.bounds);
+        packs[kChunksPerBatch + i * 32] = p;
+      }
+    }
+    // Whole packs: dot alone would load elements, and only where it needs them.
+    Pack<T> g[kChunks], p[kChunks];
+    load_kept(packs, g);
+    load_kept(packs + kChunksPerBatch, p);
+    before = warp_sum<32>(before);
+    MaxAndSum result{0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) result.sum += dot(g[i], p[i]);
+    return result;
+  };
+  const auto add = [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; };
+  const auto fill_rest = [&](const Taken& of) {
+    const Row& row = of.row;
+    fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
+                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
+  };
 
-  int number = owner.owner_of_block();
+  int number = owner.owner();
   const RowIndex owner_index =
       kTakesTurns ? row_at(schedule, number) : row_of_block<kShape>(schedule);
   if (owner_index.query >= static_cast<int>(params.bias_shape.queries)) return;
   Biases biases(params, owner_index.row(params.bias_shape));
-  const RowsOfOwner<Biases::kPresent> rows(params, owner_index);
-  biases.begin(owner.thread());
-  if (!rows.has(params, 0)) return;
-
-  const auto place_of = [&](const RowIndex& index) {
-    return Row(params.shape, index, Bounds::of<true>(params, index), Biases::kPresent);
-  };
-  Row row = place_of(rows.at(params, 0));
-  UnitPart part = owner.part_of(row.visible, row.grid);
-  if constexpr (!Owner::kRereads)
-    start_units(row, part, owner.first_unit(), owner.last_unit(part),
-                [&](int unit) { return owner.place_of(unit); });
-
-  for (int turn = 0;; ++turn) {
-    const Reader gradients = reader_of(params.gradient, row, part);
-    const Reader probabilities = reader_of(params.probabilities, row, part);
-    fill_outside(params.scores_gradient, params.scores_gradient_type, row.row, columns,
-                 row.first_column, row.grid.end(row.visible), owner.thread(), owner.threads());
-    owner.template start<Pack<T>, 2>(shared_memory, row.row, turn);
-    const Inputs inputs(params, row.index, part.bounds, row.grid);
-    const auto make_inputs = [&](int first, Pack<T>* packs) {
-      if constexpr (Inputs::kDrops) {
-        Pack<T> g[kChunks], p[kChunks];
-        load_kept(packs, g);
-        load_kept(packs + kChunksPerBatch, p);
-        inputs.template make<32, false>({first, part.bounds.end, {}}, g, p);
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          packs[i * 32] = g[i];
-          packs[kChunksPerBatch + i * 32] = p[i];
-        }
-      }
-    };
-    const auto sum_batch = [&](int unit, int batch, int place, float& before) {
-      const int first = first_of(row, part, unit, batch);
-      Pack<T>* const packs = kept(place);
-      make_inputs(first, packs);
-      if (!are_inside(gradients, probabilities, first)) {
-#pragma unroll 1
-        for (int i = 0; i < kChunks; ++i) {
-          Pack<T> p = packs[kChunksPerBatch + i * 32];
-          clear_outside(p, column_of(first) + i * kStride, part.bounds);
-          packs[kChunksPerBatch + i * 32] = p;
-        }
-      }
-      // Whole packs: dot alone would load elements, and only where it needs them.
-      Pack<T> g[kChunks], p[kChunks];
-      load_kept(packs, g);
-      load_kept(packs + kChunksPerBatch, p);
-      before = warp_sum<32>(before);
-      MaxAndSum result{0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) result.sum += dot(g[i], p[i]);
-      return result;
-    };
-    const auto start = [&](int unit, int batch, int place) {
-      start_copies(gradients, probabilities, first_of(row, part, unit, batch), place);
-    };
-    // The next row comes in where there is room already, and later where this row leaves.
-    number += schedule.owners;
-    const bool has_next = kTakesTurns ? number < schedule.rows : rows.has(params, turn + 1);
-    const Row next = place_of(!has_next     ? row.index
-                              : kTakesTurns ? row_at(schedule, number)
-                                            : rows.at(params, turn + 1));
-    const UnitPart next_part = owner.part_of(next.visible, next.grid);
-    constexpr bool kHasNext = kTakesTurns || Biases::kPresent;
-    const int next_last = has_next ? owner.last_unit(next_part) : -1;
-    const int span_ahead = has_next ? owner.span_ahead(part, next_part) : 0;
-    const auto start_next = [&](int from, int to) {
-      start_units(next, next_part, from, to,
-                  [&](int unit) { return owner.place_of_next(part, unit); });
-    };
-    start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
-    owner.template sum_pass<kSlots>(
-        part, span_ahead / Owner::kWarps, start, sum_batch,
-        [](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.sum += of_batch.sum; });
-
+  // Writes a row from its sum, which `write_all` does batch by batch.
+  const auto write_row = [&](const Taken& of, const Inputs& inputs, float sum, auto&& write_all) {
     const float factor = Inputs::factor(params);
-    const float d = finish_dot(params, row.row, row.index.head, owner.sum(part) * factor,
-                               owner.is_first_thread());
-
+    const float d =
+        finish_dot(params, of.row.row, of.row.index.head, sum * factor, owner.is_first_thread());
     with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
       const RowWriter<decltype(tag), kElements> writer(
-          params.scores_gradient, row.first_element, columns,
+          params.scores_gradient, of.row.first_element, columns,
           !Biases::kPresent || columns % kElements == 0);
       const bool is_plain = writer.whole_chunks && isfinite(d);
       const auto scores_gradient = [&](Pack<T> g, const Pack<T>& p, bool is_finite,
@@ -328,16 +303,16 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
 #pragma unroll
         for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
       };
-      const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
-        const int first = first_of(row, part, unit, batch), column = column_of(first);
+      const auto write_batch = [&](int batch, int place, bool is_new) {
+        const int first = first_of(of, batch), column = column_of(first);
         Pack<T>* const packs = kept(place);
-        if (is_new) make_inputs(first, packs);
+        if (is_new) make_inputs(of, inputs, first, packs);
         float dz[kElements], dx[kElements];
         Pack<T> g[kChunks], p[kChunks];
         load_kept(packs, g);
         load_kept(packs + kChunksPerBatch, p);
         keep_loads_together();
-        if (is_plain && are_inside(gradients, probabilities, first)) {
+        if (is_plain && are_inside(of, first)) {
           auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
           for (int i = 0; i < kChunks; ++i) {
@@ -349,29 +324,94 @@ __device__ __forceinline__ void backward_in_units(const BackwardParams& params,
 #pragma unroll 1
           for (int i = 0; i < kChunks; ++i) {
             const int at = column + i * kStride;
-            if (at >= part.bounds.end) break;
+            if (at >= of.part.bounds.end) break;
             Pack<T> visible = packs[kChunksPerBatch + i * 32];
-            if (is_new) clear_outside(visible, at, part.bounds);
+            if (is_new) clear_outside(visible, at, of.part.bounds);
             scores_gradient(packs[i * 32], visible, false, dz, dx);
             writer.store(at, dx);
             biases.add(i, at, dz);
           }
         }
       };
-      owner.template write_pass<kSlots>(part, start, write_batch, [&](int unit) {
-        const int following = unit + span_ahead;
-        if (kHasNext && following <= next_last) start_next(following, following);
-      });
+      write_all(write_batch);
     });
-    if (!has_next) break;
-    // A ring has had room for all of the next row.
-    if constexpr (!Owner::kRereads && !kTakesTurns)
-      start_next(max(owner.last_unit(part) + Owner::kWarps, owner.first_unit()), next_last);
-    owner.go_on(part);
-    row = next;
-    part = next_part;
+  };
+
+  if constexpr (kRereads && kTakesTurns) {
+    owner.take_turns([&](int number) { return take(place_of(row_at(schedule, number))); },
+                     start_copies,
+                     [&](const Taken& of, int batch, int place, float& before) {
+                       return sum_batch(of, inputs_of(of), batch, place, before);
+                     },
+                     add,
+                     [&](const Taken& of, auto&& pass) {
+                       fill_rest(of);
+                       write_row(of, inputs_of(of), owner.sum(of.part), pass);
+                     });
+  } else {
+    const RowsOfOwner<Biases::kPresent> rows(params, owner_index);
+    biases.begin(owner.thread());
+    if (!rows.has(params, 0)) return;
+    // Units from..to of a row, which come to places of their own.
+    const auto start_units = [&](const Place& at, int from, int to, auto&& place) {
+      const Taken of = take(at);
+#pragma unroll 1
+      for (int unit = from; unit <= to; unit += Owner::kWarps) {
+        start_copies(of, unit, place(unit));
+        end_copies();
+      }
+    };
+    Place at = place_of(rows.at(params, 0));
+    if constexpr (!kRereads)
+      start_units(at, owner.first_unit(), owner.last_unit(at.part),
+                  [&](int unit) { return owner.place_of(unit); });
+    for (int turn = 0;; ++turn) {
+      const Taken now = take(at);
+      const UnitPart& part = now.part;
+      fill_rest(now);
+      owner.start(turn);
+      const Inputs inputs = inputs_of(now);
+      const auto sum = [&](int batch, int place, float& before) {
+        return sum_batch(now, inputs, batch, place, before);
+      };
+      const auto start = [&](int batch, int place) { start_copies(now, batch, place); };
+      // The next row comes in where there is room already, and later where this row leaves.
+      number += schedule.owners;
+      const bool has_next = kTakesTurns ? number < schedule.rows : rows.has(params, turn + 1);
+      const Place next = place_of(!has_next     ? now.row.index
+                                  : kTakesTurns ? row_at(schedule, number)
+                                                : rows.at(params, turn + 1));
+      constexpr bool kHasNext = !kRereads && (kTakesTurns || Biases::kPresent);
+      const int next_last = has_next ? owner.last_unit(next.part) : -1;
+      const int span_ahead = has_next ? owner.span_ahead(part, next.part) : 0;
+      const auto start_next = [&](int from, int to) {
+        if constexpr (kHasNext)
+          start_units(next, from, to, [&](int unit) { return owner.place_of_next(part, unit); });
+      };
+      if constexpr (kRereads) {
+        owner.template sum_ring<kSlots>(part, start, sum, add);
+      } else {
+        start_next(owner.first_unit(), owner.first_unit() + span_ahead - Owner::kWarps);
+        owner.sum_pass(part, span_ahead / Owner::kWarps, sum);
+      }
+      write_row(now, inputs, owner.sum(part), [&](auto&& write_batch) {
+        if constexpr (kRereads) {
+          owner.template write_ring<kSlots>(part, start, write_batch);
+        } else {
+          owner.write_pass(part, write_batch, [&](int unit) {
+            const int following = unit + span_ahead;
+            if (kHasNext && following <= next_last) start_next(following, following);
+          });
+        }
+      });
+      if (!has_next) break;
+      if constexpr (!kRereads && !kTakesTurns)
+        start_next(max(owner.last_unit(part) + Owner::kWarps, owner.first_unit()), next_last);
+      owner.go_on(part);
+      at = next;
+    }
+    biases.finish(owner.thread());
   }
-  biases.finish(owner.thread());
 }
 
 template <class Inputs, template <KernelShape, int> class BiasGradientOf, int kKernel>

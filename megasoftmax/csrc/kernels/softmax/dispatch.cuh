@@ -21,36 +21,34 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
   constexpr int64_t kMaxYZ = 65535;
   const int64_t blocks = blocks_of_queries(kernel_shape, plan.kind, shape.queries);
   Schedule schedule = plan.schedule;
-  if (kernel_shape.takes_turns || (schedule.blocks_per_row > 1 && !schedule.is_cluster)) {
+  if (kernel_shape.takes_turns) {
+    const bool is_spread = !schedule.is_cluster;
     int64_t resident = 0;  // as many as run at a time
     MEGASOFTMAX_RETURN_IF_ERROR(resident_clusters(kernel, kernel_shape.threads(), plan.shared_bytes,
                                                   schedule.is_cluster ? schedule.blocks_per_row : 1,
                                                   plan.multiprocessors, resident));
-    if (kernel_shape.takes_turns) {
-      schedule.rows = static_cast<int>(shape.rows());
-      schedule.queries = Divider(shape.queries);
-      schedule.heads = Divider(shape.heads);
-      schedule.owners = static_cast<int>(std::clamp<int64_t>(resident, 1, schedule.rows));
-      schedule.units = Divider(schedule.blocks_per_row);
-      const dim3 grid(static_cast<unsigned>(schedule.owners * schedule.blocks_per_row));
-      return launch(kernel, grid, dim3(kernel_shape.threads()), plan.shared_bytes,
-                    schedule.is_cluster ? Together::kInClusters : Together::kNot,
-                    schedule.blocks_per_row, stream, params, schedule);
+    schedule.rows = static_cast<int>(shape.rows());
+    schedule.queries = Divider(shape.queries);
+    schedule.heads = Divider(shape.heads);
+    const int64_t most = is_spread ? schedule.owners : schedule.rows;
+    schedule.owners = static_cast<int>(std::clamp<int64_t>(resident, 1, most));
+    if (is_spread) {
+      schedule.blocks_per_row = static_cast<int>(
+          std::clamp<int64_t>(resident / schedule.owners, 1, schedule.blocks_per_row));
     }
-    schedule.blocks_per_row =
-        static_cast<int>(std::clamp<int64_t>(resident / shape.rows(), 1, schedule.blocks_per_row));
+    schedule.units = Divider(schedule.blocks_per_row);
+    const dim3 grid(static_cast<unsigned>(schedule.owners * schedule.blocks_per_row));
+    return launch(kernel, grid, dim3(kernel_shape.threads()), plan.shared_bytes,
+                  is_spread ? Together::kAll : Together::kInClusters, schedule.blocks_per_row,
+                  stream, params, schedule);
   }
   schedule.units = Divider(schedule.blocks_per_row);
-  const bool is_spread = schedule.blocks_per_row > 1 && !schedule.is_cluster;
-  const int64_t wanted =
-      is_spread ? blocks : blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
+  const int64_t wanted = blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));
   schedule.blocks_per_tile = static_cast<int>(per_tile);
   schedule.last_first = params.window.left < 0 && params.window.right >= 0;
   schedule.tiles = Divider(divide_up(blocks, per_tile));
-  const Together together = schedule.is_cluster ? Together::kInClusters
-                            : is_spread         ? Together::kAll
-                                                : Together::kNot;
+  const Together together = schedule.is_cluster ? Together::kInClusters : Together::kNot;
   const int64_t batches_per_launch = std::max<int64_t>(kMaxYZ / schedule.tiles.divisor, 1);
   for (int64_t batch = 0; batch < shape.batches; batch += batches_per_launch) {
     for (int64_t head = 0; head < shape.heads; head += kMaxYZ) {

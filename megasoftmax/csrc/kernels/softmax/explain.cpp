@@ -22,6 +22,7 @@ struct Explanation {
   int64_t chunks;           // the most that a row can need
   int64_t regime;           // row of the table in limits.h
   int64_t blocks_per_row;
+  int64_t rows_at_a_time;       // over the whole GPU; 0 for other rows
   int64_t units, unit_batches;  // of the widest row; 0 for rows without units
   int64_t threads;              // of a block; 0 for tiles, whose launcher sizes blocks and grid
   int64_t blocks;  // of the grid; 0 for tiles, and where as many as run at a time take turns
@@ -52,6 +53,7 @@ void fill(const RowRegime (&table)[kCount], const Plan& plan, const Call& call,
   explanation.chunks = plan.chunks;
   explanation.regime = plan.regime;
   explanation.blocks_per_row = plan.schedule.blocks_per_row;
+  explanation.rows_at_a_time = plan.schedule.owners;
   explanation.units = plan.schedule.max_units;
   explanation.unit_batches = plan.shared_bytes == 0 ? 0 : plan.schedule.unit_batches;
   explanation.shared_bytes = plan.shared_bytes;

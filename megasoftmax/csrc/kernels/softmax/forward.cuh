@@ -166,7 +166,6 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
   constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
   using Owner = RowOwner<kShape>;
-  static_assert(!kShape.takes_turns);
   using Entries = EntriesOf<Mask>;
   using Row = RowPlace<kElements, GridOf<Mask, Bias, kElements>>;
   using Kept = typename Entries::template Kept<kElements * kChunks>;
@@ -175,90 +174,90 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
   // at a time: they need registers. Without one shared memory keeps them, in the type of the
   // scores: mask and bounds are applied once.
   constexpr int kBiasChunks = 2;
-  constexpr int kSlots = kRingBytes / static_cast<int>(sizeof(Pack<T>)) / kChunksPerBatch;
   extern __shared__ __align__(16) char shared_memory[];
 
-  Owner owner(schedule);
+  Owner owner(schedule, shared_memory + schedule.kept_batches * kChunksPerBatch * sizeof(Pack<T>));
   const Exponent exponent = exponent_of<Bias>(params);
   Pack<T>* const shared_packs =
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
   const auto kept = [&](int place) { return shared_packs + place * kChunksPerBatch; };
   const int columns = static_cast<int>(params.shape.columns);
-  const RowIndex index = row_of_block<kShape>(schedule);
-  if (index.query >= static_cast<int>(params.shape.queries)) return;
-  const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
-  const UnitPart part = owner.part_of(row.visible, row.grid);
-  Reader scores(params.scores, params.is_contiguous, row.first_element, row.index, row.grid,
-                part.bounds, columns);
-  // The columns of the warp's first chunk and of this lane's.
-  const auto first_of = [&](int unit, int batch) {
-    return row.first_column + owner.first_chunk(part, unit, batch) * kElements;
-  };
   const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
-  const auto start_copies = [&](int first, int place) {
-    scores.template start_copies<kStride, kChunks>(scores.inside.contains(first, kBatch),
-                                                   column_of(first), kept(place), 32);
-  };
-  if constexpr (!Owner::kRereads) {
-#pragma unroll 1
-    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
-      start_copies(first_of(unit, 0), unit);
-      end_copies();
-    }
-  }
 
-  const Logits<T, Mask, Bias> logits(params, row.index, part.bounds, row.grid);
-  const Entries entries(params, row.index);
+  // A row that the block takes, and how to read its part of it.
+  struct Taken {
+    Row row;
+    UnitPart part;
+    Reader scores;
+    Logits<T, Mask, Bias> logits;
+  };
+  const auto take = [&](const RowIndex& index) {
+    const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
+    const UnitPart part = owner.part_of(row.visible, row.grid);
+    return Taken{row, part,
+                 Reader(params.scores, params.is_contiguous, row.first_element, index, row.grid,
+                        part.bounds, columns),
+                 Logits<T, Mask, Bias>(params, index, part.bounds, row.grid)};
+  };
+  // The column of the warp's first chunk.
+  const auto first_of = [&](const Taken& of, int batch) {
+    return of.row.first_column + owner.first_chunk(of.part, batch) * kElements;
+  };
+  const auto start_copies = [&](const Taken& of, int batch, int place) {
+    const int first = first_of(of, batch);
+    of.scores.template start_copies<kStride, kChunks>(of.scores.inside.contains(first, kBatch),
+                                                      column_of(first), kept(place), 32);
+  };
   using MaskBatch = MaskBytes<kElements>[kChunks];
-  const auto load_mask = [&](int first, MaskBatch& excluded) {
+  const auto load_mask = [&](const Taken& of, int first, MaskBatch& excluded) {
     if constexpr (Mask::kPresent) {
-      if (scores.inside.contains(first, kBatch)) {
-        logits.mask.template load<kElements, kStride, true>(column_of(first), part.bounds,
-                                                            excluded);
+      if (of.scores.inside.contains(first, kBatch)) {
+        of.logits.mask.template load<kElements, kStride, true>(column_of(first), of.part.bounds,
+                                                               excluded);
       } else {
-        logits.mask.template load<kElements, kStride, false>(column_of(first), part.bounds,
-                                                             excluded);
+        of.logits.mask.template load<kElements, kStride, false>(column_of(first), of.part.bounds,
+                                                                excluded);
       }
     }
   };
   // Logits of scores as they were copied, also to where they are kept.
-  const auto prepare = [&](int first, const MaskBatch& excluded, Pack<T>(&raw)[kChunks],
-                           Pack<T>* packs) {
-    if (scores.inside.contains(first, kBatch)) {
+  const auto prepare = [&](const Taken& of, int first, const MaskBatch& excluded,
+                           Pack<T>(&raw)[kChunks], Pack<T>* packs) {
+    if (of.scores.inside.contains(first, kBatch)) {
       if (!Mask::kPresent && params.scale >= 0) return;
-      logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
+      of.logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
     } else {
-      logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
+      of.logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
   };
   // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
   // before is summed.
-  constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !Owner::kRereads;
+  constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !kShape.takes_turns;
   [[maybe_unused]] MaskBatch excluded_next;
   // Logits of part of a batch, with a bias.
-  const auto logits_with_bias = [&](int first, int place, int from,
+  const auto logits_with_bias = [&](const Taken& of, int first, int place, int from,
                                     float (&z)[kBiasChunks][kElements]) {
     Pack<T> raw[kBiasChunks];
     load_kept(kept(place) + from * 32, raw);
     first += from * kStride;
-    if (scores.inside.contains(first, kBiasChunks * kStride)) {
-      logits.template of<kStride, true>(params, first, column_of(first), raw, z);
+    if (of.scores.inside.contains(first, kBiasChunks * kStride)) {
+      of.logits.template of<kStride, true>(params, first, column_of(first), raw, z);
     } else {
-      logits.template of<kStride, false>(params, first, column_of(first), raw, z);
+      of.logits.template of<kStride, false>(params, first, column_of(first), raw, z);
     }
   };
-  const auto sum_batch = [&](int unit, int batch, int place, float& before) {
-    const int first = first_of(unit, batch);
+  const auto sum_batch = [&](const Taken& of, int batch, int place, float& before) {
+    const int first = first_of(of, batch);
     if constexpr (Bias::kPresent) {
       before = warp_sum<32>(before);
       MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
       for (int from = 0; from < kChunks; from += kBiasChunks) {
         float z[kBiasChunks][kElements];
-        logits_with_bias(first, place, from, z);
-        const int begin = first + from * kStride, end = part.bounds.end;
+        logits_with_bias(of, first, place, from, z);
+        const int begin = first + from * kStride, end = of.part.bounds.end;
         accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
                             exponent);
       }
@@ -268,115 +267,134 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       Pack<T> raw[kChunks];
       if constexpr (kLoadsAhead) {
         load_kept(kept(place), raw);
-        prepare(first, excluded_next, raw, kept(place));
-        const int next_unit = unit + Owner::kWarps;
-        if (next_unit <= owner.last_unit(part)) load_mask(first_of(next_unit, 0), excluded_next);
+        prepare(of, first, excluded_next, raw, kept(place));
+        const int next = batch + Owner::kWarps;
+        if (next <= owner.last_unit(of.part)) load_mask(of, first_of(of, next), excluded_next);
       } else {
         [[maybe_unused]] MaskBatch excluded;
-        load_mask(first, excluded);
+        load_mask(of, first, excluded);
         load_kept(kept(place), raw);
-        prepare(first, excluded, raw, kept(place));
+        prepare(of, first, excluded, raw, kept(place));
       }
       return sum_of(raw, exponent, before);
     }
   };
-  const auto start = [&](int unit, int batch, int place) {
-    start_copies(first_of(unit, batch), place);
-  };
-  owner.template start<Pack<T>>(shared_memory, row.row, 0);
-  if constexpr (kLoadsAhead) {
-    if (owner.first_unit() <= owner.last_unit(part))
-      load_mask(first_of(owner.first_unit(), 0), excluded_next);
-  }
-  owner.template sum_pass<kSlots>(
-      part, 0, start, sum_batch,
-      [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); });
+  // Writes a row from the maximum and the sum of all of it, which `write_all` does batch by batch.
+  const auto write_row = [&](const Taken& of, const MaxAndSum& total, auto&& write_all) {
+    const Entries entries(params, of.row.index);
+    const Denominator denominator(total, exponent, params.sink, of.row.index.head);
+    if (params.log_sum_exp != nullptr && owner.is_first_thread())
+      params.log_sum_exp[of.row.row] = denominator.log_sum_exp();
+    const float log2_factor = log2f(denominator.factor * entries.factor(params));
+    const bool is_regular = denominator.is_regular();
 
-  const MaxAndSum total = owner.merge(part, exponent);
-  const Denominator denominator(total, exponent, params.sink, row.index.head);
-  if (params.log_sum_exp != nullptr && owner.is_first_thread())
-    params.log_sum_exp[row.row] = denominator.log_sum_exp();
-  const float log2_factor = log2f(denominator.factor * entries.factor(params));
-  const bool is_regular = denominator.is_regular();
-
-  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
-    const RowWriter<decltype(tag), kElements> writer(params.probabilities, row.first_element,
-                                                     columns);
-    const auto probability = [&](float z) {
-      return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
-    };
-    const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
-      replace_special(params, denominator, part.bounds, logits.mask, at, p);
-      auto pack = writer.round(p);
-      kept.drop(i, pack);
-      writer.store(at, pack);
-    };
-    // To the caches. Whole rows of a cluster take less time without it, causal rows more.
-    const bool has_hint = !kShape.may_share_rows || Owner::kRereads || row.visible.begin > 0 ||
-                          row.visible.end < columns;
-    const auto write_batch = [&](int unit, int batch, int place, bool is_new) {
-      const int first = first_of(unit, batch), column = column_of(first);
-      const Kept kept_entries =
-          entries.template of_batch<32, false, kElements, kChunks>(first, part.bounds.end);
-      float p[kElements];
-      if constexpr (Bias::kPresent) {
+    with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
+      const RowWriter<decltype(tag), kElements> writer(params.probabilities, of.row.first_element,
+                                                       columns);
+      const auto probability = [&](float z) {
+        return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
+      };
+      const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
+        replace_special(params, denominator, of.part.bounds, of.logits.mask, at, p);
+        auto pack = writer.round(p);
+        kept.drop(i, pack);
+        writer.store(at, pack);
+      };
+      // To the caches. Whole rows of a cluster take less time without it, causal rows more.
+      const bool has_hint = !kShape.may_share_rows || kShape.takes_turns ||
+                            of.row.visible.begin > 0 || of.row.visible.end < columns;
+      const auto write_batch = [&](int batch, int place, bool is_new) {
+        const int first = first_of(of, batch), column = column_of(first);
+        const Kept kept_entries =
+            entries.template of_batch<32, false, kElements, kChunks>(first, of.part.bounds.end);
+        float p[kElements];
+        if constexpr (Bias::kPresent) {
 #pragma unroll 1
-        for (int from = 0; from < kChunks; from += kBiasChunks) {
-          float z[kBiasChunks][kElements];
-          logits_with_bias(first, place, from, z);
+          for (int from = 0; from < kChunks; from += kBiasChunks) {
+            float z[kBiasChunks][kElements];
+            logits_with_bias(of, first, place, from, z);
 #pragma unroll
-          for (int i = 0; i < kBiasChunks; ++i) {
-            const int at = column + (from + i) * kStride;
-            if (at >= part.bounds.end) continue;
+            for (int i = 0; i < kBiasChunks; ++i) {
+              const int at = column + (from + i) * kStride;
+              if (at >= of.part.bounds.end) continue;
 #pragma unroll
-            for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
-            store(at, kept_entries, from + i, p);
-          }
-        }
-      } else {
-        Pack<T>* const packs = kept(place);
-        Pack<T> raw[kChunks];
-        load_kept(packs, raw);
-        keep_loads_together();
-        if (is_new) {
-          [[maybe_unused]] MaskBatch excluded;
-          load_mask(first, excluded);
-          prepare(first, excluded, raw, packs);
-        }
-        if (is_regular && first >= 0 && first + kBatch <= columns) {
-          auto* const target = keep_in_register(writer.row + column);
-#pragma unroll
-          for (int i = 0; i < kChunks; ++i) {
-#pragma unroll
-            for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
-            auto pack = writer.round(p);
-            kept_entries.drop(i, pack);
-            if (has_hint) {
-              writer.store_whole(target + i * kStride, pack);
-            } else {
-              store_pack(target + i * kStride, pack);
+              for (int j = 0; j < kElements; ++j) p[j] = probability(z[i][j]);
+              store(at, kept_entries, from + i, p);
             }
           }
         } else {
-#pragma unroll 1
-          for (int i = 0; i < kChunks; ++i) {
-            const int at = column + i * kStride;
-            if (at >= columns) break;
-            const Pack<T> pack = packs[i * 32];
+          Pack<T>* const packs = kept(place);
+          Pack<T> raw[kChunks];
+          load_kept(packs, raw);
+          keep_loads_together();
+          if (is_new) {
+            [[maybe_unused]] MaskBatch excluded;
+            load_mask(of, first, excluded);
+            prepare(of, first, excluded, raw, packs);
+          }
+          if (is_regular && first >= 0 && first + kBatch <= columns) {
+            auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
-            for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
-            store(at, kept_entries, i, p);
+            for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+              for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
+              auto pack = writer.round(p);
+              kept_entries.drop(i, pack);
+              if (has_hint) {
+                writer.store_whole(target + i * kStride, pack);
+              } else {
+                store_pack(target + i * kStride, pack);
+              }
+            }
+          } else {
+#pragma unroll 1
+            for (int i = 0; i < kChunks; ++i) {
+              const int at = column + i * kStride;
+              if (at >= columns) break;
+              const Pack<T> pack = packs[i * 32];
+#pragma unroll
+              for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
+              store(at, kept_entries, i, p);
+            }
           }
         }
-      }
-    };
-    owner.template write_pass<kSlots>(part, start, write_batch, [](int) {});
-  });
-  // Without a bias, units are written whole: what lies outside the bounds waits as -inf.
-  const int end = Bias::kPresent ? row.grid.end(row.visible)
-                                 : row.first_column + part.units * owner.unit_batches() * kBatch;
-  fill_outside(params.probabilities, params.probabilities_type, row.row, columns, row.first_column,
-               end, owner.thread(), owner.threads());
+      };
+      write_all(write_batch);
+    });
+    // Without a bias, units are written whole: what lies outside the bounds waits as -inf.
+    const int end = Bias::kPresent
+                        ? of.row.grid.end(of.row.visible)
+                        : of.row.first_column + owner.covered_chunks(of.part) * kElements;
+    fill_outside(params.probabilities, params.probabilities_type, of.row.row, columns,
+                 of.row.first_column, end, owner.thread(), owner.threads());
+  };
+
+  if constexpr (kShape.takes_turns) {
+    owner.take_turns(
+        [&](int number) { return take(row_at(schedule, number)); }, start_copies, sum_batch,
+        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); },
+        [&](const Taken& of, auto&& pass) { write_row(of, owner.merge(of.part, exponent), pass); });
+  } else {
+    const RowIndex index = row_of_block<kShape>(schedule);
+    if (index.query >= static_cast<int>(params.shape.queries)) return;
+    const Taken taken = take(index);
+    const UnitPart& part = taken.part;
+#pragma unroll 1
+    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
+      start_copies(taken, unit, unit);
+      end_copies();
+    }
+    owner.start(0);
+    if constexpr (kLoadsAhead) {
+      if (owner.first_unit() <= owner.last_unit(part))
+        load_mask(taken, first_of(taken, owner.first_unit()), excluded_next);
+    }
+    owner.sum_pass(part, 0, [&](int unit, int place, float& before) {
+      return sum_batch(taken, unit, place, before);
+    });
+    write_row(taken, owner.merge(part, exponent),
+              [&](auto&& write_batch) { owner.write_pass(part, write_batch, [](int) {}); });
+  }
 }
 
 // The tables' budgets of registers are those of compute capability 9.0; before it, rows in
@@ -400,6 +418,8 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
     return Bias::blocks_per_sm(blocks_per_sm(shape));
   if (kIsMasked && !Bias::kPresent && shape.storage == Storage::kShared)
     return 65536 / (64 * shape.threads());
+  // Rows that take turns have registers for a mask without leaving a block out.
+  if (shape.storage == Storage::kReread) return Bias::blocks_per_sm(shape.blocks_per_sm);
   return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
 }
 

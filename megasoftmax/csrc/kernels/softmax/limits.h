@@ -19,7 +19,7 @@ enum class Storage {
   kTile,       // a block's rows together in shared memory, see flat.cuh
   kRegisters,  // one batch of chunks per thread
   kShared,     // units, which wait in shared memory
-  kReread,     // units, any number of them, read twice through a ring in shared memory
+  kReread,     // units, any number of them, through rings in shared memory; read twice if longer
   kDense,      // units of dense rows, in the registers of a warp each, see dense.cuh
 };
 
@@ -80,8 +80,9 @@ struct RowRegime {
             chunks_per_thread,
             blocks_per_sm,
             takes_turns,
-            storage == Storage::kReread || blocks_per_row != 1};
+            storage == Storage::kReread ? takes_turns : blocks_per_row != 1};
   }
+  constexpr int rings() const { return threads_per_row / 32; }  // of a block, one for each warp
   // The blocks of a cluster lie in one of a GPU's groups of multiprocessors, of which there are at
   // most 8. With so many multiprocessors, one of the groups has room where each block is alone.
   constexpr int least_multiprocessors() const {
@@ -91,9 +92,10 @@ struct RowRegime {
 
 inline constexpr int kUnlimited = INT32_MAX;
 inline constexpr int kChunksPerBatch = 4 * 32;  // that a warp sums at a time, of long rows
-inline constexpr int kUnitBatches = 1, kMaxUnits = 512;
+inline constexpr int kUnitBatches = 1, kMaxUnits = 2048;
+inline constexpr int kUnitsOfWarp = 512;        // that each warp joins, of a row that is read twice
 inline constexpr int kMostDenseThreads = 1024;  // of a block with a warp for each unit
-inline constexpr int kRingBytes = 8 * 1024;     // of shared memory for each warp of rows read twice
+inline constexpr int kRingBytes = 8 * 1024;     // for each warp of rows read twice, at least
 inline constexpr int kResultBytes = 8;          // of a unit
 // Of a block: two of them fit a multiprocessor, or one that has it alone.
 inline constexpr int kMaxSharedBytes = 110 * 1024, kMaxSharedBytesAlone = 220 * 1024;
@@ -190,8 +192,10 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 48%, 256 rows of 393216
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,      17, kSpread | kDropped},  // without clusters of 16
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 41%, 256 rows of 786432
-    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,      32, kSpread},
+    {"whole_gpu_512", Storage::kReread,     512,   1,     4,        1,   true, kWholeGpu, kUnlimited,       0, kPlain | kDense | kUneven},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu, kUnlimited,       0, kSpread},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        6,   true, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
 };
 inline constexpr RowRegime kBackwardRegimes[] = {
     {"tile",         Storage::kTile,          0,   0,     0,        0,  false,         1,        136,       0, kTiny},
@@ -217,8 +221,8 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"block_128x4",  Storage::kRegisters,   128,   1,     4,        7,  false,         1,        512,       0, kBiasGradient},
     {"block_128x5",  Storage::kRegisters,   128,   1,     5,        6,  false,         1,        640,       0, kBiasGradient},
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kCommon | kDropped},  // shared_128 15%, causal 3072
-    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},  // reread_64 18%, uneven 5119
-    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},  // reread_1 16%, causal 12288
+    {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},
+    {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
     {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // whole_gpu 14%, uneven 24575
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},
@@ -235,11 +239,13 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
     {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 25%, 524288
-    {"reread_16",    Storage::kReread,      256,   1,     4,        3,  false,        16, kUnlimited,      30, kSpread},  // whole_gpu 15%, 256 rows of 786432
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        3,  false, kWholeGpu, kUnlimited,       0, kSpread},  // whole_gpu_64 26%, 4 rows of 1048576
-    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kAnyRows | kDense},
-    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        8,  false, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
-    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kAnyRows | kDropped | kDroppedBiasGradient},
+    {"reread_16",    Storage::kReread,      512,   1,     4,        1,   true,        16,      98304,      30, kPlain | kDense | kUneven},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,      32, kSpread},
+    {"whole_gpu_512", Storage::kReread,     512,   1,     4,        1,   true, kWholeGpu, kUnlimited,       0, kPlain | kDense | kUneven},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu, kUnlimited,       0, kSpread},
+    {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kBiasGradient},
+    {"whole_gpu_64", Storage::kReread,       64,   1,     4,        6,   true, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
+    {"reread_64",    Storage::kReread,       64,   1,     4,        8,  false,         1, kUnlimited,       0, kBiasGradient | kDroppedBiasGradient},
 };
 // clang-format on
 
@@ -263,29 +269,49 @@ constexpr int unit_count(int64_t chunks) {
   return static_cast<int>((chunks + unit_chunks - 1) / unit_chunks);
 }
 
-// Batches that a block keeps in shared memory, `chunk_bytes` for each chunk, and the bytes that
-// they take with the results of the units of two rows, which alternate.
+// Batches that a block keeps in shared memory at least, `chunk_bytes` for each chunk, and the bytes
+// of all of them with the results of the units of two rows, which alternate. Those of rows over the
+// whole GPU are elsewhere.
 constexpr int kept_batches(const RowRegime& regime, int64_t chunks, int chunk_bytes) {
   if (regime.storage == Storage::kReread)
-    return regime.threads_per_row / 32 * kRingBytes / (kChunksPerBatch * chunk_bytes);
+    return regime.rings() * kRingBytes / (kChunksPerBatch * chunk_bytes);
   if (regime.storage != Storage::kShared) return 0;
   return (unit_count(chunks) + regime.blocks_per_row - 1) / regime.blocks_per_row * kUnitBatches;
 }
-constexpr int result_bytes(int64_t chunks) { return unit_count(chunks) * 2 * kResultBytes; }
-constexpr int shared_bytes(int batches, int64_t chunks, int chunk_bytes) {
-  return batches == 0 ? 0 : batches * kChunksPerBatch * chunk_bytes + result_bytes(chunks);
+constexpr int result_bytes(const RowRegime& regime, int64_t chunks) {
+  return regime.blocks_per_row == kWholeGpu ? 0 : unit_count(chunks) * 2 * kResultBytes;
+}
+constexpr int shared_bytes(const RowRegime& regime, int batches, int64_t chunks, int chunk_bytes) {
+  return batches == 0 ? 0 : batches * kChunksPerBatch * chunk_bytes + result_bytes(regime, chunks);
 }
 
-// The same with what a block keeps of its next row: as much as its share of a multiprocessor has
-// room for.
+// Batches that a block has room for, of so many on a multiprocessor.
+constexpr int room_for_batches(const RowRegime& regime, int blocks, int64_t chunks, int chunk_bytes,
+                               const Device& device) {
+  const int share = (device.shared_bytes + kReservedSharedBytes) / blocks - kReservedSharedBytes -
+                    kMaxDeclaredBytes - result_bytes(regime, chunks);
+  return share / (kChunksPerBatch * chunk_bytes);
+}
+// Blocks that take turns on a multiprocessor: fewer where rings would be too short.
+constexpr int blocks_in_turns(const RowRegime& regime, int64_t chunks, int chunk_bytes,
+                              const Device& device) {
+  const int least = kept_batches(regime, chunks, chunk_bytes);
+  int blocks = regime.blocks_per_sm;
+  while (blocks > 1 && regime.storage == Storage::kReread &&
+         room_for_batches(regime, blocks, chunks, chunk_bytes, device) < least)
+    --blocks;
+  return blocks;
+}
+// Batches that a block keeps if it has part of its next row too: as many as it has room for.
 constexpr int kept_batches_with_next(const RowRegime& regime, int64_t chunks, int chunk_bytes,
                                      const Device& device) {
   const int least = kept_batches(regime, chunks, chunk_bytes);
   if (!regime.takes_turns) return least;
-  const int share = (device.shared_bytes + kReservedSharedBytes) / regime.blocks_per_sm -
-                    kReservedSharedBytes - kMaxDeclaredBytes - result_bytes(chunks);
-  const int room = share / (kChunksPerBatch * chunk_bytes);
-  return room < least ? least : room > 2 * least ? 2 * least : room;
+  const int blocks = blocks_in_turns(regime, chunks, chunk_bytes, device);
+  const int room = room_for_batches(regime, blocks, chunks, chunk_bytes, device);
+  if (room < least) return least;
+  if (regime.storage == Storage::kReread) return room / regime.rings() * regime.rings();
+  return room > 2 * least ? 2 * least : room;
 }
 
 // Why a regime does not serve rows: bits, named in explain.py too.
@@ -309,11 +335,11 @@ constexpr unsigned obstacles_of(const RowRegime& regime, int64_t chunks, int64_t
   int batches = kept_batches(regime, chunks, chunk_bytes);
   // No other block keeps the multiprocessor busy: there must be room for a quarter of the next row.
   if (regime.takes_turns && regime.blocks_per_sm == 1) batches += batches / 4;
-  const int bytes = shared_bytes(batches, chunks, chunk_bytes) + kMaxDeclaredBytes;
+  const int bytes = shared_bytes(regime, batches, chunks, chunk_bytes) + kMaxDeclaredBytes;
   return bytes > device.shared_bytes ? kTooManyBytes : 0u;
 }
 
-// The first regime without an obstacle; the last has none.
+// The first regime without an obstacle: is_consistent makes sure that there is one.
 template <int kCount>
 constexpr int regime_for(const RowRegime (&table)[kCount], int64_t chunks, int64_t rows, Rows kind,
                          int chunk_bytes, const Device& device) {
@@ -379,12 +405,19 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
     if (is_dense && regime.max_chunks >
                         regime.blocks_per_row * regime.threads_per_row * regime.chunks_per_thread)
       return false;
-    // Units are the same in all regimes.
+    // Units are the same in all regimes, and join in one order: in groups only if all rows of the
+    // length are read twice.
     if (!is_register && !is_dense && regime.chunks_per_thread * 32 != kChunksPerBatch) return false;
+    if (!is_register && regime.storage != Storage::kReread &&
+        unit_count(regime.max_chunks) > kUnitsOfWarp)
+      return false;
+    if (regime.storage == Storage::kReread &&
+        kept_batches(regime, kUnlimited, chunk_bytes) < 2 * regime.rings())
+      return false;
     if (regime.storage == Storage::kShared &&
         (unit_batches(regime.max_chunks) != kUnitBatches ||
-         shared_bytes(kept_batches(regime, regime.max_chunks, chunk_bytes), regime.max_chunks,
-                      chunk_bytes) >
+         shared_bytes(regime, kept_batches(regime, regime.max_chunks, chunk_bytes),
+                      regime.max_chunks, chunk_bytes) >
              (regime.blocks_per_sm == 1 ? kMaxSharedBytesAlone : kMaxSharedBytes)))
       return false;
     // Sums of a bias gradient belong to one block, whose barrier orders them.
@@ -397,12 +430,21 @@ constexpr bool is_consistent(const RowRegime (&table)[kCount], int chunk_bytes) 
       return false;
   }
   if (!keeps_uneven_bits(table)) return false;
-  // Some regime serves, whatever the GPU.
-  const RowRegime& last = table[kCount - 1];
-  return last.max_chunks == kUnlimited && last.min_rows == 0 && last.storage == Storage::kReread &&
-         shared_bytes(kept_batches(last, kUnlimited, chunk_bytes), kUnlimited, chunk_bytes) +
-                 kMaxDeclaredBytes <=
-             least_shared_bytes(0);
+  // Of the kinds of rows that may be very long, some regime serves all, whatever the GPU.
+  for (unsigned kind = 1; kind <= kDense; kind *= 2) {
+    bool may_be_long = false, is_served = false;
+    for (const RowRegime& regime : table) {
+      if ((regime.serves & kind) == 0 || regime.storage != Storage::kReread) continue;
+      may_be_long = true;
+      const int batches = kept_batches(regime, kUnlimited, chunk_bytes);
+      if (regime.max_chunks == kUnlimited && regime.min_rows == 0 && regime.blocks_per_row <= 1 &&
+          shared_bytes(regime, batches, kUnlimited, chunk_bytes) + kMaxDeclaredBytes <=
+              least_shared_bytes(0))
+        is_served = true;
+    }
+    if (may_be_long && !is_served) return false;
+  }
+  return true;
 }
 static_assert(is_consistent(kForwardRegimes, 16) && is_consistent(kBackwardRegimes, 2 * 16));
 

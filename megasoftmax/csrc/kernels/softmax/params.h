@@ -40,8 +40,9 @@ struct Schedule {
   bool is_cluster = false;  // the blocks of a row, if there are several
   int max_units = 0;        // of a row; of top-k, of a block
   int unit_batches = 1;
-  int kept_batches = 0;     // of a block: those that wait in shared memory
-  void* results = nullptr;  // [rows, max_units], 8 bytes each, of rows spread over the whole GPU
+  int kept_batches = 0;  // of a block: those that wait in shared memory
+  // Of rows over the whole GPU: [2, owners, max_units] and a number for each owner, 8 bytes each.
+  void* results = nullptr;
 
   // Of blocks that take one row after the other: how many owners there are, 0 where each takes one.
   int owners = 0, rows = 0;

@@ -73,8 +73,31 @@ inline int64_t chunks_of_rows(const Shape& shape, const Window& window, const Dr
                             pack_elements);
 }
 
-// Of the whole GPU, where it takes all rows at a time.
-inline constexpr int kBlocksPerSm = 3;
+// How many rows the whole GPU takes at a time, and how many blocks one of them: all of them if
+// shared memory keeps them, else about as many as it keeps. The blocks of each then write a row and
+// sum the next one, and memory is read and written at the same time.
+inline void spread_over_gpu(const RowRegime& regime, int64_t chunks, int64_t rows, int chunk_bytes,
+                            const Device& device, Schedule& schedule) {
+  const int64_t blocks =
+      int64_t{device.multiprocessors} * blocks_in_turns(regime, chunks, chunk_bytes, device);
+  const int64_t kept_chunks = blocks * schedule.kept_batches * kChunksPerBatch;
+  int64_t owners = std::min(rows, blocks);
+  if (rows * chunks > kept_chunks) {
+    // A third more than that: where a row ends, others give memory something to do.
+    const int64_t at_a_time = kept_chunks * 4 / (chunks * 3);
+    owners = divide_up(rows, divide_up(rows, std::clamp<int64_t>(at_a_time, 1, owners)));
+  }
+  schedule.owners = static_cast<int>(owners);
+  int most = divide_up(schedule.max_units, regime.rings());
+  // A single row would leave multiprocessors idle: some warps of its blocks do so instead.
+  while (most < schedule.max_units && owners * most * 2 <= device.multiprocessors) most *= 2;
+  const int of_row = static_cast<int>(std::clamp<int64_t>(blocks / owners, 1, most));
+  // Each ring of a block gets as many units.
+  const int share = divide_up(schedule.max_units, of_row);
+  schedule.blocks_per_row = share > regime.rings()
+                                ? divide_up(schedule.max_units, round_up(share, regime.rings()))
+                                : of_row;
+}
 
 // `forced`: the regime to take where it serves such rows, or -1. `chunk_bytes`: what shared memory
 // keeps of a chunk. `whole_chunks`: what uneven rows have of them.
@@ -105,7 +128,7 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_c
   const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);
   plan.shared_bytes = regime.storage == Storage::kDense
                           ? unit_count(chunks) * kResultBytes
-                          : shared_bytes(kept_batches, chunks, chunk_bytes);
+                          : shared_bytes(regime, kept_batches, chunks, chunk_bytes);
   if (plan.shared_bytes == 0) return plan;
   Schedule& schedule = plan.schedule;
   schedule.unit_batches = unit_batches(chunks);
@@ -114,13 +137,8 @@ Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_c
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kWholeGpu) {
-    const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerSm / rows;
-    int most = divide_up(schedule.max_units, regime.threads_per_row / 32);
-    // A single row would leave multiprocessors idle: some warps of its blocks do so instead.
-    while (most < schedule.max_units && rows * most * 2 <= device.multiprocessors) most *= 2;
-    schedule.blocks_per_row = static_cast<int>(std::clamp<int64_t>(blocks, 1, most));
-    if (schedule.blocks_per_row > 1)
-      plan.workspace_bytes = rows * schedule.max_units * kResultBytes;
+    spread_over_gpu(regime, chunks, rows, chunk_bytes, device, schedule);
+    plan.workspace_bytes = (2 * int64_t{schedule.max_units} + 1) * schedule.owners * kResultBytes;
   }
   return plan;
 }

@@ -5,16 +5,21 @@
 
 #include "dropping.cuh"
 #include "row_block.cuh"
+#include "row_turns.cuh"
 #include "row_units.cuh"
 #include "row_warp.cuh"
 
 namespace megasoftmax {
 
 template <KernelShape kShape>
+using LongRowOwner =
+    std::conditional_t<kShape.storage == Storage::kReread && kShape.takes_turns,
+                       TurnRow<kShape.threads_per_row>,
+                       UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread,
+                               kShape.takes_turns, kShape.may_share_rows>>;
+template <KernelShape kShape>
 using RowOwner = std::conditional_t<
-    kShape.storage != Storage::kRegisters,
-    UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread, kShape.takes_turns,
-            kShape.may_share_rows>,
+    kShape.storage != Storage::kRegisters, LongRowOwner<kShape>,
     std::conditional_t<(kShape.threads_per_row > 32), BlockRow<kShape.threads_per_row>,
                        WarpRow<kShape.threads_per_row>>>;
 

@@ -1,8 +1,7 @@
 #pragma once
 // Blocks own a long row, one or several: its chunks form units, a warp sums a unit, and the results
-// of all units reach every block of the row, which adds them up in the order of units. Blocks of a
-// cluster store them in each other's shared memory; where the blocks of a row are spread over the
-// whole GPU, in global memory.
+// of all units reach every block of the row, which adds them up in the order of units. Several
+// blocks are a cluster, and store them in each other's shared memory.
 //
 // A unit is one batch, several in very long rows; a batch is four chunks for each lane of a warp.
 //
@@ -18,7 +17,6 @@
 // who has all results of a row knows that every warp has read those of the row before, and may
 // send those of the next row to where they stood.
 
-#include "../common/grid.cuh"
 #include "../common/integers.h"
 #include "../common/reduce.cuh"
 #include "chunks.cuh"
@@ -35,12 +33,12 @@ __device__ inline void load_kept(const Pack<T, kElements>* kept,
 
 // A lane joins kUnitsAtOnce results of units at a time, and loads several such groups together. A
 // group without results changes no bits.
-inline constexpr int kUnitsAtOnce = 4;
+inline constexpr int kUnitsAtOnce = 4, kUnitsOfGroup = kUnitsAtOnce * 32;
 template <int kGroups, class Body>
 __device__ __forceinline__ void for_each_group(const MaxAndSum* of_units, int units, Body&& body) {
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) % 32; first < units;
-       first += kGroups * kUnitsAtOnce * 32) {
+       first += kGroups * kUnitsOfGroup) {
     MaxAndSum results[kGroups][kUnitsAtOnce];
 #pragma unroll
     for (int i = 0; i < kGroups * kUnitsAtOnce; ++i)
@@ -111,6 +109,55 @@ struct UnitPart {
   int first, count;  // those of the block
 };
 
+// Of block `rank` of so many that share a row.
+template <class Grid>
+__device__ inline UnitPart part_of_block(const Schedule& schedule, int unit_batches, int blocks,
+                                         int rank, const Bounds& visible, Grid grid) {
+  const int columns_per_unit = unit_batches * kChunksPerBatch * Grid::kChunkElements;
+  const int begin = grid.begin(visible);
+  const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
+  if (blocks == 1) return {visible, units, units, 0, units};
+  int share, rest;
+  schedule.units.split(units + blocks - 1, share, rest);
+  const int first = min(rank * share, units), count = min(share, units - first);
+  const int part_begin = begin + first * columns_per_unit;
+  const int part_end = part_begin + count * columns_per_unit;
+  return {{max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
+}
+
+// How the blocks of a cluster get the results of units, which are counted where they arrive: see
+// above. Rows that follow each other use two barriers in turn.
+struct ClusterExchange {
+  uint64_t* words;  // in shared memory: the barriers, and what nobody reads
+
+  static constexpr int kWords = 2 + 1;
+
+  __device__ void init() const {
+    if (threadIdx.x == 0) {
+      init_byte_barrier(&words[0]);
+      init_byte_barrier(&words[1]);
+    }
+    arrive_at_cluster_relaxed();
+  }
+  // By a whole warp, to each of the row's blocks.
+  __device__ void send(int blocks, int turn, void* at, const MaxAndSum& result) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < blocks)
+      send_to_cluster(at, &words[turn % 2], lane, reinterpret_cast<const uint64_t&>(result));
+  }
+  // By a warp without results of the row, to be counted.
+  __device__ void send_nothing(int blocks, int turn) const { send(blocks, turn, words + 2, {}); }
+  // By a whole warp: until all results have come. Each of the `warps` of a block sends one at
+  // least.
+  __device__ void wait(int blocks, int turn, const UnitPart& part, int warps) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int units = min(part.share, max(part.units - lane * part.share, 0));
+    const int all_sent = sum_of_lanes(lane < blocks ? max(units, warps) : 0);
+    if (lane == 0) expect_bytes(&words[turn % 2], all_sent * kResultBytes);
+    wait_for_bytes(&words[turn % 2], turn / 2 % 2);
+  }
+};
+
 // kTakesTurns: blocks take one row after the other. kMayShare: several blocks may own a row.
 template <int kThreads, bool kMayReread, bool kTakesTurns, bool kMayShare>
 class UnitRow {
@@ -118,25 +165,21 @@ class UnitRow {
   static constexpr int kWarps = kThreads / 32;
   static constexpr bool kRereads = kMayReread;
   static_assert((kWarps & (kWarps - 1)) == 0);
+  static_assert(!kRereads || !(kTakesTurns || kMayShare));
 
-  __device__ explicit UnitRow(const Schedule& schedule) : schedule_(schedule) {
-    __shared__ uint64_t barriers[2 + 1];
-    barriers_ = keep_shared_address(barriers);
-    unread_ = barriers_ + 2;
-    if (is_spread()) rank_ = static_cast<int>(blockIdx.x) % blocks();
-    if (is_cluster()) {
+  // `results`: shared memory for those of two rows, which alternate.
+  __device__ UnitRow(const Schedule& schedule, void* results)
+      : schedule_(schedule), results_of_even_(static_cast<MaxAndSum*>(results)) {
+    __shared__ uint64_t words[ClusterExchange::kWords];
+    exchange_.words = keep_shared_address(words);
+    if (kMayShare) {
       rank_ = rank_in_cluster();
-      if (threadIdx.x == 0) {
-        init_byte_barrier(&barriers[0]);
-        init_byte_barrier(&barriers[1]);
-      }
-      arrive_at_cluster_relaxed();
+      exchange_.init();
     }
   }
 
-  __device__ int owner_of_block() const {
-    if (is_cluster()) return cluster_of_block();
-    return static_cast<int>(blocks() > 1 ? blockIdx.x / blocks() : blockIdx.x);
+  __device__ int owner() const {
+    return kMayShare ? cluster_of_block() : static_cast<int>(blockIdx.x);
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ bool is_first_thread() const { return thread() == 0; }
@@ -146,17 +189,7 @@ class UnitRow {
 
   template <class Grid>
   __device__ UnitPart part_of(const Bounds& visible, Grid grid) const {
-    const int columns_per_unit = unit_batches() * kChunksPerBatch * Grid::kChunkElements;
-    const int begin = grid.begin(visible);
-    const int units = divide_up(grid.end(visible) - begin, columns_per_unit);
-    if (blocks() == 1) return {visible, units, units, 0, units};
-    int share, rest;
-    schedule_.units.split(units + blocks() - 1, share, rest);
-    const int first = min(rank_ * share, units), count = min(share, units - first);
-    const int part_begin = begin + first * columns_per_unit;
-    const int part_end = part_begin + count * columns_per_unit;
-    return {
-        {max(visible.begin, part_begin), min(visible.end, part_end)}, units, share, first, count};
+    return part_of_block(schedule_, unit_batches(), blocks(), rank_, visible, grid);
   }
 
   // This warp's units, counted from the block's first one, are first_unit(), then kWarps further
@@ -182,46 +215,36 @@ class UnitRow {
   // This row has been written: the next one takes its part.
   __device__ void go_on(const UnitPart& part) { begin_ = begin_of_next(part); }
   __device__ int unit_batches() const { return kRereads ? schedule_.unit_batches : kUnitBatches; }
-  // The first chunk of a batch, counted from the row's first visible one.
-  __device__ int first_chunk(const UnitPart& part, int unit, int batch) const {
-    return ((part.first + unit) * unit_batches() + batch) * kChunksPerBatch;
+  // The first chunk of one of the block's batches, counted from the row's first visible one.
+  __device__ int first_chunk(const UnitPart& part, int batch) const {
+    return (part.first * unit_batches() + batch) * kChunksPerBatch;
   }
 
-  // The pass that sums: sum(unit, batch, place, before) for each of the warp's batches is the
-  // lanes' sums of a batch, add(sums, of_batch) joins those of a unit. Beside its own work
-  // sum() adds up `before` over the warp, the sums of the unit before: a chain of shuffles is
-  // nothing to wait for. Places are those of batches in shared memory. Batches of rows that are
-  // read twice come through a ring of kSlots places, where start(unit, batch, place) begins to copy
-  // them; the others have been started before, and are waited for one by one. Copies of `ahead`
-  // units of the next row have been started after them.
-  template <int kSlots, class Start, class Sum, class Add>
-  __device__ void sum_pass(const UnitPart& part, int ahead, Start&& start, Sum&& sum,
-                           Add&& add) const {
+  // Chunks of the row that units cover, some of them behind its end.
+  __device__ int covered_chunks(const UnitPart& part) const {
+    return part.units * unit_batches() * kChunksPerBatch;
+  }
+
+  // The pass that sums: sum(batch, place, before) for each of the warp's batches is the lanes' sums
+  // of a batch. Batches are counted from the block's first one, as units are, and places are those
+  // of batches in shared memory. Beside its own work sum() adds up `before` over the warp, the sums
+  // of the unit before: a chain of shuffles is nothing to wait for. All copies have been started
+  // before, and are waited for one by one; copies of `ahead` units of the next row after them.
+  template <class Sum>
+  __device__ void sum_pass(const UnitPart& part, int ahead, Sum&& sum) const {
     MaxAndSum sums{kLowest, 0.f};
-    const auto sum_batch = [&](int unit, int batch, int place) {
+    const auto sum_unit = [&](int unit, int place) {
       float before = sums.sum;
-      const MaxAndSum of_batch = sum(unit, batch, place, before);
-      if (batch > 0) {
-        add(sums, of_batch);
-      } else {
-        if (unit != first_unit()) put(part, unit - kWarps, {sums.max, before});
-        sums = of_batch;
-      }
+      const MaxAndSum of_unit = sum(unit, place, before);
+      if (unit != first_unit()) put(part, unit - kWarps, {sums.max, before});
+      sums = of_unit;
     };
     const int last = last_unit(part);
-    if constexpr (kRereads) {
-      for (int position = 0; position < kSlots; ++position)
-        start_position<kSlots>(part, position, start);
-      for (int position = 0; position < positions(part); ++position) {
-        wait_for_older_copies<kSlots - 1>();
-        sum_batch(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
-        start_position<kSlots>(part, position + kSlots, start);
-      }
-    } else if constexpr (kTakesTurns) {
+    if constexpr (kTakesTurns) {
 #pragma unroll 1
       for (int unit = first_unit(); unit <= last; unit += kWarps) {
         wait_for_copies_before<kMostPending>((last - unit) / kWarps + ahead);
-        sum_batch(unit, 0, place_of(unit));
+        sum_unit(unit, place_of(unit));
       }
     } else {
       // Groups of copies without any make up for units that there are not, or no more.
@@ -231,65 +254,80 @@ class UnitRow {
 #pragma unroll 1
       for (int unit = first_unit(); unit <= last; unit += kWarps) {
         wait_for_older_copies<kPending - 1>();
-        sum_batch(unit, 0, unit);
+        sum_unit(unit, unit);
         end_copies();
       }
     }
     if (last >= 0) put(part, last, {sums.max, warp_sum<32>(sums.sum)});
   }
-  // The pass that writes: write(unit, batch, place, is_new). Rows that are read twice from their
-  // end, which is still in the ring as the sum left it; what is new comes as it was copied.
-  template <int kSlots, class Start, class Write, class Finish>
-  __device__ void write_pass(const UnitPart& part, Start&& start, Write&& write,
-                             Finish&& finish) const {
-    if constexpr (kRereads) {
-      const int last = positions(part) - 1;
-      for (int position = last; position >= 0; --position) {
-        wait_for_older_copies<kSlots - 1>();
-        write(unit_of(position), batch_of(position), place_in_ring<kSlots>(position),
-              position + kSlots <= last);
-        start_position<kSlots>(part, position - kSlots, start);
-      }
-    } else {
-      const int last = last_unit(part);
+  // The pass that writes: write(batch, place, is_new), then finish(batch).
+  template <class Write, class Finish>
+  __device__ void write_pass(const UnitPart& part, Write&& write, Finish&& finish) const {
+    const int last = last_unit(part);
 #pragma unroll 1
-      for (int unit = first_unit(); unit <= last; unit += kWarps) {
-        write(unit, 0, place_of(unit), false);
-        finish(unit);
-      }
+    for (int unit = first_unit(); unit <= last; unit += kWarps) {
+      write(unit, place_of(unit), false);
+      finish(unit);
     }
   }
 
-  // Where the results go: behind the kept packs.
-  template <class Pack, int kPacks = 1>
-  __device__ void start(char* shared_memory, int64_t row, int turn) {
-    // Until its other blocks have started.
-    if (is_cluster() && turn == 0) wait_for_cluster();
-    turn_ = turn;
-    if (is_spread()) {
-      results_ = static_cast<MaxAndSum*>(schedule_.results) + row * schedule_.max_units;
-    } else {
-      auto* const end = reinterpret_cast<Pack*>(shared_memory) +
-                        schedule_.kept_batches * (kChunksPerBatch * kPacks);
-      results_ = reinterpret_cast<MaxAndSum*>(end) + (turn % 2 != 0 ? schedule_.max_units : 0);
+  // The same of rows that are read twice: their batches come through a ring of kSlots places, where
+  // start(batch, place) begins to copy one. add(sums, of_batch) joins those of a unit.
+  template <int kSlots, class Start, class Sum, class Add>
+  __device__ void sum_ring(const UnitPart& part, Start&& start, Sum&& sum, Add&& add) const {
+    MaxAndSum sums{kLowest, 0.f};
+    for (int position = 0; position < kSlots; ++position)
+      start_position<kSlots>(part, position, start);
+    for (int position = 0; position < positions(part); ++position) {
+      wait_for_older_copies<kSlots - 1>();
+      float before = sums.sum;
+      const MaxAndSum of_batch = sum(batch_at(position), place_in_ring<kSlots>(position), before);
+      if (position % unit_batches() != 0) {
+        add(sums, of_batch);
+      } else {
+        if (position != 0) put(part, unit_at(position) - kWarps, {sums.max, before});
+        sums = of_batch;
+      }
+      start_position<kSlots>(part, position + kSlots, start);
     }
+    const int last = last_unit(part);
+    if (last >= 0) put(part, last, {sums.max, warp_sum<32>(sums.sum)});
+  }
+  // From the row's end, which is still in the ring as the sum left it. What is new to write() comes
+  // as it was copied.
+  template <int kSlots, class Start, class Write>
+  __device__ void write_ring(const UnitPart& part, Start&& start, Write&& write) const {
+    const int last = positions(part) - 1;
+    for (int position = last; position >= 0; --position) {
+      wait_for_older_copies<kSlots - 1>();
+      write(batch_at(position), place_in_ring<kSlots>(position), position + kSlots <= last);
+      start_position<kSlots>(part, position - kSlots, start);
+    }
+  }
+
+  // Of a row that the block takes.
+  __device__ void start(int turn) {
+    // Until its other blocks have started.
+    if (kMayShare && turn == 0) wait_for_cluster();
+    turn_ = turn;
+    results_ = results_of_even_ + (turn % 2 != 0 ? schedule_.max_units : 0);
   }
   // By a whole warp, for each of its units.
   __device__ void put(const UnitPart& part, int unit, MaxAndSum result) const {
     MaxAndSum* const at = results_ + part.first + unit;
-    if (is_cluster()) {
-      send(at, result);
+    if (kMayShare) {
+      exchange_.send(blocks(), turn_, at, result);
     } else if (lane() == 0) {
       *at = result;
     }
   }
   __device__ MaxAndSum merge(const UnitPart& part, Exponent exponent) const {
     share_results(part);
-    return merge_units<kGroups>(results_, part.units, exponent);
+    return merge_units<1>(results_, part.units, exponent);
   }
   __device__ float sum(const UnitPart& part) const {
     share_results(part);
-    return sum_units<kGroups>(results_, part.units);
+    return sum_units<1>(results_, part.units);
   }
 
  private:
@@ -297,10 +335,12 @@ class UnitRow {
   __device__ int positions(const UnitPart& part) const {
     return max(last_unit(part) - first_unit() + kWarps, 0) / kWarps * unit_batches();
   }
-  __device__ int unit_of(int position) const {
+  __device__ int unit_at(int position) const {
     return first_unit() + position / unit_batches() * kWarps;
   }
-  __device__ int batch_of(int position) const { return position % unit_batches(); }
+  __device__ int batch_at(int position) const {
+    return unit_at(position) * unit_batches() + position % unit_batches();
+  }
   template <int kSlots>
   __device__ int place_in_ring(int position) const {
     return position % kSlots * kWarps + first_unit();
@@ -308,7 +348,7 @@ class UnitRow {
   template <int kSlots, class Start>
   __device__ void start_position(const UnitPart& part, int position, Start&& start) const {
     if (position >= 0 && position < positions(part))
-      start(unit_of(position), batch_of(position), place_in_ring<kSlots>(position));
+      start(batch_at(position), place_in_ring<kSlots>(position));
     end_copies();
   }
 
@@ -326,45 +366,24 @@ class UnitRow {
     return kTakesTurns ? in_ring(begin_ + span(part)) : 0;
   }
 
-  // Several where they may come from global memory, for the latency of one.
-  static constexpr int kGroups = kRereads ? kMaxUnits / (kUnitsAtOnce * 32) : 1;
   static constexpr int kPending = 4;      // units whose copies are waited for apart
   static constexpr int kMostPending = 6;  // where blocks take turns
 
   // Of the row.
   __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
-  __device__ bool is_cluster() const { return kMayShare && (!kRereads || schedule_.is_cluster); }
-  // Over the whole GPU.
-  __device__ bool is_spread() const { return kRereads && blocks() > 1 && !is_cluster(); }
-
-  // To every block of the cluster.
-  __device__ void send(void* at, const MaxAndSum& result) const {
-    if (lane() < blocks()) {
-      send_to_cluster(at, &barriers_[turn_ % 2], lane(), reinterpret_cast<const uint64_t&>(result));
-    }
-  }
 
   __device__ void share_results(const UnitPart& part) const {
-    if (is_cluster()) {
-      if (last_unit(part) < 0) send(unread_, {});
-      if (threadIdx.x < 32) {
-        const int units = min(part.share, max(part.units - lane() * part.share, 0));
-        const int sent = lane() < blocks() ? max(units, kWarps) : 0;
-        const int all_sent = sum_of_lanes(sent);
-        if (lane() == 0) expect_bytes(&barriers_[turn_ % 2], all_sent * kResultBytes);
-        wait_for_bytes(&barriers_[turn_ % 2], turn_ / 2 % 2);
-      }
+    if constexpr (kMayShare) {
+      if (last_unit(part) < 0) exchange_.send_nothing(blocks(), turn_);
+      if (threadIdx.x < 32) exchange_.wait(blocks(), turn_, part, kWarps);
     }
-    if (is_spread()) {
-      sync_grid();
-    } else {
-      __syncthreads();
-    }
+    __syncthreads();
   }
 
   const Schedule& schedule_;
+  MaxAndSum* const results_of_even_;
   MaxAndSum* results_ = nullptr;
-  uint64_t *barriers_, *unread_;
+  ClusterExchange exchange_;
   int rank_ = 0, turn_ = 0;
   int begin_ = 0;  // how far into the ring the row begins
   // Of a shuffle the compiler knows that it is the same for the whole warp: loops over units and
