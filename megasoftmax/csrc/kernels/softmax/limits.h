@@ -108,6 +108,8 @@ inline constexpr int kDenseMaxDeclaredBytes = 1024;
 inline constexpr int kDenseMaxSpilledBytes = 8;
 inline constexpr int kFloatRowMaxSpilledBytes = 56;
 inline constexpr int kWholeGpu = 0;  // blocks per row: as many as run at a time, over all rows
+// Of so many rows the whole GPU takes two at a time, even if its shared memory does not keep them.
+inline constexpr int64_t kManyRows = 32;
 // A narrow row has at least kLongRow chunks in all and at most kNarrowRow visible ones.
 inline constexpr int64_t kLongRow = 128, kNarrowRow = 256;
 // What a row shows begins at a multiple of so many chunks, 128 bytes of a 2-byte type: zeros ahead
@@ -161,7 +163,7 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"shared_32",    Storage::kShared,       32,   1,     4,       32,  false,         1,        400,    2000, kPlain | kLimited | kMasked},  // shared_64 8%, causal 3072
     {"shared_64",    Storage::kShared,       64,   1,     4,       16,  false,         1,        800,    1000, kPlain | kUneven | kLimited | kMasked | kDropped},  // shared_128 8%, causal 4096
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1540,     500, kSpread},  // shared_256 20%, uneven 8191
-    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},  // whole_gpu_64 8%, causal 16384
+    {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      40, kPlain | kLimited | kMasked | kCostly | kDropped},
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       4480,      80, kUneven},  // shared_512 34%, uneven 12287
     {"shared_256",   Storage::kShared,      256,   1,     4,        4,  false,         1,       3400,     132, kDense},  // shared_512 9%, 20480
     {"cluster_2",    Storage::kShared,      256,   1,     4,        4,  false,         2,       8960,     500, kDense},  // shared_512 3%, 50256
@@ -190,9 +192,9 @@ inline constexpr RowRegime kForwardRegimes[] = {
     {"dense_x16",    Storage::kDense,      1024,   1,     4,        1,  false,        16,      32768,       0, kDense},  // cluster_8 24%, 1 row of 151936
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      10000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      32768,       0, kSpread | kDropped},
-    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 48%, 256 rows of 393216
+    {"cluster_16",   Storage::kShared,      256,   1,     4,        4,  false,        16,      65536,       4, kSpread | kDropped},  // whole_gpu 24%, 256 rows of 393216
     {"cluster_8",    Storage::kShared,      256,   1,     4,        4,  false,         8,      33792,      17, kSpread | kDropped},  // without clusters of 16
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,      32, kSpread},
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,       0, kSpread},  // whole_gpu_512 9%, 1 row of 393216
     {"whole_gpu_512", Storage::kReread,     512,   1,     4,        1,   true, kWholeGpu, kUnlimited,       0, kPlain | kDense | kUneven},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu, kUnlimited,       0, kSpread},
     {"whole_gpu_64", Storage::kReread,       64,   1,     4,        6,   true, kWholeGpu, kUnlimited,       0, kSpread | kDropped},
@@ -203,7 +205,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"dense_16",     Storage::kDense,        16,   4,     4,       16,  false,         1,         64,       0, kDense | kDenseUneven},  // dense_32 4%, 384
     {"dense_32",     Storage::kDense,        32,   2,     4,       16,  false,         1,        128,    2100, kDense | kDenseUneven},
     {"dense_128",    Storage::kDense,       128,   1,     1,       16,  false,         1,        128,       0, kDense | kDenseUneven},
-    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},  // whole_gpu_64 39%, 1536
+    {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,        322,       0, kDense | kDenseUneven},
     {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       1024,       0, kDense},  // shared_256 37%, 4 rows of 6144
     {"dense_1024",   Storage::kDense,      1024,   1,     4,        1,  false,         1,       2176,     200, kDense},  // shared_256 27%, 256 rows of 10240
     {"lanes_4x1",    Storage::kRegisters,     4,  16,     1,       14,  false,         1,          4,       0, kAnyRows},
@@ -223,7 +225,7 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_64",    Storage::kShared,       64,   1,     4,       14,  false,         1,        640,    1000, kCommon | kDropped},  // shared_128 15%, causal 3072
     {"shared_128",   Storage::kShared,      128,   1,     4,        6,  false,         1,       1032,     500, kAnyRows},
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       2176,      60, kAnyRows | kDropped | kDroppedBiasGradient},
-    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},  // whole_gpu 14%, uneven 24575
+    {"cluster_2",    Storage::kShared,      256,   1,     4,        3,   true,         2,       4352,      60, kCommon | kDropped},
     {"turns_512x2",  Storage::kShared,      512,   1,     4,        1,   true,         2,      10240,     250, kUneven},
     {"cluster_4",    Storage::kShared,      256,   1,     4,        3,   true,         4,       8704,      30, kCommon | kDropped},
     {"dense_x8",     Storage::kDense,      1024,   1,     4,        1,  false,         8,       8192,      17, kDense},  // dense_x16 21%, 64 rows of 32768
@@ -235,12 +237,12 @@ inline constexpr RowRegime kBackwardRegimes[] = {
     {"shared_256",   Storage::kShared,      256,   1,     4,        3,  false,         1,       1100,       0, kAnyRows | kDropped | kDroppedBiasGradient},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,      17408,      30, kSpread | kDropped},  // turns_512x4 8%, uneven 98303
     {"turns_512x4",  Storage::kShared,      512,   1,     4,        1,   true,         4,      20480,     125, kPlain | kDense | kUneven},
-    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},  // reread_16 12%, uneven 262143
+    {"turns_512x8",  Storage::kShared,      512,   1,     4,        1,   true,         8,      40960,     100, kPlain | kDense | kUneven},
     {"cluster_8",    Storage::kShared,      256,   1,     4,        3,   true,         8,       9000,       0, kSpread | kDropped},
     {"cluster_16",   Storage::kShared,      256,   1,     4,        3,   true,        16,      32768,       0, kSpread | kDropped},
-    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 25%, 524288
-    {"reread_16",    Storage::kReread,      512,   1,     4,        1,   true,        16,      98304,      30, kPlain | kDense | kUneven},
-    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,      32, kSpread},
+    {"turns_512x16", Storage::kShared,      512,   1,     4,        1,   true,        16,      65536,      40, kPlain | kDense | kUneven},  // reread_16 13%, 393216
+    {"reread_16",    Storage::kReread,      512,   1,     4,        1,   true,        16,      98304,      30, kPlain | kDense | kUneven},  // whole_gpu 13%, 786432
+    {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu,     262144,       0, kSpread},  // whole_gpu_512 12%, 1 row of 393216
     {"whole_gpu_512", Storage::kReread,     512,   1,     4,        1,   true, kWholeGpu, kUnlimited,       0, kPlain | kDense | kUneven},
     {"whole_gpu",    Storage::kReread,      256,   1,     4,        2,   true, kWholeGpu, kUnlimited,       0, kSpread},
     {"reread_1",     Storage::kReread,      256,   1,     4,        3,  false,         1, kUnlimited,       0, kBiasGradient},

@@ -84,8 +84,8 @@ inline void spread_over_gpu(const RowRegime& regime, int64_t chunks, int64_t row
   int64_t owners = std::min(rows, blocks);
   if (rows * chunks > kept_chunks) {
     // A third more than that: where a row ends, others give memory something to do.
-    const int64_t at_a_time = kept_chunks * 4 / (chunks * 3);
-    owners = divide_up(rows, divide_up(rows, std::clamp<int64_t>(at_a_time, 1, owners)));
+    const int64_t kept = kept_chunks * 4 / (chunks * 3), least = rows < kManyRows ? 1 : 2;
+    owners = divide_up(rows, divide_up(rows, std::clamp<int64_t>(kept, least, owners)));
   }
   schedule.owners = static_cast<int>(owners);
   int most = divide_up(schedule.max_units, regime.rings());
