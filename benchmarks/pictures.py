@@ -65,8 +65,8 @@ KEPT = {
     "shared": ("shared memory, of a block", BLUE),
     "cluster": ("shared memory, of a cluster", ORANGE),
     "turns": ("shared memory, of a cluster", ORANGE),
-    "whole": ("read twice, by the whole GPU", RED),
-    "reread": ("read twice, by a block or a cluster", GREY),
+    "whole": ("shared memory, of the whole GPU", RED),
+    "reread": ("rings of a block or a cluster", GREY),
 }
 OUTLIER = 110  # % of the copy, from which a point of a CUDA graph says how long its copy took
 
