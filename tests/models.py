@@ -42,6 +42,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 VOCABULARY, BATCH, LENGTH, WINDOW = 97, 3, 12, 5
 PADDINGS = ("none", "right", "left", "middle")
@@ -189,7 +190,12 @@ MODELS = {
 }
 """Name of a family -> what builds a model of it."""
 
-WITHOUT_INTERFACE = ("bloom", "falcon", "falcon, groups", "falcon, alibi", "gptj", "mpt")
+# GPT-J has it from transformers 5.24 on.
+GPTJ_HAS_INTERFACE = not hasattr(GPTJAttention, "_attn")
+WITHOUT_INTERFACE = (
+    *("bloom", "falcon", "falcon, groups", "falcon, alibi", "mpt"),
+    *(() if GPTJ_HAS_INTERFACE else ("gptj",)),
+)
 MIXTURES = ("mixtral", "gpt_oss")
 DECODERS = tuple(name for name in MODELS if name not in ("bert", "swin", "t5"))
 

@@ -1,4 +1,5 @@
-"""The attention interface for families of transformers that have none: Bloom, Falcon, GPT-J, MPT.
+"""The attention interface for families of transformers that have none: Bloom, Falcon, MPT, and
+GPT-J before transformers 5.24.
 
 Their layers compute attention themselves, whatever implementation is asked for. The subclasses here
 hand query, key, value and ALiBi to the function that was asked for, where it is megasoftmax's; they
@@ -218,9 +219,9 @@ class MegasoftmaxMptAttention(MptAttention):
 FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     BloomAttention: MegasoftmaxBloomAttention,
     FalconAttention: MegasoftmaxFalconAttention,
-    GPTJAttention: MegasoftmaxGPTJAttention,
     MptAttention: MegasoftmaxMptAttention,
     MptBlock: MegasoftmaxMptBlock,
+    **({GPTJAttention: MegasoftmaxGPTJAttention} if hasattr(GPTJAttention, "_attn") else {}),
 }
 """A class of transformers -> the subclass that takes its place."""
 
