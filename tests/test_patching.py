@@ -375,6 +375,7 @@ def test_wrong_arguments(model, options, error, message):
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
 def test_families_know_the_interface_by_name(name, calls, tmp_path):
+    integration.register()
     own = MODELS[name]()
     expected = run(own, name)
     own.save_pretrained(tmp_path)
