@@ -225,8 +225,6 @@ def _reasons(regime: RowRegime, plan: _Plan, rows: int, kind: str) -> tuple[str,
         f"takes rows of {longest}: these need up to {chunks:,}",
     ]
     if regime.blocks_per_row is None:
-        if regime.min_rows > 0:
-            found.append(f"wants at least {regime.min_rows:,} rows: there are {rows:,}")
         found.append(
             f"shares out the GPU: {blocks} take a row together, and {plan.rows_at_a_time:,} of "
             f"{rows:,} rows are in its shared memory at a time, whole or in part"

@@ -75,7 +75,8 @@ class TurnRow {
   // write_row(row, pass): calls pass(write), which calls write(batch, place, is_new) for each batch
   // of the row. One that was copied again is new: it comes as it was copied.
   template <class Take, class Copy, class Sum, class Add, class WriteRow>
-  __device__ void take_turns(Take&& take, Copy&& copy, Sum&& sum, Add&& add, WriteRow&& write_row) {
+  __device__ __forceinline__ void take_turns(Take&& take, Copy&& copy, Sum&& sum, Add&& add,
+                                             WriteRow&& write_row) {
     int number = owner_;
     bool has_next = true;
     auto now = take(number), next = now;
@@ -152,8 +153,9 @@ class TurnRow {
   // Writes the row at hand and sums the next one. restart(batch, place) copies a batch of the
   // former again, start(batch, place) one of the latter.
   template <class Write, class Restart, class Start, class Sum, class Add>
-  __device__ void pass(const Share& now, const Share& next, Write&& write, Restart&& restart,
-                       Start&& start, Sum&& sum, Add&& add) const {
+  __device__ __forceinline__ void pass(const Share& now, const Share& next, Write&& write,
+                                       Restart&& restart, Start&& start, Sum&& sum,
+                                       Add&& add) const {
     // Each step ends a group of copies. Batch i < ring_ of the next row is in the group of step
     // i - lead; groups before step 0 are those that were started ahead.
     const int room = ring_ - now.count, lead = min(room, next.count);
