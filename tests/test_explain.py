@@ -267,7 +267,10 @@ def test_few_long_rows_share_the_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "columns", "at_a_time"),
-    [(4, 2**20, 4), (4, 2**23, 2), (5, 2**23, 2), (64, 2**20, 16), (64, 2**21, 8), (4, 2**25, 1)],
+    [
+        *((4, 2**20, 4), (4, 2**23, 2), (5, 2**23, 2), (64, 2**20, 16), (64, 2**21, 8)),
+        *((31, 2**25, 1), (32, 2**25, 2)),  # of many, two that shared memory does not keep
+    ],
 )
 def test_very_long_rows_take_turns(rows: int, columns: int, at_a_time: int) -> None:
     """As many at a time as shared memory keeps, or a little more."""
