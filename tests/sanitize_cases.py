@@ -272,15 +272,12 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
     if kind == "narrow":
         long = constants["kLongRow"] * pack
         return [long, long + 1]
-    units = 1 + (constants["kMaxUnits"] if regime.blocks_per_row is None else regime.blocks_per_row)
-    chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
-    if regime.storage == "reread" and not regime.takes_turns:
-        ring = regime.threads_per_row // 32 * constants["kRingBytes"]
-        units *= ring // (constants["kChunksPerBatch"] * chunk_bytes)
-    chunks = units * constants["kChunksPerBatch"] + 1
-    if regime.storage == "reread" and regime.takes_turns:
+    if regime.storage == "reread":
         # More than shared memory has room for, so that a part of each row is read twice.
+        chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
         chunks = KEPT_BYTES // (BATCHES * HEADS * QUERIES * chunk_bytes)
+    else:
+        chunks = (1 + regime.blocks_per_row) * constants["kChunksPerBatch"] + 1
     if regime.max_chunks is not None:
         chunks = (
             regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
