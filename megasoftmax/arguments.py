@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
 from megasoftmax.masks import TileMask
+from megasoftmax.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -341,11 +342,7 @@ def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
 
 def _has_values(tensor: Tensor) -> bool:
     """Not while it is traced, or one of many examples."""
-    return (
-        type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return type(tensor) is Tensor and not is_traced()
 
 
 def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:

@@ -13,6 +13,7 @@ from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
 from megasoftmax.reference.dropout import STEPS
+from megasoftmax.tracing import is_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOATING = (*DTYPES, torch.float64)
@@ -68,14 +69,8 @@ class Reasons(tuple[Reason, ...]):
 
 
 def is_plain_on_cpu(tensor: Tensor) -> bool:
-    """Whether a tensor on a CPU has values here and now: no transform, compiler or subclass."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and _forward_mode() is None
-    )
+    """Whether a tensor on a CPU has values here and now: no tracer, transform or subclass."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and not is_traced() and _forward_mode() is None
 
 
 def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -470,8 +465,8 @@ def _sdpa_tensors(*tensors: Tensor | None) -> Reason | None:
 
 def _sdpa_transforms() -> Reason | None:
     """Where values cannot be read, or derivatives are not those of a single backward pass."""
-    if torch._C._are_functorch_transforms_active():
-        actual = "torch.func"
+    if is_traced():
+        actual = "torch.func, torch.jit.trace or a dispatch mode"
     elif _forward_mode() is not None:
         actual = "a dual level"
     else:

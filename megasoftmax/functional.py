@@ -17,6 +17,7 @@ from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed import context_parallel, sharding, vocabulary
 from megasoftmax.limits import kernel_limits
 from megasoftmax.masks import TileMask
+from megasoftmax.tracing import in_jit_trace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -399,8 +400,7 @@ def softmax_topk(
     if _is_fused(fused, reasons_against, logits, k, scale, mask, bias, dtype):
         implementation = ops.topk.IMPLEMENTATION
         bias, _ = _as_kernels_take_it(logits, bias, None)
-    elif sharding.prepare(logits):
-        arguments.check_shards("logits", logits)
+    elif _runs_as_op("logits", logits):
         implementation = ops.topk.IMPLEMENTATION
     out = _dtype_of_probabilities(logits, dtype)
     if group is not None:
@@ -613,9 +613,7 @@ def attention(
         and (scale is None or (type(scale) is float and 0 < scale < math.inf))
     ):
         factor = query.shape[3] ** -0.5 if scale is None else scale
-        output = autograd.sdpa.attention(
-            query, key, value, None, causal, factor, nothing_excluded=not causal
-        )
+        output = autograd.sdpa.attention(query, key, value, None, causal, factor)
         if output is not None:
             return output
         fused = False  # the reference computes
@@ -1093,8 +1091,7 @@ def _softmax_over_last(
     ):
         implementation = kernels
         bias, sink = _as_kernels_take_it(scores, bias, sink)
-    elif sharding.prepare(scores):
-        arguments.check_shards("scores", scores)
+    elif _runs_as_op("scores", scores):
         implementation = kernels
 
     left, right = (-1, -1) if window is None else window
@@ -1221,6 +1218,18 @@ def _is_fused(
     if can_be:
         host.admit(scores)
     return can_be
+
+
+def _runs_as_op(name: str, scores: Tensor) -> bool:
+    """Whether a call that does not run fused is one op all the same: DTensors, and torch.jit.trace.
+
+    Raises:
+        ValueError: of a DTensor on a GPU.
+    """
+    if sharding.prepare(scores):
+        arguments.check_shards(name, scores)
+        return True
+    return in_jit_trace()
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -1514,7 +1523,7 @@ def _attention_implementation(
         return ops.attention.IMPLEMENTATION
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     # Compiled, an op would drop tangents.
-    if (compiled and forward_ad._current_level < 0) or sharding.prepare(query):
+    if (compiled and forward_ad._current_level < 0) or sharding.prepare(query) or in_jit_trace():
         return ops.attention.IN_BLOCKS
     return autograd.attention.REFERENCE
 
@@ -1595,15 +1604,7 @@ def _attention_by_sdpa(
             (-1, -1) if window is None else window,
             *_bounds(visible, keys),
         )
-    return autograd.sdpa.attention(
-        query,
-        key,
-        value,
-        added,
-        causal and queries == keys,
-        scale,
-        nothing_excluded=added is None and not causal,
-    )
+    return autograd.sdpa.attention(query, key, value, added, causal and queries == keys, scale)
 
 
 def _attention_scale(query: Tensor, scale: float | None) -> float:

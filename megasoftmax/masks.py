@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megasoftmax.limits import kernel_limits
 from megasoftmax.reference.attention import mask_of_blocks
+from megasoftmax.tracing import may_keep
 
 
 class TileMask:
@@ -21,10 +22,10 @@ class TileMask:
     and backward. With a TileMask the first fused call on a GPU does, and later ones reuse its note.
     Results are the same.
 
-    These calls look for the tiles themselves: under torch.compile, in a transform of torch.func, of
-    DTensors, with `visible`, and in a CUDA graph that is captured before there is a note. The
-    tensor must not change once a call has run. A note is for the stream that made it, as any
-    tensor.
+    These calls look for the tiles themselves: under torch.compile, torch.jit.trace, transforms of
+    torch.func and dispatch modes, of DTensors, with `visible`, and in a CUDA graph that is
+    captured, so that its replays see what the mask holds then. Outside of them the tensor must not
+    change once a call has run. A note is for the stream that made it, as any tensor.
 
     Args:
         mask: bool, True = excluded, as in `megasoftmax.attention`: [batch or 1, heads or 1,
@@ -79,10 +80,10 @@ class TileMask:
             queries, keys: of a call on a GPU.
             tile_note: the op that makes it.
         """
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if not may_keep(self.tensor.device):
             return None
         found = self._notes.get((queries, keys))
-        if found is None and not torch.cuda.is_current_stream_capturing():
+        if found is None:
             mask = self.tensor[(None,) * (4 - self.tensor.dim())]
             with torch.inference_mode(False):  # else no later call could save it for gradients
                 found = self._notes[queries, keys] = tile_note(mask, self.block, queries, keys)

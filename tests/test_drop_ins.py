@@ -243,9 +243,9 @@ def test_why_sdpa_does_not_run_fused(device):
 def test_a_cpu_takes_torchs_attention(has_mask, monkeypatch):
     calls, original = [], autograd.sdpa.attention
 
-    def recording(*args, **options):
-        calls.append(options["nothing_excluded"])
-        return original(*args, **options)
+    def recording(query, key, value, added, causal, scale):
+        calls.append(added is None and not causal)
+        return original(query, key, value, added, causal, scale)
 
     monkeypatch.setattr(autograd.sdpa, "attention", recording)
     query, key, value = (normal(1, 7, 4, 8, device="cpu", seed=i) for i in range(3))

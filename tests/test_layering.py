@@ -27,18 +27,19 @@ FAMILIES = {
 LAYERS = {
     "build": set(),
     "limits": set(),
+    "tracing": set(),
     "_extras": set(),
     "_progress": set(),
     "_tables": {"build", "explain", "host", "limits", "megasoftmax"},
     "_export_kernels": {"build"},
     "explain": {"build", "limits"},
-    "dispatch": {"build", "limits", "reference"},
+    "dispatch": {"build", "limits", "reference", "tracing"},
     "biases": set(),
-    "masks": {"limits", "reference"},
-    "arguments": {"biases", "masks"},
+    "masks": {"limits", "reference", "tracing"},
+    "arguments": {"biases", "masks", "tracing"},
     "ranges": {"arguments"},
-    "reference": set(),
-    "autograd": {"reference"},
+    "reference": {"tracing"},
+    "autograd": {"reference", "tracing"},
     # The reference is every op's CPU implementation.
     "ops": {"build", "autograd", "limits", "reference"},
     "distributed": {"autograd", "ops", "reference"},
@@ -54,6 +55,7 @@ LAYERS = {
         "masks",
         "ops",
         "ranges",
+        "tracing",
     },
     "layers": {"functional"},
     "modules": {"arguments", "biases", "dispatch", "functional", "host", "masks"},
@@ -67,7 +69,7 @@ LAYERS = {
         "modules",
         "ranges",
     },
-    "integrations": {"arguments", "biases", "functional", "megasoftmax", "modules"},
+    "integrations": {"arguments", "biases", "functional", "megasoftmax", "modules", "tracing"},
     "regression": {"integrations", "megasoftmax"},
     "__main__": {
         "_export_kernels",
@@ -97,6 +99,7 @@ HOT = {
     "ops",
     "ranges",
     "reference",
+    "tracing",
 }
 
 

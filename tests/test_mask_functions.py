@@ -230,8 +230,9 @@ def test_a_model_that_computes_with_packed_masks_gets_a_tensor():
 
 
 def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
-    """Until the mask changes."""
+    """In one pass of a model, until the mask changes."""
     from megasoftmax.integrations import transformers as integration
+    from megasoftmax.integrations.sharing import in_a_pass
 
     given, original = [], megasoftmax.attention
 
@@ -243,12 +244,22 @@ def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
     monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
     query = torch.randn(2, 3, 5, 4)
     keep = torch.rand(2, 1, 5, 5) > 0.3
-    for _ in range(2):
-        output, _ = attention_forward(torch.nn.Module(), query, query, query, keep)
-    assert isinstance(given[0], megasoftmax.TileMask)
-    assert given[0] is given[1]
-    expected = original(query, query, query, mask=~keep).transpose(1, 2)
-    assert torch.equal(output, expected)
-    keep[..., 1] = ~keep[..., 1]
-    attention_forward(torch.nn.Module(), query, query, query, keep)
-    assert torch.equal(given[2].tensor, ~keep)
+
+    def attend():
+        return attention_forward(torch.nn.Module(), query, query, query, keep)[0]
+
+    def in_layers():
+        attend()
+        output = attend()
+        expected = original(query, query, query, mask=~keep).transpose(1, 2)
+        assert torch.equal(output, expected)
+        keep[..., 1] = ~keep[..., 1]
+        attend()
+
+    in_a_pass(in_layers)
+    attend()
+    first, second, changed, without_pass = given
+    assert isinstance(first, megasoftmax.TileMask)
+    assert first is second
+    assert torch.equal(changed.tensor, ~keep)
+    assert torch.equal(without_pass, ~keep)

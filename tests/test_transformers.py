@@ -30,6 +30,7 @@ import megasoftmax
 from megasoftmax import functional
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
+from megasoftmax.integrations.sharing import in_a_pass
 from megasoftmax.reference import dropout
 
 TAKES_ATTENTION = integration.takes_attention
@@ -717,17 +718,21 @@ def test_layers_share_one_copy_of_a_bias(implementation, monkeypatch):
     learnt = [bias for bias in given if bias.requires_grad]
     assert len(learnt) > len({id(bias) for bias in learnt}) == 2  # of encoder and decoder
 
+    def in_layers():
+        with torch.no_grad():
+            without = integration._with_dense_rows(bias)
+        copy_of_bias = integration._with_dense_rows(bias)
+        assert (copy_of_bias.requires_grad, without.requires_grad) == (True, False)
+        assert integration._with_dense_rows(bias) is copy_of_bias
+        with torch.no_grad():
+            bias.add_(1)
+        assert torch.equal(integration._with_dense_rows(bias), bias)
+        expanded = bias.expand(4, -1, -1, -1)
+        assert integration._with_dense_rows(expanded) is expanded
+
     bias = torch.randn(1, 3, 5, 2).movedim(3, 1).requires_grad_()
-    with torch.no_grad():
-        without = integration._with_dense_rows(bias)
-    copy_of_bias = integration._with_dense_rows(bias)
-    assert (copy_of_bias.requires_grad, without.requires_grad) == (True, False)
-    assert integration._with_dense_rows(bias) is copy_of_bias
-    with torch.no_grad():
-        bias.add_(1)
-    assert torch.equal(integration._with_dense_rows(bias), bias)
-    expanded = torch.randn(1, 3, 5, 2).movedim(3, 1).expand(4, -1, -1, -1)
-    assert integration._with_dense_rows(expanded) is expanded
+    in_a_pass(in_layers)
+    assert integration._with_dense_rows(bias) is bias  # no pass: no other layer would share it
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "bool", "float"])

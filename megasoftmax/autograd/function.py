@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megasoftmax.tracing import in_jit_trace
+
 
 class Implementation(NamedTuple):
     """Who computes an operation: functions with the signatures of its reference."""
@@ -61,6 +63,8 @@ def differentiable(
     def call(implementation: Implementation, needs_gradient: bool, *args: Any) -> Any:
         if is_in_forward_mode():
             return call_in_forward_mode(implementation, *args)
+        if in_jit_trace():
+            return implementation.forward(*args)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return function.apply(*args, implementation)
         if needs_gradient:

@@ -5,8 +5,8 @@ may differ, so that the reference computes instead:
 * A log-sum-exp of NaN, where a tensor is added: it may come from an excluded score, for -inf is
   added to it, and NaN remains NaN. Causality by itself puts -inf in the place of scores.
 * A log-sum-exp that is not finite, in 16 bits: a visible NaN or +inf may leave the output finite.
-* A log-sum-exp of exactly 0, where nothing is excluded: the row may be all -inf, for which these
-  kernels return 0, and not NaN.
+* A log-sum-exp of exactly 0, where no tensor is added: the row may be all -inf, or have fewer than
+  16 keys and a NaN, for which these kernels return 0, and not NaN.
 * A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
   NaN in these kernels if dp or D is not finite. It should be 0.
 """
@@ -25,7 +25,7 @@ from megasoftmax.reference.softmax import (
     excluded_by_window,
     union,
 )
-from megasoftmax.reference.transforms import is_of_many_gradients
+from megasoftmax.tracing import is_of_many_gradients, is_traced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # quicker than the op of that name
@@ -75,7 +75,6 @@ def attention(
     added: Tensor | None,
     causal: bool,
     scale: float,
-    nothing_excluded: bool,
 ) -> Tensor | None:
     """The output of `attention_forward`, differentiable; None where the reference must compute.
 
@@ -84,11 +83,15 @@ def attention(
         added: from `added_to_scores`.
         causal: with as many queries as keys.
         scale: factor of the products.
-        nothing_excluded: whether neither causality nor `added` was given for anything.
     """
-    if not query.stride()[3] == key.stride()[3] == value.stride()[3] == 1:
-        query, key, value = _with_dense_rows(query), _with_dense_rows(key), _with_dense_rows(value)
-    options = added, causal, scale, nothing_excluded
+    outer, heads, row, column = query.stride()
+    if not (
+        column == key.stride()[3] == value.stride()[3] == 1
+        and min(outer, heads, row) >= query.shape[3]
+    ):
+        # The output gets the strides of the query, and its rows must not overlap.
+        query, key, value = query.contiguous(), _with_dense_rows(key), _with_dense_rows(value)
+    options = added, causal, scale
     needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
     try:
         if needs_gradient and torch.is_grad_enabled():
@@ -113,14 +116,14 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        options: tuple[Tensor | None, bool, float, bool],
+        options: tuple[Tensor | None, bool, float],
     ) -> Tensor:
         """The output, in memory [b, m, h, d]; nothing is kept where ctx is None."""
-        added, causal, scale, nothing_excluded = options
+        added, causal, scale = options
         output, lse = _FORWARD(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
         if (added is not None or query.dtype in _HALVES) and not math.isfinite(lse.sum().item()):
             raise _RulesDifferError
-        if nothing_excluded and lse.count_nonzero().item() < lse.numel():
+        if added is None and lse.count_nonzero().item() < lse.numel():
             raise _RulesDifferError
         _, heads, queries, dim = shape = output.shape
         strides = (queries * heads * dim, dim, heads * dim, 1)
@@ -136,12 +139,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor) -> Any:
         query, key, value, added, output, lse = ctx.saved_tensors
         causal, scale = ctx.parameters
-        is_transformed = (
-            is_differentiated()
-            or torch._C._are_functorch_transforms_active()
-            or is_of_many_gradients(d_output)
-        )
-        if not is_transformed:
+        if not (is_differentiated() or is_traced() or is_of_many_gradients(d_output)):
             found = _BACKWARD(
                 *(d_output, query, key, value, output, lse, 0.0, causal),
                 attn_mask=added,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import is_differentiated
 from megasoftmax.autograd.softmax import REFERENCE, call_backward
-from megasoftmax.reference.transforms import is_of_many_gradients
+from megasoftmax.tracing import is_of_many_gradients, is_traced
 
 
 class _Softmax(torch.autograd.Function):
@@ -33,7 +33,7 @@ class _Softmax(torch.autograd.Function):
         if is_differentiated():
             assert call_backward is not None
             return call_backward(REFERENCE, *arguments)[0]
-        if not is_of_many_gradients(gradient):
+        if not (is_traced() or is_of_many_gradients(gradient)):
             d_scores = torch._softmax_backward_data(gradient, probabilities, -1, dtype)
             if math.isfinite(d_scores.sum().item()):
                 return d_scores

@@ -1,13 +1,15 @@
 """Models that ask for megasoftmax by name: served or refused as a whole, when they are made.
 
 transformers takes the name of an attention implementation from any class, also from one that never
-calls it. `watch` extends three methods of PreTrainedModel, for models that ask for megasoftmax:
+calls it. `watch` extends methods of PreTrainedModel, three for models that ask for megasoftmax:
 
 * `get_correct_attn_implementation`, which runs before layers are made. Falcon, GPT-J and others
   choose the class of their attention from a table by the name; the name gets the class of "eager".
 * `post_init`, which runs when a model is complete, and `set_attn_implementation`. Layers of
   `families` get their subclass. A model without a layer that can be served raises ValueError. Where
   only some can, a warning names the others, and their configuration becomes "eager".
+
+And `__call__`, so that what layers share lives as long as one pass of the outermost model.
 
 A part of a model is not looked at before the whole is complete.
 """
@@ -31,17 +33,20 @@ from megasoftmax.integrations.serving import (
     refused_of,
     why_not_served,
 )
+from megasoftmax.integrations.sharing import in_a_pass
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_megasoftmax_watches"
+_CALL_OF_MODULE = torch.nn.Module.__call__
 
 
 def watch() -> None:
-    """Extend the three methods; calling it twice is harmless."""
+    """Extend the methods; calling it twice is harmless."""
     for name, extend in (
         ("get_correct_attn_implementation", _extended_check),
         ("post_init", _extended_post_init),
         ("set_attn_implementation", _extended_setter),
+        ("__call__", _extended_call),
     ):
         original = getattr(PreTrainedModel, name)
         if not hasattr(original, _MARK):
@@ -81,6 +86,17 @@ def _extended_setter(original: Callable[..., None]) -> Callable[..., None]:
             _serve(self)
 
     return set_attn_implementation
+
+
+def _extended_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        # Tracers replace that of Module for a while.
+        is_of_module = original is _CALL_OF_MODULE
+        return in_a_pass(
+            torch.nn.Module.__call__ if is_of_module else original, self, *args, **kwargs
+        )
+
+    return __call__
 
 
 def _complete_tables(model_class: type[PreTrainedModel]) -> None:

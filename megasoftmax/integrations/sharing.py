@@ -1,25 +1,74 @@
-"""What the layers of a model make of a tensor that they share, made once."""
+"""What the layers of a model make of a tensor that they share, made once in a forward pass.
 
+It is kept by the pass, never on the tensor: whoever owns that may change it between two passes in
+ways that leave no trace, such as `.data`, numpy, torch.distributed or a CUDA graph.
+"""
+
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax.tracing import may_keep
+
+_MOST = 4  # tensors at a time: models alternate between few kinds of masks
 
 
-def made_once(tensor: Tensor, name: str, key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returns, kept on the tensor under that name while the key is the same.
+class _Made(NamedTuple):
+    source: Tensor
+    """Kept, so that its id stays its own."""
+    state: Any
+    result: Any
 
-    It must not refer to the tensor itself, which would then stay until Python looks for cycles.
+
+class _Pass(threading.local):
+    made: dict[tuple[int, str], _Made] | None = None
+    """By the id of a tensor and the name of what is made of it. None: no model runs."""
+
+
+_pass = _Pass()
+
+
+def in_a_pass(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a model. What its layers share lives until the outermost model returns."""
+    if torch.compiler.is_compiling() or _pass.made is not None:
+        return call(*args, **kwargs)
+    _pass.made = {}
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _pass.made = None
+
+
+def made_once(tensor: Tensor, name: str, make: Callable[[Tensor], Any]) -> Any:
+    """What `make` returns of the tensor, once while `can_share`.
+
+    Made anew where the tensor was changed in place, or gradients were switched on or off.
     """
-    attribute = f"_megasoftmax_{name}"
-    found = getattr(tensor, attribute, None)
-    if found is None or found[0] != key:
-        found = key, make()
-        setattr(tensor, attribute, found)
-    return found[1]
+    if not can_share(tensor):
+        return make(tensor)
+    made = _pass.made
+    assert made is not None
+    key, state = (id(tensor), name), (tensor._version, torch.is_grad_enabled())
+    found = made.get(key)
+    if found is None or found.state != state:
+        if len(made) == _MOST:
+            del made[next(iter(made))]
+        found = made[key] = _Made(tensor, state, make(tensor))
+    return found.result
+
+
+def can_share(tensor: Tensor) -> bool:
+    """Whether what is made of it may serve other layers: in the pass of a model, if kept at all.
+
+    Not in inference mode, where what is made cannot be saved for a backward pass.
+    """
+    if _pass.made is None or torch.is_inference_mode_enabled() or tensor.is_inference():
+        return False
+    return may_keep(tensor.device)
 
 
 def with_tiles(mask: Tensor, excluded: Callable[[Tensor], Tensor]) -> Tensor | megasoftmax.TileMask:
@@ -30,8 +79,8 @@ def with_tiles(mask: Tensor, excluded: Callable[[Tensor], Tensor]) -> Tensor | m
         excluded: makes another tensor of it, True = excluded.
 
     Returns:
-        A TileMask; under torch.compile and for inference tensors, which have no version, a tensor.
+        A TileMask; a tensor where it cannot be shared.
     """
-    if torch.compiler.is_compiling() or mask.is_inference():
+    if not can_share(mask):
         return excluded(mask)
-    return made_once(mask, "tiles", mask._version, lambda: megasoftmax.TileMask(excluded(mask)))
+    return made_once(mask, "tiles", lambda mask: megasoftmax.TileMask(excluded(mask)))

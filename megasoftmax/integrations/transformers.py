@@ -84,7 +84,8 @@ from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import between_products, capped, takes_attention
-from megasoftmax.integrations.sharing import made_once, with_tiles
+from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
+from megasoftmax.tracing import is_traced
 
 # Models that compute with their mask, packed sequences included, and so need a tensor.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
@@ -231,7 +232,7 @@ def make_mask(
 
 def _is_all_true(keep: torch.Tensor) -> bool:
     """Whether there is no padding. Only a CPU tells without waiting."""
-    return keep.is_cpu and not torch.compiler.is_compiling() and bool(keep.all())
+    return keep.is_cpu and not is_traced() and bool(keep.all())
 
 
 def _rule_of(mask_function: Any, aligned: bool) -> Rule | None:
@@ -461,12 +462,9 @@ def _with_dense_rows(bias: Any) -> Any:
 
     T5's has its heads there; without this each layer would copy it, forward and backward.
     """
-    if torch.compiler.is_compiling() or bias.is_inference():
+    if bias.stride(-1) == 1 or 0 in bias.stride() or not can_share(bias):
         return bias
-    if bias.stride(-1) == 1 or 0 in bias.stride():
-        return bias
-    key = bias._version, bias.requires_grad and torch.is_grad_enabled()
-    return made_once(bias, "dense", key, bias.contiguous)
+    return made_once(bias, "dense", torch.Tensor.contiguous)
 
 
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:

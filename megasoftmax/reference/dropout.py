@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megasoftmax.reference.transforms import refuses_out
+from megasoftmax.tracing import is_traced, refuses_out
 
 STEPS = 2**15  # the values of the 15 bits that decide an entry
 
@@ -149,7 +149,7 @@ def _kept(
     halves = [(word & bits) >= (least << shift) for word in words for shift, bits in _HALVES]
     # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].
     # torch.vmap has no rule for such views before torch 2.13, nor torch.compile in 2.11.
-    in_eights = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    in_eights = not is_traced()
     if in_eights:
         halves = [half.view(torch.int64) for half in halves]
     found = rearrange(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax.reference.dropout import drop_, kept_of_scores
-from megasoftmax.reference.transforms import refuses_out
+from megasoftmax.tracing import refuses_out
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -187,7 +187,7 @@ def softmax_forward(
     if after != 1:
         z.sub_(largest.unsqueeze(-1)).mul_(after)
     # On a CPU torch reads a row, several times, before it writes it: the result can take its place.
-    in_place = is_copied and z.is_cpu and not torch.compiler.is_compiling()
+    in_place = is_copied and z.is_cpu and not refuses_out(z)
     probabilities = torch.softmax(z, -1, out=z) if in_place else z.softmax(-1)
 
     # CPUs have other code for the ends of arrays: float64 hides that its last bit may differ.

@@ -23,7 +23,6 @@ from megasoftmax import arguments
 from megasoftmax.functional import as_autocast, new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
-from megasoftmax.integrations.sharing import with_tiles
 
 # Of a config, what would change results and is not computed here, and the value it must have.
 _UNSUPPORTED = {
@@ -124,7 +123,6 @@ class MegasoftmaxCoreAttention(MegatronModule):
             key, value: [keys, batch, key_heads, head_dim], of the same type; key_heads divides
                 heads. Values may have another head_dim.
             attention_mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys].
-                Layers that get the same tensor share one note of the tiles that kernels skip.
             attn_mask_type: None for that of the constructor.
             attention_bias: floating, broadcastable to [batch, heads, queries, keys], or a
                 RelativeBias of these heads; added to the scaled scores. Differentiable.
@@ -235,8 +233,10 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = as_autocast(query, key, value)
         options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
         if takes_attention(query, key, value, options):
-            if mask is not None:
-                options["mask"] = with_tiles(mask, Tensor.detach)
+            if (
+                mask is not None
+            ):  # forward and backward share its note; layers have no pass to share
+                options["mask"] = megasoftmax.TileMask(mask)
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
             options["bias"] = bias.dense(query.shape[2], key.shape[2])
