@@ -186,7 +186,7 @@ class Report:
     candidate: Training
     reference: Training
     kernels: dict[str, int]
-    """Operators of megasoftmax that a step of the candidate calls; empty: plain torch."""
+    """Operators of megasoftmax that a step of the candidate calls; empty: torch alone."""
     repeated: list[int]
     """Steps that were compared from other weights as well."""
     dropout: str | None
@@ -205,7 +205,7 @@ class Report:
 
     @property
     def kernels_tested(self) -> bool:
-        """Whether kernels of megasoftmax ran; on a CPU, or unfused, plain torch was tested."""
+        """Whether kernels of megasoftmax ran; on a CPU, or unfused, torch alone was tested."""
         return bool(self.kernels)
 
     def worst(self, quantity: str) -> Check:
