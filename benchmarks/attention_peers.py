@@ -66,11 +66,11 @@ def builders(inputs: Inputs, flex: bool, like: Sequence[str] = ()) -> dict[str, 
 
 
 def has_flash_attention(case: Case) -> bool:
-    """Whether the package is there, which adds nothing to the scores and takes 16 bits."""
-    is_plain = not (case.bias or case.sink or case.decode) and case.dtype.itemsize == 2
+    """Whether the package is there and has the case: 16 bits, and no gradient of a bias."""
+    is_taken = not (case.gradient or case.sink or case.decode) and case.dtype.itemsize == 2
     # An older package has the same name, without these kernels.
     names = ("flash_attn", "flash_attn.cute")
-    return is_plain and all(importlib.util.find_spec(name) is not None for name in names)
+    return is_taken and all(importlib.util.find_spec(name) is not None for name in names)
 
 
 @contextmanager
@@ -139,15 +139,41 @@ def flash_attention(inputs: Inputs) -> Implementation:
 
     case = inputs.case
     window = (None, None) if case.window is None else (case.window, 0)
+    options = {"causal": case.causal, "window_size": window}
+    if inputs.bias is not None:
+        bias = inputs.bias if inputs.table is None else inputs.table
+        options |= {"score_mod": added_bias(case), "aux_tensors": [bias]}
 
     def forward() -> Tensor:
         query, key, value = (
             each.transpose(1, 2) for each in (inputs.query, inputs.key, inputs.value)
         )
-        found = flash_attn_func(query, key, value, causal=case.causal, window_size=window)
+        found = flash_attn_func(query, key, value, **options)
         return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
     return Implementation(forward, inputs.leaves)
+
+
+def added_bias(case: Case) -> Callable[..., object]:
+    """The score_mod of FlashAttention-4 that adds its only auxiliary tensor: forward alone."""
+    import cutlass
+    from cutlass import cute
+
+    is_table, is_of_batch, last = case.bias == "table", case.bias == "b,h", case.queries - 1
+
+    @cute.jit
+    def add(scores, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        bias = aux_tensors[0]
+        entry = cute.make_rmem_tensor(1, bias.element_type)
+        if cutlass.const_expr(is_table):
+            entry[0] = bias[h[0], kv_idx[0] - q_idx[0] + last]
+        elif cutlass.const_expr(is_of_batch):
+            entry[0] = bias[b[0], h[0], q_idx[0], kv_idx[0]]
+        else:
+            entry[0] = bias[0, h[0], q_idx[0], kv_idx[0]]
+        return scores + entry.load().to(cutlass.Float32)
+
+    return add
 
 
 def flex_attention(inputs: Inputs) -> Implementation:

@@ -12,7 +12,6 @@ library of this Python, read as bytes, so that nothing is downloaded.
 import extras  # noqa: F401  # says which extra has a package that is missing
 
 # isort: split
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -70,24 +69,23 @@ def build_model(settings: Settings, attention: str) -> PreTrainedModel:
 
 
 def report_path(settings: Settings) -> None:
-    """Say whether attention of these settings runs fused, or its softmax at least, and why not."""
-
-    def reasons(function: Callable, *tensors: torch.Tensor) -> str:
-        return "; ".join(map(str, megasoftmax.why_not_fused(function, *tensors, causal=True)))
-
+    """Say what computes attention with these settings, and why it is not fused attention."""
     shape = (settings.batch, settings.heads, settings.length)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     head_dim = settings.width // settings.heads
     query = torch.empty(*shape, head_dim, dtype=dtype, device=settings.device)
-    against_attention = reasons(megasoftmax.attention, query, query, query)
-    against_softmax = reasons(megasoftmax.softmax, query.new_empty(*shape, settings.length))
-    if not against_attention:
-        path = "fused attention"
-    elif not against_softmax:
-        path = f"fused softmax; not its fused attention, because {against_attention}"
+    scores = query.new_empty(*shape, settings.length)
+    against = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query, causal=True)
+    if against.runs == "fused":
+        path = "its fused attention"
+    elif against.runs == "SDPA":
+        path = "torch's scaled_dot_product_attention"
     else:
-        path = f"reference path, because {against_softmax}"
-    console.print(f"megasoftmax runs its {path}", soft_wrap=True)
+        against_softmax = megasoftmax.why_not_fused(megasoftmax.softmax, scores, causal=True)
+        softmax = "plain torch's" if against_softmax else "its fused"
+        path = f"two matrix products and {softmax} softmax"
+    because = f", because {'; '.join(map(str, against))}" if against else ""
+    console.print(f"megasoftmax runs {path}{because}", soft_wrap=True)
 
 
 def save_plot(eager: training.Trainer, ours: training.Trainer, file: Path) -> None:

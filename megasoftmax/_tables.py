@@ -24,7 +24,10 @@ def verdict() -> str:
     """Whether calls run fused on this machine's first GPU, and why not; builds nothing."""
     status = library.status()
     if not torch.cuda.is_available():
-        return "Works fused here: no, torch sees no CUDA GPU. Calls run in plain torch."
+        return (
+            "Works fused here: no, torch sees no CUDA GPU. Attention runs torch's own where that "
+            "computes the same. All other calls run in plain torch."
+        )
     if not status.available:
         hint = "`python -m megasoftmax build` compiles the kernels now."
         return f"Works fused here: not yet, no compiled kernels: {status.reason}. {hint}"

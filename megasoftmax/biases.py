@@ -133,7 +133,8 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     lower = 2 ** math.floor(math.log2(heads))
     exponents = [8 * k / lower for k in range(1, lower + 1)]
     exponents += [4 * k / lower for k in range(1, 2 * (heads - lower), 2)]
-    return torch.tensor([2**-exponent for exponent in exponents], device=device)
+    slopes = [2**-exponent for exponent in exponents]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 def _relative_positions(

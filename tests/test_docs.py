@@ -16,6 +16,7 @@ from megasoftmax.build import library
 from megasoftmax.limits import kernel_limits
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 RUN = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES = [page for page in sorted(ROOT.glob("docs/**/*.md")) if RUN.search(page.read_text())]
 
@@ -38,7 +39,7 @@ def test_blocks_of_the_readme_run_as_printed(tmp_path, monkeypatch):
         transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16)
     ).save_pretrained(tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 5
     names = {}
@@ -49,9 +50,19 @@ def test_blocks_of_the_readme_run_as_printed(tmp_path, monkeypatch):
             if library.status().reason == "torch sees no CUDA GPU":  # as printed
                 assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
         else:
-            exec(compile("\n" * line + block, ROOT / "README.md", "exec"), names)
+            exec(compile("\n" * line + block, README, "exec"), names)
     assert names["model"].config._attn_implementation == "megasoftmax"
     assert names["output"].shape == names["query"].shape
+
+
+def test_ci_runs_the_command_of_the_readme():
+    """Both of its parts, and those who contribute read of the second."""
+    command = re.search(r"^(pip install '\.\[test\]') && (pytest .*)$", README.read_text(), re.M)
+    install, tests = command.groups()
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert f"\n{install}\n" in ci
+    assert f" {tests}\n" in ci
+    assert f"\n{tests} " in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_pages_hold_what_was_measured():

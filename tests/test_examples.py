@@ -70,8 +70,9 @@ def test_train_gpt_compares(model, device, run, tmp_path):
     assert 5 < rows[0][0] < 6  # log 256 = 5.5
     assert [*tmp_path.iterdir()] == [tmp_path / "outputs"]
     assert (tmp_path / "outputs" / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
-    assert "megasoftmax runs its" in output
-    assert ("reference path" in output) == (device == "cpu")
+    path = "torch's scaled_dot_product_attention, because" if device == "cpu" else ""
+    assert f"megasoftmax runs {path}" in output
+    assert ("fused" in output) == (device == "cuda")
     told = re.findall(r"^(\d) of 6, \d+ s, about \d+ s left: eager .*/s$", output, re.MULTILINE)
     assert told == list("123456")  # without a terminal
 

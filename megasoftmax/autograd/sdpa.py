@@ -62,7 +62,8 @@ def added_to_scores(
         if excluded is not None:
             added = torch.where(excluded, -torch.inf, added)
     elif excluded is not None:
-        added = torch.zeros(excluded.shape, dtype=dtype).masked_fill_(excluded, -torch.inf)
+        zeros = torch.zeros(excluded.shape, dtype=dtype, device=excluded.device)
+        added = zeros.masked_fill_(excluded, -torch.inf)
     else:
         return None
     return added[(None,) * (4 - added.dim())].expand(-1, -1, queries, keys)

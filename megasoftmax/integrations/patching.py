@@ -238,7 +238,8 @@ def _changes_of_routers(
 
 def _why_not_attention(layer: torch.nn.Module) -> megasoftmax.Reasons:
     """Reasons against fused attention, found with tensors like those that the layer would make."""
-    weight = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
+    without_weights = torch.empty(0, dtype=torch.float32, device="cpu")
+    weight = next((p for p in layer.parameters() if p.is_floating_point()), without_weights)
     head_dim = next((getattr(layer, name) for name in _HEAD_DIMS if hasattr(layer, name)), 64)
     # Not weight.new_empty: quantised weights do not have every operator.
     like_query = torch.empty(1, 1, 1, head_dim, dtype=weight.dtype, device=weight.device)

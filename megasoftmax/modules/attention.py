@@ -39,6 +39,7 @@ class FusedAttention(torch.nn.Module):
             Parameter is learnt, another tensor is a buffer. Not beside relative_buckets.
         dropout: in training, the probability that a key counts for nothing in the sum of values of
             a query, as in `megasoftmax.attention`. torch's generator decides.
+        device, dtype: of the parameters `sink` and `relative_bias`; by default torch's.
 
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
@@ -60,6 +61,8 @@ class FusedAttention(torch.nn.Module):
         max_distance: int = 128,
         alibi_slopes: Tensor | None = None,
         dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if heads < 1:
@@ -77,10 +80,12 @@ class FusedAttention(torch.nn.Module):
         self.window = arguments.checked_window("window", window)
         self.max_distance = max_distance
         self.dropout = dropout
-        self.sink = torch.nn.Parameter(torch.empty(heads)) if sink else None
-        self.relative_bias = None
+        self.sink = self.relative_bias = None
+        if sink:
+            self.sink = torch.nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
         if relative_buckets is not None:
-            self.relative_bias = torch.nn.Parameter(torch.empty(relative_buckets, heads))
+            weight = torch.empty(relative_buckets, heads, device=device, dtype=dtype)
+            self.relative_bias = torch.nn.Parameter(weight)
         if isinstance(alibi_slopes, torch.nn.Parameter):
             self.alibi_slopes = alibi_slopes
         else:

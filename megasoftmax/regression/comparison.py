@@ -186,7 +186,7 @@ class Report:
     candidate: Training
     reference: Training
     kernels: dict[str, int]
-    """Operators of megasoftmax that a step of the candidate calls; empty: plain torch."""
+    """Operators of megasoftmax that a step of the candidate calls; empty: torch alone."""
     repeated: list[int]
     """Steps that were compared from other weights as well."""
     dropout: str | None
@@ -205,7 +205,7 @@ class Report:
 
     @property
     def kernels_tested(self) -> bool:
-        """Whether kernels of megasoftmax ran; on a CPU, or unfused, plain torch was tested."""
+        """Whether kernels of megasoftmax ran; on a CPU, or unfused, torch alone was tested."""
         return bool(self.kernels)
 
     def worst(self, quantity: str) -> Check:
@@ -383,7 +383,7 @@ def _device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise RegressionError(f"device: {device!r} cannot be used: {error}") from error
     return device
@@ -461,7 +461,9 @@ class _Comparison:
             if all(found.candidate <= self._allowed(found.parameter) for found in closest):
                 break
             for weight in weights.values():
-                noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+                noise = torch.randn(
+                    weight.shape, generator=generator, dtype=torch.float32, device=weight.device
+                )
                 weight.mul_(1 + NEARBY * noise)
             closest = [
                 min(pair, key=lambda found: found.candidate)

@@ -247,11 +247,13 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
     if limit is not None and length > limit:
         raise RegressionError(f"length: expected at most {limit} for this model, got {length}")
     text = read_text()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def pieces(count: int) -> torch.Tensor:
-        begins = torch.randint(len(text) - count, (batch, 1), generator=generator)
-        return text[begins + torch.arange(count)].long()
+        begins = torch.randint(
+            len(text) - count, (batch, 1), generator=generator, device=text.device
+        )
+        return text[begins + torch.arange(count, device=text.device)].long()
 
     for step in itertools.count():
         if task == "image":
@@ -298,7 +300,9 @@ def _sequences(
     ids, following = text[:, :length], text[:, length:]
     keep = torch.ones_like(ids)
     if padded:
-        pads = torch.randint(length // 4, length // 2 + 1, (len(ids),), generator=generator)
+        pads = torch.randint(
+            length // 4, length // 2 + 1, (len(ids),), generator=generator, device=ids.device
+        )
         for row, pad in enumerate(pads.tolist()):
             if row % 3 == 0:
                 keep[row, :pad] = 0
@@ -307,7 +311,8 @@ def _sequences(
     if task == "seq2seq":
         labels = following.masked_fill(keep.flip(1) == 0, IGNORED)
     elif task == "masked":
-        masked = torch.rand(ids.shape, generator=generator) < MASKED_SHARE
+        drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device=ids.device)
+        masked = drawn < MASKED_SHARE
         masked[:, length // 2] = True  # at least one of a sequence, and never padding
         keep[:, length // 2] = 1
         labels = ids.masked_fill(~masked | (keep == 0), IGNORED)

@@ -251,7 +251,7 @@ class _SameDropout(TorchFunctionMode):
         if not training or p == 0:
             return input
         self.draws.append(("dropout", input.numel()))
-        keep = torch.rand(input.shape, device=input.device) >= p
+        keep = torch.rand(input.shape, dtype=torch.float32, device=input.device) >= p
         return torch.where(keep, input, 0) * (1 / (1 - p) if p < 1 else 0.0)
 
 

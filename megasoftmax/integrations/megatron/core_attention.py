@@ -211,7 +211,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         )
         set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization and on_cpu:
-            of_all_ranks = torch.empty(heads)
+            of_all_ranks = torch.empty(heads, dtype=torch.float32, device="cpu")
             config.init_method(of_all_ranks)
             own = of_all_ranks.chunk(get_pg_size(self.tp_group))[get_pg_rank(self.tp_group)]
             offset.data.copy_(own)
