@@ -183,11 +183,13 @@ def gradients(
     g = torch.where(p == 0, 0.0, forward.dropped(g.double()))
     h = torch.zeros_like(forward.lse) if h is None else h.double()
     d = (g * p).sum(-1) - h
+    step = smallest_step(dtype) / TOLERANCE[dtype]
     p_size = enlarged(p, noise, dtype)
+    if forward.kept is not None:  # rounded to `dtype`, and then multiplied by the factor in g
+        p_size = p_size + step
     d_size = (g * p_size).abs().sum(-1) + h.abs()
     dz = torch.where(p == 0, 0.0, p * (g - d.unsqueeze(-1)))
     least_d_size = ((g * p).abs().sum(-1) + h.abs()).unsqueeze(-1)
-    step = smallest_step(dtype) / TOLERANCE[dtype]
     dz_size = torch.maximum(  # either factor has an error, and they are not multiplied
         (p_size + step) * (g.abs() + least_d_size),
         (p + step) * (g.abs() + d_size.unsqueeze(-1)),
