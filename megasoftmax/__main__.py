@@ -106,7 +106,7 @@ def build(
 
     The library goes into the cache where the first CUDA tensor looks for it: it is found by
     processes whose GPUs are those that it was compiled for. MAX_JOBS limits the files compiled at a
-    time.
+    time. What the compilers print goes into the file `log` beside the objects.
     """
     if package and out is not None:
         raise typer.BadParameter("expected one of --package and --out, got both")
@@ -127,7 +127,7 @@ def build(
             path = library.build_into_cache(nvcc, names)
             _build_host()
         else:
-            path = extension.build(folder, objects, nvcc, names)
+            path = library.build_into(folder, objects, nvcc, names, objects / "log")
     except extension.BuildError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error

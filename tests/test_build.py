@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,13 +157,11 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         script.write_text(text)
         script.chmod(0o755)
         environment["PYTORCH_NVCC"] = shlex.quote(str(script))
-    log = objects / "log"
-    with log.open("a") as file:  # a later build compiles only what changed, and adds to it
-        # Elsewhere, so that an installed package is not passed over for that of the checkout.
-        done = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment
-        )
-    assert done.returncode == 0, log.read_text()[-5000:]
+    # Elsewhere, so that an installed package is not passed over for that of the checkout.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert len(done.stdout.splitlines()) < 5
+    log = objects / "log"  # a later build compiles only what changed, and adds to it
 
     binary = out / extension.LIBRARY_NAME
     assert [*out.iterdir()] == [binary]
@@ -475,7 +474,7 @@ def test_command_builds_into_the_cache_for_this_gpu(small_sources, monkeypatch, 
     built = Path(re.search(r"Built (\S+)", second.output)[1])
     assert library.status() == Status(True, built)
     assert stat.S_IMODE(built.parent.stat().st_mode) == 0o700
-    assert {file.name for file in built.parent.iterdir()} == {"lock", built.name}
+    assert {file.name for file in built.parent.iterdir()} == {"lock", "log", built.name}
     assert not (small_sources / "no such folder").exists()
 
     (small_sources / "value.h").write_text("#error no value\n")
@@ -502,10 +501,11 @@ def test_command_asks_for_an_architecture_without_a_gpu(tools, monkeypatch):
 def test_command_builds_where_it_is_told(tools, monkeypatch, command, folder):
     tools(NVCC, CPU_TORCH)
     calls = []
-    monkeypatch.setattr(extension, "build", lambda *given: calls.append(given) or Path("built"))
+    monkeypatch.setattr(library, "build_into", lambda *given: calls.append(given) or Path("built"))
     result = CliRunner().invoke(__main__.app, ["build", "--arch=8.0", *command])
     assert result.exit_code == 0, result.output
-    assert calls == [(folder, Path("build/objects"), NVCC, ("8.0",))]
+    objects = Path("build/objects")
+    assert calls == [(folder, objects, NVCC, ("8.0",), objects / "log")]
 
 
 def test_time_left():
@@ -608,19 +608,29 @@ def test_error_of_a_compiler_is_the_reason(small_sources):
 @pytest.mark.nvcc
 def test_command_compiles_what_changed(small_sources, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(torch.version, "cuda", "11.8")  # another than nvcc's does not matter
-    nvcc = extension.check_tools()
-    arguments = tmp_path / "out", tmp_path / "objects", nvcc, ("9.0a",)
-    printed = []
+    nvcc, log = extension.check_tools(), tmp_path / "logs" / "log"
+    arguments = tmp_path / "out", tmp_path / "objects", nvcc, ("9.0a",), log
+    printed = [""]
     for value in (1, None, 2):
         if value is not None:
             (small_sources / "value.h").write_text(f"#define VALUE {value}\n")
-        assert extension.build(*arguments) == tmp_path / "out" / extension.LIBRARY_NAME
-        printed.append(capfd.readouterr().out)
-    assert ["kernel.cu -o" in text for text in printed] == [True, False, True]
-    assert ["register.cpp -o" in text for text in printed] == [True, False, False]
+        assert library.build_into(*arguments) == tmp_path / "out" / extension.LIBRARY_NAME
+        printed.append(log.read_text())  # which grows
+    told = [after.removeprefix(before) for before, after in pairwise(printed)]
+    assert ["kernel.cu -o" in text for text in told] == [True, False, True]
+    assert ["register.cpp -o" in text for text in told] == [True, False, False]
+    found = capfd.readouterr()
+    assert (found.out, " of 2 files, about " in found.err) == ("", True)
     (small_sources / "value.h").write_text("#error no value\n")
-    with pytest.raises(BuildError):
-        extension.build(*arguments)
+    with pytest.raises(BuildError, match=rf"(?s)^FAILED:.*no value.*The whole log: {log}$"):
+        library.build_into(*arguments)
+
+
+def test_files_that_take_long_are_compiled_first():
+    sources = [each for each in extension.sources() if each.parent.name == "instances"]
+    seconds = [extension.seconds_to_compile(source) for source in sources]
+    assert seconds == sorted(seconds, reverse=True)
+    assert min(seconds) > 3  # each has a time of its own
 
 
 def test_limits_are_those_of_the_header():

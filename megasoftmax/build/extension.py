@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,19 +186,41 @@ def architectures(nvcc_version: tuple[int, int], requested: str | None = None) -
     return tuple(chosen)
 
 
+# What files of kernels take on one core of a server, for one architecture, by their names without
+# the element type.
+_SECONDS = {
+    "attention_backward": 85,
+    "attention_forward": 30,
+    "attention_hopper_backward": 35,
+    "attention_hopper_forward": 50,
+    "columns": 9,
+    "softmax_backward": 30,
+    "softmax_biased_dropout_backward": 35,
+    "softmax_biased_forward": 25,
+    "softmax_dropout_backward": 15,
+    "softmax_dropout_forward": 25,
+    "softmax_forward": 25,
+    "softmax_masked_biased_forward": 35,
+    "softmax_masked_forward": 15,
+    "topk_backward": 20,
+    "topk_forward": 25,
+}
+
+
 def sources() -> list[Path]:
-    """The files to compile."""
+    """The files to compile. Those that take longest come first, so that none is left for last."""
     kernels = [*CSRC.glob("kernels/**/*.cu"), *CSRC.glob("kernels/**/*.cpp")]
-    return sorted([*kernels, *CSRC.glob("bindings/*.cpp")])
+    files = sorted([*kernels, *CSRC.glob("bindings/*.cpp")])
+    return sorted(files, key=seconds_to_compile, reverse=True)
 
 
 def seconds_to_compile(source: Path) -> float:
-    """Roughly, on one core of a server and for one architecture: enough to say what is left."""
-    if source.parent.name == "instances":
-        return 100
+    """Roughly: enough to say what is left."""
     if source.stem.startswith("host"):
         return 20
-    return 35 if source.name == "columns.cu" else 4
+    if source.suffix != ".cu":
+        return 3
+    return _SECONDS.get(re.sub(r"_(b?float\d+|tf32)$", "", source.stem), 3)
 
 
 def cxx_flags() -> list[str]:
@@ -294,17 +316,17 @@ def build(
     objects: Path,
     nvcc: Nvcc,
     architectures: Iterable[str],
-    log: Path | None = None,
+    log: Path,
 ) -> Path:
     """Builds the library that torch.ops.load_library takes.
 
     Args:
         folder: gets the library, which appears complete or not at all.
         objects: folder of the object files, which a later build reuses.
-        log: a file that gets what ninja prints; None: it goes to stdout.
+        log: a file to which what ninja prints is added.
 
     Raises:
-        BuildError: a compiler failed.
+        BuildError: a compiler failed; has what it printed, and names the log.
     """
     from setuptools import Distribution
     from setuptools.errors import CCompilerError
@@ -315,12 +337,14 @@ def build(
         command = distribution.get_command_obj("build_ext")
         command.build_lib, command.build_temp = partial, str(objects)
         command.ensure_finalized()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        before = log.stat().st_size if log.exists() else 0
         try:
-            with _stdout_into(log) if log is not None else nullcontext():
+            with _stdout_into(log):
                 command.run()
         except (RuntimeError, CCompilerError) as error:
-            text = str(error) if log is None else first_failure(log.read_text(errors="replace"))
-            raise BuildError(text) from error
+            printed = log.read_bytes()[before:].decode(errors="replace")
+            raise BuildError(f"{first_failure(printed)}\nThe whole log: {log}") from error
         return Path(partial, LIBRARY_NAME).replace(folder / LIBRARY_NAME)
 
 
@@ -331,10 +355,10 @@ def first_failure(printed: str) -> str:
 
 @contextmanager
 def _stdout_into(file: Path) -> Iterator[None]:
-    """Sends what this process and its children print into a file, until the block ends."""
+    """Adds what this process and its children print to a file, until the block ends."""
     sys.stdout.flush()
     stdout = os.dup(1)
-    with file.open("wb") as opened:
+    with file.open("ab") as opened:
         os.dup2(opened.fileno(), 1)
         try:
             yield

@@ -204,10 +204,18 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
     """
 
     def compile_into(folder: Path) -> Path:
-        with extension.toolchain(nvcc), _progress(folder, extension.sources()):
-            return extension.build(folder, folder / "objects", nvcc, names, folder / "log")
+        log = folder.with_name("log")  # stays where a failure removes the folder
+        return build_into(folder, folder / "objects", nvcc, names, log)
 
     return _kept("megasoftmax", _key(names), compile_into)
+
+
+def build_into(
+    folder: Path, objects: Path, nvcc: extension.Nvcc, names: Sequence[str], log: Path
+) -> Path:
+    """`extension.build`, which tells on stderr how far it is."""
+    with extension.toolchain(nvcc), _progress(objects, extension.sources()):
+        return extension.build(folder, objects, nvcc, names, log)
 
 
 def _build_for_these_gpus() -> Path:
@@ -326,21 +334,35 @@ def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) ->
 @contextmanager
 def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
     """Tells on stderr how far a build is; ninja itself could only write to stdout."""
-    ended, start = threading.Event(), time.monotonic()
+    ended, start = threading.Event(), time.time()
     jobs = min(int(os.environ.get("MAX_JOBS", 1)), len(sources))
     seconds = {source.stem: extension.seconds_to_compile(source) for source in sources}
     total = sum(map(extension.seconds_to_compile, sources))
+    is_terminal = sys.stderr.isatty()
+
+    def seconds_of(files: list[Path]) -> float:
+        return sum(seconds.get(file.name.partition(".")[0], 0) for file in files)
 
     def report() -> None:
         before = None
         while before is None or not ended.wait(1):
-            objects = [file.name.partition(".")[0] for file in folder.rglob("*.o")]
-            if len(objects) != before:
-                compiled = sum(seconds.get(name, 0) for name in objects)
-                left = seconds_left(time.monotonic() - start, compiled, total, jobs)
-                line = f"megasoftmax: compiling, once: {len(objects)} of {len(sources)} files"
-                print(f"{line}, about {_duration(left)} left", file=sys.stderr, flush=True)
-            before = len(objects)
+            files = [*folder.rglob("*.o")]
+            if len(files) != before:
+                # Those of an earlier build say nothing of the speed of this one.
+                compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
+                rest = total - seconds_of(files) + compiled
+                left = seconds_left(time.time() - start, compiled, rest, jobs)
+                bar = "#" * (20 * len(files) // len(sources))
+                line = f"megasoftmax: compiling, once: {len(files)} of {len(sources)} files"
+                print(
+                    f"{f'[{bar:20}] ' if is_terminal else ''}{line}, about {_duration(left)} left",
+                    end="   \r" if is_terminal else "\n",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            before = len(files)
+        if is_terminal:
+            print(file=sys.stderr)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()

@@ -100,12 +100,26 @@ cudaError_t launch_forward_with_bias(const ForwardParams& params, const Plan& pl
 }
 
 template <class T>
+cudaError_t softmax_biased_forward_instance(const ForwardParams& params, const Plan& plan,
+                                            cudaStream_t stream) {
+  return launch_forward_with_bias<T, NoMask>(params, plan, stream);
+}
+
+template <class T>
+cudaError_t softmax_masked_biased_forward_instance(const ForwardParams& params, const Plan& plan,
+                                                   cudaStream_t stream) {
+  return launch_forward_with_bias<T, BoolMask>(params, plan, stream);
+}
+
+template <class T>
+cudaError_t softmax_masked_forward_instance(const ForwardParams& params, const Plan& plan,
+                                            cudaStream_t stream) {
+  return launch_forward<T, BoolMask, NoBias>(params, plan, stream);
+}
+
+template <class T>
 cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& plan,
                                      cudaStream_t stream) {
-  if (params.bias.data != nullptr)
-    return params.mask.data != nullptr ? launch_forward_with_bias<T, BoolMask>(params, plan, stream)
-                                       : launch_forward_with_bias<T, NoMask>(params, plan, stream);
-  if (params.mask.data != nullptr) return launch_forward<T, BoolMask, NoBias>(params, plan, stream);
   return params.visible.are_given() ? launch_forward<T, RangeAlone, NoBias>(params, plan, stream)
                                     : launch_forward<T, NoMask, NoBias>(params, plan, stream);
 }
@@ -158,21 +172,24 @@ cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& 
 }
 
 template <class T>
-cudaError_t softmax_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
-                                              cudaStream_t stream) {
+cudaError_t softmax_biased_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
+                                                     cudaStream_t stream) {
   const auto launch_with_bias = [&]<class Bias>() {
     using Inputs = ProbabilitiesMadeAgain<T, PossibleMask, Bias>;
     return params.bias_gradient == nullptr
                ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
                : launch_backward<Inputs, BiasGradient>(params, plan, stream);
   };
-  if (params.bias.data != nullptr) {
-    if (params.bias.type == DType::kFloat32)
-      return launch_with_bias.template operator()<AddedBias<float>>();
-    return params.bias.type == params.probabilities.type
-               ? launch_with_bias.template operator()<AddedBias<T>>()
-               : cudaErrorInvalidValue;
-  }
+  if (params.bias.type == DType::kFloat32)
+    return launch_with_bias.template operator()<AddedBias<float>>();
+  return params.bias.type == params.probabilities.type
+             ? launch_with_bias.template operator()<AddedBias<T>>()
+             : cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t softmax_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
+                                              cudaStream_t stream) {
   return params.mask.data != nullptr
              ? launch_backward<ProbabilitiesMadeAgain<T, BoolMask, NoBias>, NoBiasGradient>(
                    params, plan, stream)

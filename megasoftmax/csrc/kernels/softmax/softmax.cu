@@ -76,8 +76,13 @@ cudaError_t softmax_forward(ForwardParams params, cudaStream_t stream) {
   plan.schedule.results = params.workspace;
   return with_dtype(params.scores.type, [&](auto tag) {
     using T = decltype(tag);
-    return params.dropout.is_given() ? softmax_dropout_forward_instance<T>(params, plan, stream)
-                                     : softmax_forward_instance<T>(params, plan, stream);
+    const bool is_biased = params.bias.data != nullptr, is_masked = params.mask.data != nullptr;
+    const auto launch = params.dropout.is_given() ? softmax_dropout_forward_instance<T>
+                        : is_biased && is_masked  ? softmax_masked_biased_forward_instance<T>
+                        : is_biased               ? softmax_biased_forward_instance<T>
+                        : is_masked               ? softmax_masked_forward_instance<T>
+                                                  : softmax_forward_instance<T>;
+    return launch(params, plan, stream);
   });
 }
 
@@ -91,8 +96,10 @@ cudaError_t softmax_backward(BackwardParams params, cudaStream_t stream) {
   plan.schedule.results = params.workspace;
   return with_dtype(params.probabilities.type, [&](auto tag) {
     using T = decltype(tag);
-    return params.dropout.is_given() ? softmax_dropout_backward_instance<T>(params, plan, stream)
-                                     : softmax_backward_instance<T>(params, plan, stream);
+    const auto launch = !params.dropout.is_given()    ? softmax_backward_instance<T>
+                        : params.bias.data != nullptr ? softmax_biased_dropout_backward_instance<T>
+                                                      : softmax_dropout_backward_instance<T>;
+    return launch(params, plan, stream);
   });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// The launchers, for each element type: each .cu beside this file instantiates one type.
+// The launchers, for each element type: each .cu beside this file instantiates one
+// direction and type.
 
 #include <cuda_runtime_api.h>
 

@@ -1,8 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_forward_instance<__nv_bfloat16>(const TopkForwardParams&, const TopkPlan&,
-                                                          cudaStream_t);
 template cudaError_t topk_backward_instance<__nv_bfloat16>(const TopkBackwardParams&,
                                                            const TopkPlan&, cudaStream_t);
 }  // namespace megasoftmax

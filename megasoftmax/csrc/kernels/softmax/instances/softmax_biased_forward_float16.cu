@@ -1,0 +1,6 @@
+#include "../dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t softmax_biased_forward_instance<__half>(const ForwardParams&, const Plan&,
+                                                             cudaStream_t);
+}  // namespace megasoftmax
