@@ -4,26 +4,31 @@ They are cheap: nothing is read and nothing is launched. An error names the argu
 expected and what came.
 """
 
-import inspect
 import numbers
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
+from megasoftmax.checks import (
+    FLOATING,
+    FLOATING_NAMES,
+    as_integer,
+    check_flag,
+    check_floating,
+    check_layout,
+    check_rank,
+    has_values,
+    kind,
+)
 from megasoftmax.masks import TileMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 _INTEGERS = (torch.int32, torch.int64)
-_STRIDED = torch.strided
 _INT32_MAX = torch.iinfo(torch.int32).max
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
 _LARGEST_FLOAT32 = _LARGEST[torch.float32]
@@ -138,7 +143,7 @@ def check_attention(
             f"key: expected heads that divide {heads}, those of query, got {key_heads}"
         )
     if scale is not None:
-        _check_scale(scale, query.dtype)
+        check_scale(scale, query.dtype)
     shape = (batch, heads, queries, keys)
     if isinstance(mask, TileMask):
         _check_tile_mask(mask, query, shape)
@@ -146,7 +151,7 @@ def check_attention(
         _check_mask(mask)
         _check_companion("mask", mask, "query", query, shape)
     if bias is not None:
-        _check_attention_bias(bias, query, shape)
+        check_attention_bias(bias, query, shape)
     if visible is not None:
         _check_visible(visible, "query", query, shape[:-1])
     check_flag("causal", causal)
@@ -196,7 +201,7 @@ def check_ring(
         _check_mask(mask)
         _check_companion("mask", mask, "query", query, (batch, heads, queries, total))
     if bias is not None:
-        _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+        check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
     return every
 
 
@@ -283,7 +288,7 @@ def check_sdpa(
         what = "heads (or enable_gqa=True, if query heads share keys)"
         heads = _broadcast_sizes(what, query_heads, key_heads)
     if attn_mask is not None:
-        dtypes = (torch.bool, *_DTYPES)
+        dtypes = (torch.bool, *FLOATING)
         if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in dtypes:
             raise TypeError(
                 "attn_mask: expected None, a bool tensor, True = keep, or a floating tensor that "
@@ -309,47 +314,6 @@ def _broadcast_sizes(what: str, *sizes: Sequence[int]) -> torch.Size:
         raise ValueError(
             f"query, key, value: expected {what} that broadcast, got {found}"
         ) from None
-
-
-def as_integer(value: Any) -> Any:
-    """The int of a numpy integer, or of another object that stands for one.
-
-    Ints, bools, tensors and what is no integer are returned as they are.
-    """
-    if isinstance(value, (int, torch.SymInt, Tensor)):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return value
-
-
-def checked_integer(name: str, value: Any, least: int | None = None, most: int = 2**63 - 1) -> Any:
-    """An int, or a torch.SymInt: of a shape that torch.compile or torch.export leaves open."""
-    expected = f"{name}: expected an integer"
-    if least is not None:
-        expected += f" from {least} on"
-    value = as_integer(value)
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{expected}, got {kind(value)}")
-    if value < (-most if least is None else least):
-        raise ValueError(f"{expected}, got {value}")
-    if value > most:
-        raise ValueError(f"{name}: expected an integer up to {most}, got {value}")
-    return value
-
-
-def check_flag(name: str, flag: bool) -> None:
-    if flag is not False and flag is not True:
-        raise TypeError(f"{name}: expected a bool, got {kind(flag)}")
-
-
-def checked_device(device: Any) -> torch.device | None:
-    """None: torch's default."""
-    try:
-        return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"device: expected a device of torch, got {device!r}") from None
 
 
 def check_integers(
@@ -379,16 +343,6 @@ def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
             f"{name}: expected offsets that begin at 0, do not decrease and end at {tokens} at "
             f"most, got {values if len(values) < 10 else [*values[:9], '...']}"
         )
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a host reads them without waiting: not while traced, or for one of many examples."""
-    return (
-        tensor.is_cpu
-        and type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
@@ -424,7 +378,7 @@ def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, int, int, 
         )
 
 
-def _check_attention_bias(
+def check_attention_bias(
     bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
 ) -> None:
     relative = isinstance(bias, RelativeBias)
@@ -470,27 +424,13 @@ def _check_scores(
     check_floating(name, scores)
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
-    _check_scale(scale, scores.dtype)
+    check_scale(scale, scores.dtype)
     if mask is not None:
         _check_mask(mask)
         _check_companion("mask", mask, name, scores, scores.shape)
     if bias is not None:
         check_floating("bias", bias)
         _check_companion("bias", bias, name, scores, scores.shape)
-
-
-def check_floating(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {kind(tensor)}")
-    if tensor.layout is not _STRIDED or tensor.is_nested:  # a call would cost softmax 1%
-        check_layout(name, tensor)
-
-
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Refuses sparse, mkldnn and nested tensors."""
-    if tensor.layout is not _STRIDED or tensor.is_nested:
-        found = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a dense, strided tensor, got {found}")
 
 
 def as_number(name: str, value: Any) -> Any:
@@ -524,7 +464,7 @@ def as_number(name: str, value: Any) -> Any:
     return value.item()
 
 
-def _check_scale(scale: float, dtype: torch.dtype) -> None:
+def check_scale(scale: float, dtype: torch.dtype) -> None:
     if not isinstance(scale, (float, int)):
         raise TypeError(f"scale: expected a number, got {kind(scale)}")
     if not -_LARGEST_FLOAT32 <= scale <= _LARGEST_FLOAT32:
@@ -604,9 +544,9 @@ def check_shards(name: str, scores: Tensor) -> None:
 
 
 def _check_choices(dtype: torch.dtype | None, return_lse: bool, fused: bool | None) -> None:
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _DTYPES):
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATING):
         found = dtype if isinstance(dtype, (torch.dtype, str)) else kind(dtype)
-        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {found!r}")
+        raise TypeError(f"dtype: expected {FLOATING_NAMES}, got {found!r}")
     if return_lse is not False:
         check_flag("return_lse", return_lse)
     _check_fused(fused)
@@ -763,67 +703,3 @@ def _check_dim(
         raise ValueError(
             f"sink: expected one element, or dim -1, got shape {tuple(sink.shape)} and dim {dim}"
         )
-
-
-def kind(value: object) -> str:
-    """What came, in an error."""
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def check_rank(name: str, tensor: Tensor, rank: int, expected: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {kind(tensor)}")
-    check_layout(name, tensor)
-    if tensor.dim() != rank:
-        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")
-
-
-def renamed(error: TypeError | ValueError, names: Mapping[str, str]) -> TypeError | ValueError:
-    """An error of the checks here with other names of arguments, those of the caller's function."""
-    message = str(error)
-    if re.match(r"[\w.\[\], ]+: ", message) is None:
-        return error
-    pattern = rf"\b(?:{'|'.join(map(re.escape, names))})\b"
-    return type(error)(re.sub(pattern, lambda found: names[found[0]], message))
-
-
-_MEANT = {
-    "attn_mask": "mask=, bool, True = excluded, the opposite of attn_mask, or bias=, which is "
-    "added to the scores; megasoftmax.scaled_dot_product_attention takes attn_mask",
-    "is_causal": "causal=",
-    "dropout_p": "dropout=",
-    "temperature": "scale=1 / temperature",
-}
-
-
-def misnamed(
-    name: str, given: int, unnamed: tuple[Any, ...], others: Mapping[str, Any]
-) -> TypeError:
-    """The error of a call with options that have no name, or names that a function does not know.
-
-    Args:
-        name: of the function.
-        given: how many arguments it takes by position.
-        unnamed, others: what it was given besides.
-    """
-    if unnamed:
-        example = "dim=-1" if name == "softmax" else "scale=0.5"
-        return TypeError(
-            f"{name}() takes {given} positional argument{'s' * (given > 1)} but "
-            f"{given + len(unnamed)} were given; options are given by name, such as {example}"
-        )
-    other = next(iter(others))
-    hint = f"; use {_MEANT[other]}" if other in _MEANT else ""
-    return TypeError(f"{name}() got an unexpected keyword argument {other!r}{hint}")
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def takes_options_by_name(function: Function) -> Function:
-    """The function, whose signature does not show `*unnamed` and `**others`, which it refuses."""
-    signature = inspect.signature(function)
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    shown = [each for each in signature.parameters.values() if each.kind not in rest]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function

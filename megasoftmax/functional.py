@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megasoftmax import arguments, autograd, dispatch, host, ops, ranges
+from megasoftmax import arguments, autograd, checks, dispatch, host, ops, ranges
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
@@ -62,7 +62,7 @@ def softmax(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@arguments.takes_options_by_name
+@checks.takes_options_by_name
 def softmax(
     scores: Tensor,
     *unnamed: Never,
@@ -158,7 +158,7 @@ def softmax(
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
     if unnamed or others:
-        raise arguments.misnamed("softmax", 1, unnamed, others)
+        raise checks.misnamed("softmax", 1, unnamed, others)
     if is_compiling := torch.compiler.is_compiling():
         if (
             (bias is None and window is None and visible is None and sink is None)
@@ -193,7 +193,7 @@ def softmax(
             return cast(Tensor, served)
     scale = arguments.as_number("scale", scale)
     if type(dim) is not int:
-        dim = arguments.as_integer(dim)
+        dim = checks.as_integer(dim)
     if window is not None:
         window = arguments.checked_window("window", window)
     arguments.check_softmax(
@@ -317,7 +317,7 @@ def softmax_topk(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-@arguments.takes_options_by_name
+@checks.takes_options_by_name
 def softmax_topk(
     logits: Tensor,
     k: int,
@@ -399,7 +399,7 @@ def softmax_topk(
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
     if unnamed or others:
-        raise arguments.misnamed("softmax_topk", 2, unnamed, others)
+        raise checks.misnamed("softmax_topk", 2, unnamed, others)
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax_topk(
             logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
@@ -407,7 +407,7 @@ def softmax_topk(
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     scale = arguments.as_number("scale", scale)
-    k = arguments.as_integer(k)
+    k = checks.as_integer(k)
     arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused)
     implementation = autograd.topk.REFERENCE
     reasons_against = dispatch.reasons_against_fused_topk
@@ -482,7 +482,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@arguments.takes_options_by_name
+@checks.takes_options_by_name
 def attention(
     query: Tensor,
     key: Tensor,
@@ -591,7 +591,7 @@ def attention(
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
     if unnamed or others:
-        raise arguments.misnamed("attention", 3, unnamed, others)
+        raise checks.misnamed("attention", 3, unnamed, others)
     if is_compiling := torch.compiler.is_compiling():
         if seed is None and return_lse is False and (fused is None or fused is True):
             limits = bias, mask, window, visible, sink
@@ -883,7 +883,7 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
     raise TypeError(
         "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
         "megasoftmax.attention_varlen, megasoftmax.scaled_dot_product_attention or a module of "
-        f"megasoftmax, got {arguments.kind(function)}"
+        f"megasoftmax, got {checks.kind(function)}"
     )
 
 
@@ -1317,7 +1317,7 @@ def _bound(
     )
     others = {each: value for each, value in kwargs.items() if each not in signature.parameters}
     if others or len(args) > by_position:
-        raise arguments.misnamed(name, by_position, args[by_position:], others)
+        raise checks.misnamed(name, by_position, args[by_position:], others)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -1338,7 +1338,7 @@ _SIGNATURE = inspect.signature(softmax)
 def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = _bound("softmax", _SIGNATURE, args, kwargs)
     given["scale"] = arguments.as_number("scale", given["scale"])
-    given["dim"] = arguments.as_integer(given["dim"])
+    given["dim"] = checks.as_integer(given["dim"])
     given["window"] = arguments.checked_window("window", given["window"])
     arguments.check_softmax(**given)
     unneeded = "fused", "dropout", "seed", "return_lse"
@@ -1359,7 +1359,7 @@ _TOPK_SIGNATURE = inspect.signature(softmax_topk)
 def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = _bound("softmax_topk", _TOPK_SIGNATURE, args, kwargs)
     given["scale"] = arguments.as_number("scale", given["scale"])
-    given["k"] = arguments.as_integer(given["k"])
+    given["k"] = checks.as_integer(given["k"])
     arguments.check_topk(**given)
     for name in ("renormalize", "return_lse", "group", "fused"):
         del given[name]
@@ -1386,7 +1386,7 @@ def _attention_reasons(
 ) -> Reasons:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
     if unnamed or others:
-        raise arguments.misnamed("attention", 3, unnamed, others)
+        raise checks.misnamed("attention", 3, unnamed, others)
     query, key, value = as_autocast(query, key, value)
     scale, window = _checked_attention(
         *(query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout),
@@ -1488,7 +1488,7 @@ def _as_one_batch(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
-    arguments.check_flag("causal", causal)
+    checks.check_flag("causal", causal)
     window = arguments.checked_window("window", window)
     tokens = query.shape[0]
     if bias is not None:

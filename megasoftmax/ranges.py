@@ -12,7 +12,7 @@ beside them count as they do without.
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments
+from megasoftmax import arguments, checks
 
 Range = tuple[Tensor, Tensor]
 
@@ -34,7 +34,7 @@ def packed(cu_seqlens: Tensor, tokens: int) -> Range:
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    tokens = arguments.checked_integer("tokens", tokens, 0)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     arguments.check_offsets("cu_seqlens", cu_seqlens, tokens)
     document = document_of_tokens(cu_seqlens, tokens)
     begins, ends = documents(cu_seqlens)
@@ -164,7 +164,7 @@ def padding(keep: Tensor) -> Range:
     kept = keep != 0
     first = position.where(kept, keys).amin(-1)
     end = (position + 1).where(kept, 0).amax(-1)
-    if arguments.has_values(keep):
+    if checks.has_values(keep):
         with_gap = (kept.sum(-1) < end - first).nonzero().flatten().tolist()
         if with_gap:
             raise ValueError(
@@ -190,10 +190,10 @@ def chunks(size: int, tokens: int, *, device: torch.device | str | None = None) 
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    size = arguments.checked_integer("size", size, 1)
-    tokens = arguments.checked_integer("tokens", tokens, 0)
+    size = checks.checked_integer("size", size, 1)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     size = min(size, max(tokens, 1))
-    device = arguments.checked_device(device)
+    device = checks.checked_device(device)
     position = torch.arange(tokens, device=device, dtype=torch.int32)
     first = (position - position % size).view(1, 1, tokens)
     return first, (first + size).clamp(max=tokens)
@@ -216,7 +216,7 @@ def prefix(n: Tensor, tokens: int) -> tuple[None, Tensor]:
         TypeError, ValueError: an argument is not as above.
     """
     arguments.check_integers("n", n, 1, "[batch]")
-    tokens = arguments.checked_integer("tokens", tokens, 0)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     own = torch.arange(1, tokens + 1, device=n.device, dtype=torch.int32)
     return None, torch.maximum(_as_int32(n).view(-1, 1, 1), own)
 

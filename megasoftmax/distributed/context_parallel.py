@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax import checks, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 from megasoftmax.distributed.zigzag import parts_of_rank
 
@@ -71,11 +71,10 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
 
 
 def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    if len(outputs) == 0 or len(outputs) != len(lses):
-        raise ValueError(
-            f"lses: expected one for each of at least one output, got {len(lses)} "
-            f"for {len(outputs)} outputs"
-        )
+    checks.check_tensors("outputs", outputs)
+    checks.check_tensors("lses", lses)
+    if len(outputs) != len(lses):
+        raise ValueError(f"lses: expected one for each of {len(outputs)} outputs, got {len(lses)}")
     shape, dtype, lse_dtype = outputs[0].shape, outputs[0].dtype, lses[0].dtype
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if not output.is_floating_point() or output.dtype != dtype:
