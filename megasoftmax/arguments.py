@@ -245,7 +245,8 @@ def check_varlen(
             f"bias: expected as many keys as queries, {query.shape[0]}, got {key.shape[0]}"
         )
     check_floating("bias.table", bias.table)
-    if bias.table.shape[-1] % 2 == 0:
+    columns = bias.table.shape[-1]
+    if columns % 2 == 0 and (columns != 0 or query.shape[0] != 0):
         raise ValueError(
             "bias.table: expected [heads, 2 * length - 1] or [batch, heads, 2 * length - 1], "
             f"got shape {tuple(bias.table.shape)}"

@@ -254,9 +254,12 @@ def softmax_backward(
         TypeError, ValueError: an argument is not as above; names the argument.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(
-        probabilities, scale, None, None, causal, None, None, None, -1, None, visible
-    )
+    try:
+        arguments.check_softmax(
+            probabilities, scale, None, None, causal, None, None, None, -1, None, visible
+        )
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"scores": "probabilities"}) from None
     arguments.check_gradient(gradient, probabilities)
     first, end = _bounds(visible, probabilities.shape[-1])
     reasons_against = dispatch.reasons_against_fused_softmax

@@ -292,7 +292,7 @@ def _capped_attention(
     """Output and log-sum-exp, as from `megasoftmax.attention`."""
     query, key, value = as_autocast(query, key, value)
     arguments.check_attention(query, key, value, options["bias"], scale=options["scale"])
-    scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    scale = max(query.shape[-1], 1) ** -0.5 if options["scale"] is None else options["scale"]
     bias = options["bias"]
     if bias is not None:
         bias = bias.dense(query.shape[2], key.shape[2])

@@ -205,6 +205,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         reasons = []
         if not self.scaled_masked_softmax_fusion:
             reasons.append(Reason("scaled_masked_softmax_fusion", "False", "True"))
+            mask = None  # of any shape that `mask_func` takes
         if mask is not None and mask.dtype != torch.bool:
             reasons.append(Reason("dtype of mask", str(mask.dtype), "torch.bool"))
             mask = None

@@ -9,7 +9,6 @@ from torch import Tensor
 from megasoftmax import checks, functional
 from megasoftmax.dispatch import Reason
 
-
 _NAMES = {"scores": "x", "sink": "denominator_offset"}
 
 
