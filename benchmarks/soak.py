@@ -30,16 +30,24 @@ from typing import Annotated
 import measure
 import torch
 import typer
-from soak_cases import FAMILIES, USUAL, Data, NotFusedError
+from soak_arguments import Arguments
+from soak_cases import FAMILIES as ORACLES
+from soak_cases import USUAL, Data, NotFusedError
 
 import megasoftmax
 
+FAMILIES = ORACLES | {"arguments": Arguments}
 RESULTS = {"cuda": "soak.csv", "cpu": "soak_cpu.csv"}
 FIELDS = [
     *("family", "configurations", "redrawn", "failures"),
     *("worst_ratio", "worst_result", "seed", "seconds"),
 ]
-SHARES = {"softmax": 0.40, "softmax_topk": 0.15, "attention": 0.45}  # of the time
+SHARES = {
+    "softmax": 0.38,
+    "softmax_topk": 0.14,
+    "attention": 0.43,
+    "arguments": 0.05,
+}  # of the time
 PROGRESS = 10.0  # seconds between lines
 PATIENCE = 300.0  # seconds for one configuration; a process that takes longer is ended
 SEEDS = 10_000_000  # of each process

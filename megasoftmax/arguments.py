@@ -12,15 +12,27 @@ import torch
 from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
+from megasoftmax.checks import (
+    FLOATING,
+    FLOATING_NAMES,
+    as_integer,
+    check_device,
+    check_flag,
+    check_floating,
+    check_layout,
+    check_rank,
+    has_values,
+    kind,
+)
 from megasoftmax.masks import TileMask
-from megasoftmax.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 _INTEGERS = (torch.int32, torch.int64)
+_INT32_MAX = torch.iinfo(torch.int32).max
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+_LARGEST_FLOAT32 = _LARGEST[torch.float32]
 
 Window = tuple[int, int]
 Ranges = tuple[Tensor | None, Tensor | None]
@@ -40,33 +52,33 @@ def check_softmax(
     visible: Ranges | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    return_lse: bool = False,
 ) -> None:
+    """The window is one that `checked_window` returned."""
     _check_scores("scores", scores, scale, mask, bias)
     if causal is not False:
-        if causal is not True:
-            raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+        check_flag("causal", causal)
         _check_has_queries("causal", scores)
     if window is not None:
-        _check_window(window)
         _check_has_queries("window", scores)
     if sink is not None:
         _check_sink(sink, "scores", scores)
     if visible is not None:
         _check_visible(visible, "scores", scores, scores.shape[:-1])
     _check_dropout(dropout, seed, "scores", scores)
-    if not isinstance(dim, int) or dim != -1:
+    if type(dim) is not int or dim != -1:
         _check_dim(dim, scores, causal, window, sink, visible, dropout)
-    _check_choices(dtype, fused)
+    _check_choices(dtype, return_lse, fused)
 
 
 def check_gradient(gradient: Tensor, probabilities: Tensor) -> None:
-    _check_floating("gradient", gradient)
+    check_floating("gradient", gradient)
     if gradient.dtype != probabilities.dtype:
         raise TypeError(
             f"gradient: expected a tensor of {probabilities.dtype}, as probabilities, "
-            f"got {_kind(gradient)}"
+            f"got {kind(gradient)}"
         )
-    _check_device("gradient", gradient, "probabilities", probabilities)
+    check_device("gradient", gradient, "probabilities", probabilities)
     if gradient.shape != probabilities.shape:
         raise ValueError(
             f"gradient: expected shape {tuple(probabilities.shape)}, as probabilities, "
@@ -82,22 +94,23 @@ def check_topk(
     bias: Tensor | None,
     renormalize: bool,
     dtype: torch.dtype | None,
+    return_lse: bool,
     group: "ProcessGroup | None",
     fused: bool | None,
 ) -> None:
+    """k is one that `as_integer` returned."""
     _check_scores("logits", logits, scale, mask, bias)
     columns = logits.shape[-1]
     if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected an integer from 0 to {columns}, got {_kind(k)}")
+        raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
     if k < 0 or (k > columns and group is None):
         raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
     if group is not None:
         check_group(group)
         if hasattr(logits, "device_mesh"):
             raise ValueError("group: expected None for a DTensor, got a group")
-    if not isinstance(renormalize, bool):
-        raise TypeError(f"renormalize: expected a bool, got {_kind(renormalize)}")
-    _check_choices(dtype, fused)
+    check_flag("renormalize", renormalize)
+    _check_choices(dtype, return_lse, fused)
 
 
 def check_attention(
@@ -114,8 +127,10 @@ def check_attention(
     visible: Ranges | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    return_lse: bool = False,
 ) -> None:
-    _check_floating("query", query)
+    """The window is one that `checked_window` returned."""
+    check_floating("query", query)
     if query.dim() != 4:
         raise ValueError(
             f"query: expected [batch, heads, queries, head_dim], got shape {tuple(query.shape)}"
@@ -129,7 +144,7 @@ def check_attention(
             f"key: expected heads that divide {heads}, those of query, got {key_heads}"
         )
     if scale is not None:
-        _check_scale(scale)
+        check_scale(scale, query.dtype)
     shape = (batch, heads, queries, keys)
     if isinstance(mask, TileMask):
         _check_tile_mask(mask, query, shape)
@@ -137,15 +152,13 @@ def check_attention(
         _check_mask(mask)
         _check_companion("mask", mask, "query", query, shape)
     if bias is not None:
-        _check_attention_bias(bias, query, shape)
+        check_attention_bias(bias, query, shape)
     if visible is not None:
         _check_visible(visible, "query", query, shape[:-1])
-    if causal is not False and causal is not True:
-        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
-    if window is not None:
-        _check_window(window)
+    check_flag("causal", causal)
     if sink is not None:
         _check_sink(sink, "query", query)
+    check_flag("return_lse", return_lse)
     _check_fused(fused)
     _check_dropout(dropout, seed, "query", query)
 
@@ -189,7 +202,7 @@ def check_ring(
         _check_mask(mask)
         _check_companion("mask", mask, "query", query, (batch, heads, queries, total))
     if bias is not None:
-        _check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+        check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
     return every
 
 
@@ -207,13 +220,13 @@ def check_varlen(
         ("key", key, "key_heads"),
         ("value", value, "key_heads"),
     ):
-        _check_floating(name, tensor)
+        check_floating(name, tensor)
         check_rank(name, tensor, 3, f"[tokens, {heads}, dim]")
     check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-    _check_device("cu_seqlens_q", cu_seqlens_q, "query", query)
+    check_device("cu_seqlens_q", cu_seqlens_q, "query", query)
     if cu_seqlens_k is not cu_seqlens_q:
         check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0])
-        _check_device("cu_seqlens_k", cu_seqlens_k, "query", query)
+        check_device("cu_seqlens_k", cu_seqlens_k, "query", query)
         if cu_seqlens_k.shape != cu_seqlens_q.shape:
             raise ValueError(
                 f"cu_seqlens_k: expected {cu_seqlens_q.shape[0]} entries, as cu_seqlens_q, "
@@ -222,7 +235,7 @@ def check_varlen(
     if bias is None:
         return
     if not isinstance(bias, RelativeBias):
-        raise TypeError(f"bias: expected None or a RelativeBias, got {_kind(bias)}")
+        raise TypeError(f"bias: expected None or a RelativeBias, got {kind(bias)}")
     if cu_seqlens_k is not cu_seqlens_q:
         raise ValueError(
             "bias: expected one cu_seqlens for queries and keys, whose documents then lie at the "
@@ -232,8 +245,9 @@ def check_varlen(
         raise ValueError(
             f"bias: expected as many keys as queries, {query.shape[0]}, got {key.shape[0]}"
         )
-    _check_floating("bias.table", bias.table)
-    if bias.table.shape[-1] % 2 == 0:
+    check_floating("bias.table", bias.table)
+    columns = bias.table.shape[-1]
+    if columns % 2 == 0 and (columns != 0 or query.shape[0] != 0):
         raise ValueError(
             "bias.table: expected [heads, 2 * length - 1] or [batch, heads, 2 * length - 1], "
             f"got shape {tuple(bias.table.shape)}"
@@ -254,15 +268,14 @@ def check_sdpa(
     value, all after broadcasting.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_floating(name, tensor)
+        check_floating(name, tensor)
         if tensor.dim() < 2:
             raise ValueError(
                 f"{name}: expected [..., heads, tokens, dim] or [tokens, dim], "
                 f"got shape {tuple(tensor.shape)}"
             )
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {_kind(flag)}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"value: expected as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}"
@@ -277,12 +290,13 @@ def check_sdpa(
         what = "heads (or enable_gqa=True, if query heads share keys)"
         heads = _broadcast_sizes(what, query_heads, key_heads)
     if attn_mask is not None:
-        dtypes = (torch.bool, *_DTYPES)
+        dtypes = (torch.bool, *FLOATING)
         if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in dtypes:
             raise TypeError(
                 "attn_mask: expected None, a bool tensor, True = keep, or a floating tensor that "
-                f"is added to the scores, got {_kind(attn_mask)}"
+                f"is added to the scores, got {kind(attn_mask)}"
             )
+        check_layout("attn_mask", attn_mask)
         if is_causal:
             raise ValueError(
                 "is_causal: expected False beside attn_mask, as in torch, got True; "
@@ -304,14 +318,6 @@ def _broadcast_sizes(what: str, *sizes: Sequence[int]) -> torch.Size:
         ) from None
 
 
-def check_count(name: str, count: int, least: int = 0) -> None:
-    # torch.SymInt: of a tensor whose shape torch.compile or torch.export leaves open.
-    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an integer from {least} on, got {_kind(count)}")
-    if count < least:
-        raise ValueError(f"{name}: expected an integer from {least} on, got {count}")
-
-
 def check_integers(
     name: str, tensor: Tensor, rank: int, expected: str, is_bool: bool = False
 ) -> None:
@@ -320,17 +326,18 @@ def check_integers(
         and not (is_bool and not (tensor.is_floating_point() or tensor.is_complex()))
     ):
         kinds = "integers or bool" if is_bool else "int32 or int64"
-        raise TypeError(f"{name}: expected a tensor of {kinds}, {expected}, got {_kind(tensor)}")
+        raise TypeError(f"{name}: expected a tensor of {kinds}, {expected}, got {kind(tensor)}")
     check_rank(name, tensor, rank, expected)
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     """Of documents that lie one after the other. Values are checked on a CPU alone."""
     if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: expected a tensor of int32 or int64, got {_kind(offsets)}")
+        raise TypeError(f"{name}: expected a tensor of int32 or int64, got {kind(offsets)}")
+    check_layout(name, offsets)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name}: expected [documents + 1], got shape {tuple(offsets.shape)}")
-    if not offsets.is_cpu or not _has_values(offsets):
+    if not has_values(offsets):
         return
     values = offsets.tolist()
     if values[0] != 0 or values != sorted(values) or values[-1] > tokens:
@@ -340,18 +347,12 @@ def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
         )
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Not while it is traced, or one of many examples."""
-    return type(tensor) is Tensor and not is_traced()
-
-
 def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | None, ...]) -> None:
     """A tensor like the query, with the sizes that are not None."""
     if not isinstance(tensor, Tensor) or tensor.dtype != query.dtype:
-        raise TypeError(
-            f"{name}: expected a tensor of {query.dtype}, as query, got {_kind(tensor)}"
-        )
-    _check_device(name, tensor, "query", query)
+        raise TypeError(f"{name}: expected a tensor of {query.dtype}, as query, got {kind(tensor)}")
+    check_layout(name, tensor)
+    check_device(name, tensor, "query", query)
     fits = tensor.dim() == 4
     if fits:
         for size, wanted in zip(tensor.shape, shape, strict=True):  # all() takes twice as long
@@ -369,7 +370,7 @@ def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, int, int, 
     if mask.block == 1:
         _check_companion("mask", mask.tensor, "query", query, shape)
         return
-    _check_device("mask", mask.tensor, "query", query)
+    check_device("mask", mask.tensor, "query", query)
     blocks = tuple(-(-size // mask.block) for size in shape[2:])
     found = mask.tensor.shape
     if found[-2:] != blocks or not _broadcasts(found, (*shape[:2], *blocks)):
@@ -379,13 +380,13 @@ def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, int, int, 
         )
 
 
-def _check_attention_bias(
+def check_attention_bias(
     bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
 ) -> None:
     relative = isinstance(bias, RelativeBias)
     name, tensor = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
-    _check_floating(name, tensor)
-    _check_device(name, tensor, "query", query)
+    check_floating(name, tensor)
+    check_device(name, tensor, "query", query)
     batch, heads, queries, keys = shape
     target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
     shape_of_bias = tensor.shape
@@ -422,21 +423,16 @@ def _broadcasts_in_groups(shape: tuple[int, ...], target: tuple[int, ...]) -> bo
 def _check_scores(
     name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
 ) -> None:
-    _check_floating(name, scores)
+    check_floating(name, scores)
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
-    _check_scale(scale)
+    check_scale(scale, scores.dtype)
     if mask is not None:
         _check_mask(mask)
         _check_companion("mask", mask, name, scores, scores.shape)
     if bias is not None:
-        _check_floating("bias", bias)
+        check_floating("bias", bias)
         _check_companion("bias", bias, name, scores, scores.shape)
-
-
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected a tensor of {_DTYPE_NAMES}, got {_kind(tensor)}")
 
 
 def as_number(name: str, value: Any) -> Any:
@@ -448,12 +444,15 @@ def as_number(name: str, value: Any) -> Any:
         TypeError: a tensor that cannot be read without waiting for a device, or that needs a
             gradient, which a number does not get.
     """
-    if value is None or isinstance(value, (float, int)):  # the next takes as long as all checks
+    if value is None or isinstance(value, float):  # the next takes as long as all checks
         return value
+    if isinstance(value, int):  # a larger one than torch's is refused, or that of a float
+        return value if abs(value) < 2**63 or abs(value) > _LARGEST[torch.float64] else float(value)
     if isinstance(value, numbers.Real):
         return float(value)
     if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
         return value
+    check_layout(name, value)
     if value.requires_grad:
         raise TypeError(
             f"{name}: expected a number, which gets no gradient, got a tensor that requires one; "
@@ -467,11 +466,25 @@ def as_number(name: str, value: Any) -> Any:
     return value.item()
 
 
-def _check_scale(scale: float) -> None:
+def check_scale(scale: float, dtype: torch.dtype, name: str = "scale") -> None:
+    """A finite number of the type that scores of `dtype` are computed in."""
     if not isinstance(scale, (float, int)):
-        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+        raise TypeError(f"{name}: expected a number, got {kind(scale)}")
+    if not -_LARGEST_FLOAT32 <= scale <= _LARGEST_FLOAT32:
+        if not -torch.inf < scale < torch.inf:
+            raise ValueError(f"{name}: expected a finite number, got {scale}")
+        _check_range(name, scale, dtype)
+
+
+def _check_range(name: str, number: float, dtype: torch.dtype) -> None:
+    """Whether a finite number is one in the type that scores of `dtype` are computed in."""
+    computed = torch.promote_types(dtype, torch.float32)
+    if abs(number) > _LARGEST[computed]:
+        largest = f"{_LARGEST[computed]:.5g}"
+        raise ValueError(
+            f"{name}: expected a number within the range of {computed}, up to {largest}, in which "
+            f"{dtype} is computed, got {number}"
+        )
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -486,14 +499,15 @@ def _check_mask(mask: Tensor) -> None:
             )
         raise TypeError(
             "mask: expected a bool tensor, True = excluded (in scaled_dot_product_attention "
-            f"True = keep), got {_kind(mask)}{hint}"
+            f"True = keep), got {kind(mask)}{hint}"
         )
+    check_layout("mask", mask)
 
 
 def check_group(group: "ProcessGroup") -> None:
     is_one = torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
     if not is_one:
-        raise TypeError(f"group: expected a process group, got {_kind(group)}")
+        raise TypeError(f"group: expected a process group, got {kind(group)}")
 
 
 def _check_lengths(
@@ -503,16 +517,22 @@ def _check_lengths(
     if lengths is None:
         return (keys,) * ranks
     expected = f"lengths: expected {ranks} integers from 0 on, {keys} at {group.rank()}"
-    if not isinstance(lengths, (tuple, list)) or not all(type(each) is int for each in lengths):
-        raise TypeError(f"{expected}, got {lengths!r}")
+    if not isinstance(lengths, (tuple, list)):
+        raise TypeError(f"{expected}, got {kind(lengths)}")
+    lengths = [as_integer(each) for each in lengths]
+    if not all(type(each) is int for each in lengths):
+        raise TypeError(f"{expected}, got {lengths}")
     if len(lengths) != ranks or min(lengths) < 0 or lengths[group.rank()] != keys:
-        raise ValueError(f"{expected}, got {lengths!r}")
+        raise ValueError(f"{expected}, got {lengths}")
     return tuple(lengths)
 
 
 def _check_order(order: str, lengths: tuple[int, ...]) -> None:
+    expected = "order: expected 'contiguous' or 'zigzag'"
+    if not isinstance(order, str):
+        raise TypeError(f"{expected}, got {kind(order)}")
     if order not in ("contiguous", "zigzag"):
-        raise ValueError(f"order: expected 'contiguous' or 'zigzag', got {order!r}")
+        raise ValueError(f"{expected}, got {order!r}")
     if order == "zigzag" and (len(set(lengths)) != 1 or lengths[0] % 2 != 0):
         raise ValueError(
             "order: expected as many keys on each rank, an even number, with 'zigzag', "
@@ -529,20 +549,23 @@ def check_shards(name: str, scores: Tensor) -> None:
         )
 
 
-def _check_choices(dtype: torch.dtype | None, fused: bool | None) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, got {dtype!r}")
+def _check_choices(dtype: torch.dtype | None, return_lse: bool, fused: bool | None) -> None:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATING):
+        found = dtype if isinstance(dtype, (torch.dtype, str)) else kind(dtype)
+        raise TypeError(f"dtype: expected {FLOATING_NAMES}, got {found!r}")
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     _check_fused(fused)
 
 
 def _check_fused(fused: bool | None) -> None:
     if fused is not None and not isinstance(fused, bool):
-        raise TypeError(f"fused: expected None or a bool, got {_kind(fused)}")
+        raise TypeError(f"fused: expected None or a bool, got {kind(fused)}")
 
 
 def check_dropout(dropout: float, name: str = "dropout") -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
-        raise TypeError(f"{name}: expected a number from 0 to 1, got {_kind(dropout)}")
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(dropout)}")
     if not 0 <= dropout <= 1:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {dropout}")
 
@@ -554,17 +577,21 @@ def _check_dropout(
     if seed is None:
         return
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
-        raise TypeError(f"seed: expected None or a tensor of int64, got {_kind(seed)}")
+        hint = ""
+        if type(as_integer(seed)) is int:
+            hint = f"; pass torch.tensor([{seed}], device={str(scores.device)!r})"
+        raise TypeError(f"seed: expected None or a tensor of int64, got {kind(seed)}{hint}")
+    check_layout("seed", seed)
     if seed.numel() != 1:
         raise ValueError(f"seed: expected one element, got shape {tuple(seed.shape)}")
-    _check_device("seed", seed, name_of_scores, scores)
+    check_device("seed", seed, name_of_scores, scores)
 
 
 def _check_companion(
     name: str, tensor: Tensor, name_of_scores: str, scores: Tensor, target: tuple[int, ...]
 ) -> None:
     """Same device, and broadcastable to the target."""
-    _check_device(name, tensor, name_of_scores, scores)
+    check_device(name, tensor, name_of_scores, scores)
     shape = tensor.shape
     if shape != target and not _broadcasts(shape, target):
         hint = ""
@@ -572,13 +599,6 @@ def _check_companion(
             hint = f"; pass one of [batch, keys] as {name}[:, None, None, :]"
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}{hint}"
-        )
-
-
-def _check_device(name: str, tensor: Tensor, name_of_scores: str, scores: Tensor) -> None:
-    if tensor.device != scores.device:
-        raise ValueError(
-            f"{name}: expected device {scores.device}, as {name_of_scores}, got {tensor.device}"
         )
 
 
@@ -600,17 +620,22 @@ def _check_has_queries(name: str, scores: Tensor) -> None:
         )
 
 
-def _check_window(window: Window, name: str = "window") -> None:
+def checked_window(name: str, window: Window | None) -> Window | None:
+    """The window as two ints; -1 for a limit beyond those of int32, which limits nothing."""
+    if window is None:
+        return None
     expected = f"{name}: expected None or (left, right), two integers from -1 on"
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"{expected}, got {_kind(window)}")
+        raise TypeError(f"{expected}, got {kind(window)}")
     if len(window) != 2:
         raise ValueError(f"{expected}, got {window}")
-    for limit in window:
-        if not isinstance(limit, int):
+    left, right = as_integer(window[0]), as_integer(window[1])
+    for limit in (left, right):
+        if isinstance(limit, bool) or not isinstance(limit, int):
             raise TypeError(f"{expected}, got {window}")
         if limit < -1:
             raise ValueError(f"{expected}, got {window}")
+    return (-1 if left >= _INT32_MAX else left), (-1 if right >= _INT32_MAX else right)
 
 
 def _check_visible(
@@ -618,7 +643,7 @@ def _check_visible(
 ) -> None:
     expected = "visible: expected None or (first, end)"
     if not isinstance(visible, (tuple, list)):
-        raise TypeError(f"{expected}, got {_kind(visible)}")
+        raise TypeError(f"{expected}, got {kind(visible)}")
     if len(visible) != 2:
         raise ValueError(f"{expected}, got {len(visible)} elements")
     for name, bound in zip(("visible[0]", "visible[1]"), visible, strict=True):
@@ -626,18 +651,21 @@ def _check_visible(
             continue
         if not isinstance(bound, Tensor) or bound.dtype not in _INTEGERS:
             raise TypeError(
-                f"{name}: expected None or a tensor of int32 or int64, got {_kind(bound)}"
+                f"{name}: expected None or a tensor of int32 or int64, got {kind(bound)}"
             )
+        check_layout(name, bound)
         _check_companion(name, bound, name_of_scores, scores, shape)
 
 
 def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
     if not isinstance(sink, Tensor):
-        if not isinstance(sink, (float, int)):
-            raise TypeError(f"sink: expected a tensor or a number, got {_kind(sink)}")
+        if not isinstance(sink, numbers.Real):
+            raise TypeError(f"sink: expected a tensor or a number, got {kind(sink)}")
+        if abs(sink) > _LARGEST_FLOAT32 and abs(sink) != torch.inf:
+            _check_range("sink", sink, scores.dtype)
         return
-    _check_floating("sink", sink)
-    _check_device("sink", sink, name_of_scores, scores)
+    check_floating("sink", sink)
+    check_device("sink", sink, name_of_scores, scores)
     if sink.numel() == 1:
         return
     if scores.dim() < 3 or sink.dim() != 1 or sink.shape[0] != scores.shape[-3]:
@@ -656,8 +684,8 @@ def _check_dim(
 ) -> None:
     rank = scores.dim()
     expected = f"dim: expected an integer from {-rank} to {rank - 1}"
-    if not isinstance(dim, int):
-        raise TypeError(f"{expected}, got {_kind(dim)}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{expected}, got {kind(dim)}")
     if not -rank <= dim < rank:
         raise ValueError(f"{expected}, got {dim}")
     if dim % rank == rank - 1:
@@ -674,22 +702,3 @@ def _check_dim(
         raise ValueError(
             f"sink: expected one element, or dim -1, got shape {tuple(sink.shape)} and dim {dim}"
         )
-
-
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def checked_window(name: str, window: Window | None) -> Window | None:
-    """The window as a tuple."""
-    if window is None:
-        return None
-    _check_window(window, name)
-    return window[0], window[1]
-
-
-def check_rank(name: str, tensor: Tensor, rank: int, expected: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.dim() != rank:
-        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

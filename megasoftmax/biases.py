@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megasoftmax import checks
+
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
@@ -43,8 +45,11 @@ class RelativeBias:
         """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
 
         Raises:
-            ValueError: the table is not one of queries + keys - 1 columns.
+            TypeError, ValueError: queries or keys is no integer from 0 on, or the table does not
+                have queries + keys - 1 columns.
         """
+        queries = checks.checked_integer("queries", queries, 0)
+        keys = checks.checked_integer("keys", keys, 0)
         columns = max(queries + keys - 1, 0)
         if self.table.shape[-1] != columns:
             raise ValueError(
@@ -87,6 +92,8 @@ def t5_bias(
         Raffel et al., https://arxiv.org/abs/1910.10683.
     """
     _check_tensor("weight", weight, (2,), "[buckets, heads]")
+    checks.check_flag("bidirectional", bidirectional)
+    max_distance = checks.checked_integer("max_distance", max_distance, 1)
     relative = _relative_positions(queries, keys, offset, weight.device)
     buckets = _t5_buckets(relative, weight.shape[0], bidirectional, max_distance)
     return RelativeBias(torch.nn.functional.embedding(buckets, weight).T.contiguous())
@@ -109,7 +116,7 @@ def alibi_bias(
         A table [..., heads, queries + keys - 1], float32 (float64 for float64 slopes).
 
     Raises:
-        TypeError, ValueError: slopes are not as above.
+        TypeError, ValueError: an argument is not as above; names the argument.
 
     Source:
         Press et al., https://arxiv.org/abs/2108.12409.
@@ -126,10 +133,10 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     Where heads is no power of 2: those of the next lower one, then every other one of the next.
 
     Raises:
-        ValueError: heads is below 1.
+        TypeError, ValueError: heads is no integer from 1 on, or device is none of torch's.
     """
-    if heads < 1:
-        raise ValueError(f"heads: expected at least 1, got {heads}")
+    heads = checks.checked_integer("heads", heads, 1)
+    device = checks.checked_device(device)
     lower = 2 ** math.floor(math.log2(heads))
     exponents = [8 * k / lower for k in range(1, lower + 1)]
     exponents += [4 * k / lower for k in range(1, 2 * (heads - lower), 2)]
@@ -141,7 +148,9 @@ def _relative_positions(
     queries: int, keys: int, offset: int | None, device: torch.device
 ) -> Tensor:
     """Key - query of each entry of a table, int64 [queries + keys - 1]."""
-    first = keys - queries if offset is None else offset
+    queries = checks.checked_integer("queries", queries, 0)
+    keys = checks.checked_integer("keys", keys, 0)
+    first = keys - queries if offset is None else checks.checked_integer("offset", offset)
     return torch.arange(max(queries + keys - 1, 0), device=device) - (queries - 1 + first)
 
 
@@ -150,7 +159,9 @@ def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distanc
     per_side = buckets // 2 if bidirectional else buckets
     exact = per_side // 2
     if exact < 1:
-        raise ValueError(f"buckets: expected at least {4 if bidirectional else 2}, got {buckets}")
+        raise ValueError(
+            f"weight: expected at least {4 if bidirectional else 2} buckets, got {buckets}"
+        )
     if max_distance <= exact:
         raise ValueError(f"max_distance: expected more than {exact}, got {max_distance}")
     distance = relative.abs() if bidirectional else -relative.clamp(max=0)
@@ -163,8 +174,8 @@ def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distanc
 
 
 def _check_tensor(name: str, tensor: Tensor, ranks: tuple[int, ...], expected: str) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: expected a floating tensor {expected}, got {kind}")
+    if not isinstance(tensor, Tensor) or tensor.dtype not in checks.FLOATING:
+        raise TypeError(f"{name}: expected a floating tensor {expected}, got {checks.kind(tensor)}")
+    checks.check_layout(name, tensor)
     if tensor.dim() not in ranks:
         raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")

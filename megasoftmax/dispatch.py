@@ -79,19 +79,23 @@ def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     True implies what `arguments.check_attention` and `reasons_against_sdpa` find out in more steps.
     False implies nothing.
     """
-    return (
-        is_plain_on_cpu(query)
-        and type(key) in _PLAIN
-        and type(value) in _PLAIN
-        and (shape := query.shape) == key.shape == value.shape
-        and len(shape) == 4
-        and 0 not in shape
-        and (dtype := query.dtype) in _FLOATING
-        and dtype == key.dtype == value.dtype
-        and key.is_cpu
-        and value.is_cpu
-        and not torch._C._is_any_autocast_enabled()
-    )
+    try:
+        return (
+            is_plain_on_cpu(query)
+            and type(key) in _PLAIN
+            and type(value) in _PLAIN
+            and (shape := query.shape) == key.shape == value.shape
+            and len(shape) == 4
+            and 0 not in shape
+            and (dtype := query.dtype) in _FLOATING
+            and dtype is key.dtype is value.dtype
+            and query.layout is key.layout is value.layout is torch.strided
+            and key.is_cpu
+            and value.is_cpu
+            and not torch._C._is_any_autocast_enabled()
+        )
+    except RuntimeError:  # a nested tensor has no shape
+        return False
 
 
 def reasons_against_fused_softmax(
@@ -498,14 +502,20 @@ def _sdpa_added(query: Tensor, key: Tensor, added: list[torch.Size]) -> tuple[Re
     batches = max([shape[-2] for shape in added if len(shape) > 1], default=1)
     heads = max([shape[-1] for shape in added if len(shape) > 0], default=1)
     entries = batches * heads * query.shape[2] * key.shape[2]
-    is_shared = batches in (1, query.shape[0]) and heads in (1, query.shape[1])
+    sizes = tuple(query.shape[:2])
+    shared = [shape for shape in added if not _is_of_one_or_all(shape, sizes)]
     return (
-        None
-        if is_shared
-        else Reason(
-            "batches and heads of bias", f"{batches}, {heads}", f"1, or {tuple(query.shape[:2])}"
-        ),
+        Reason("batches and heads of bias", str(tuple(shared[0])), f"1, or {sizes}")
+        if shared
+        else None,
         _count("entries that join the scores", entries, MAX_ADDED),
+    )
+
+
+def _is_of_one_or_all(shape: torch.Size, sizes: tuple[int, ...]) -> bool:
+    """Whether nothing of [..., batch, heads] is shared by groups of them, which SDPA cannot do."""
+    return all(
+        size in (1, whole) for size, whole in zip(reversed(shape), reversed(sizes), strict=False)
     )
 
 

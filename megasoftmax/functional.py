@@ -3,13 +3,13 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megasoftmax import arguments, autograd, dispatch, host, ops, ranges
+from megasoftmax import arguments, autograd, checks, dispatch, host, ops, ranges
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
@@ -63,9 +63,10 @@ def softmax(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@checks.takes_options_by_name
 def softmax(
     scores: Tensor,
-    *,
+    *unnamed: Never,
     scale: float = 1.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -79,6 +80,7 @@ def softmax(
     return_lse: bool = False,
     dim: int = -1,
     fused: bool | None = None,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax of attention scores, fused on NVIDIA GPUs.
 
@@ -156,7 +158,9 @@ def softmax(
         Sinks: Xiao et al., https://arxiv.org/abs/2309.17453; off-by-one: Miller, "Attention is off
         by one", https://www.evanmiller.org/attention-is-off-by-one.html.
     """
-    if torch.compiler.is_compiling():
+    if unnamed or others:
+        raise checks.misnamed("softmax", 1, unnamed, others)
+    if is_compiling := torch.compiler.is_compiling():
         if (
             (bias is None and window is None and visible is None and sink is None)
             and type(dropout) in (int, float)
@@ -189,8 +193,13 @@ def softmax(
         if served is not None:
             return cast(Tensor, served)
     scale = arguments.as_number("scale", scale)
+    if type(dim) is not int:
+        dim = checks.as_integer(dim)
+    if window is not None:
+        window = arguments.checked_window("window", window)
     arguments.check_softmax(
-        scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout, seed
+        *(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout),
+        *(seed, return_lse),
     )
     is_last = dim in (-1, scores.dim() - 1)
     if (  # the shortest way for the most frequent call on a CPU
@@ -201,6 +210,7 @@ def softmax(
         and sink is None
         and not (causal or dropout or return_lse or fused)
         and is_last
+        and not is_compiling
         and dispatch.is_plain_on_cpu(scores)
         and scale == 1
         and (dtype is None or dtype == scores.dtype)
@@ -245,9 +255,12 @@ def softmax_backward(
         TypeError, ValueError: an argument is not as above; names the argument.
     """
     scale = arguments.as_number("scale", scale)
-    arguments.check_softmax(
-        probabilities, scale, None, None, causal, None, None, None, -1, None, visible
-    )
+    try:
+        arguments.check_softmax(
+            probabilities, scale, None, None, causal, None, None, None, -1, None, visible
+        )
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"scores": "probabilities"}) from None
     arguments.check_gradient(gradient, probabilities)
     first, end = _bounds(visible, probabilities.shape[-1])
     reasons_against = dispatch.reasons_against_fused_softmax
@@ -308,10 +321,11 @@ def softmax_topk(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+@checks.takes_options_by_name
 def softmax_topk(
     logits: Tensor,
     k: int,
-    *,
+    *unnamed: Never,
     scale: float = 1.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -320,6 +334,7 @@ def softmax_topk(
     return_lse: bool = False,
     group: "ProcessGroup | None" = None,
     fused: bool | None = None,
+    **others: Never,
 ) -> tuple[Tensor, ...]:
     """The K largest probabilities of a softmax, without writing the others.
 
@@ -387,6 +402,8 @@ def softmax_topk(
         Online softmax fused with top-k: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
         Vocabulary-parallel logits: Shoeybi et al., https://arxiv.org/abs/1909.08053.
     """
+    if unnamed or others:
+        raise checks.misnamed("softmax_topk", 2, unnamed, others)
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax_topk(
             logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
@@ -394,7 +411,8 @@ def softmax_topk(
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     scale = arguments.as_number("scale", scale)
-    arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, group, fused)
+    k = checks.as_integer(k)
+    arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused)
     implementation = autograd.topk.REFERENCE
     reasons_against = dispatch.reasons_against_fused_topk
     if _is_fused(fused, reasons_against, logits, k, scale, mask, bias, dtype):
@@ -467,11 +485,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@checks.takes_options_by_name
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *unnamed: Never,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
@@ -483,6 +502,7 @@ def attention(
     seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with any bias, fused on NVIDIA GPUs: no tensor of queries x keys is made.
 
@@ -573,7 +593,9 @@ def attention(
         https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
         https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
     """
-    if torch.compiler.is_compiling():
+    if unnamed or others:
+        raise checks.misnamed("attention", 3, unnamed, others)
+    if is_compiling := torch.compiler.is_compiling():
         if seed is None and return_lse is False and (fused is None or fused is True):
             limits = bias, mask, window, visible, sink
             traced = _traced_attention(query, key, value, scale, causal, dropout, *limits)
@@ -599,7 +621,8 @@ def attention(
         if served is not None:
             return cast(Tensor, served)
     if (  # the shortest way for the most frequent call on a CPU
-        bias is None
+        not is_compiling
+        and bias is None
         and mask is None
         and window is None
         and visible is None
@@ -608,7 +631,8 @@ def attention(
         and fused is None
         and type(causal) is bool
         and type(dropout) is float
-        and not (dropout or return_lse)
+        and return_lse is False
+        and not dropout
         and dispatch.is_plain_self_attention(query, key, value)
         and (scale is None or (type(scale) is float and 0 < scale < math.inf))
     ):
@@ -618,11 +642,10 @@ def attention(
             return output
         fused = False  # the reference computes
     query, key, value = as_autocast(query, key, value)
-    scale = arguments.as_number("scale", scale)
-    arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
+    scale, window = _checked_attention(
+        *(query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout),
+        *(seed, return_lse),
     )
-    scale = _attention_scale(query, scale)
     if fused is None and query.is_cpu:
         output = _attention_by_sdpa(
             *(query, key, value, bias, mask, scale, causal, window, visible),
@@ -635,7 +658,7 @@ def attention(
     first, end = _bounds(visible, key.shape[2])
     mask_tensor, note, block = _mask_operands(implementation, query, key, mask, visible)
     left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    sink_tensor, sink_value = _tensor_and_number(sink)
     needs_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad
         for tensor in (query, key, value, bias_tensor, sink_tensor)
@@ -707,6 +730,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@checks.takes_options_by_name
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -723,6 +747,7 @@ def attention_varlen(
     seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several documents that lie one after the other, without padding.
 
@@ -760,13 +785,15 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, NotImplementedError: as `attention`.
     """
+    if others:
+        raise checks.misnamed("attention_varlen", 5, (), others)
     tensors, limits = _as_one_batch(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
     limits |= {"scale": scale, "sink": sink, "dropout": dropout, "seed": seed, "fused": fused}
-    if not return_lse:
+    if return_lse is False:
         return attention(*tensors, **limits).squeeze(0).transpose(0, 1)
-    output, lse = attention(*tensors, **limits, return_lse=True)
+    output, lse = attention(*tensors, **limits, return_lse=return_lse)
     return output.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
@@ -861,7 +888,7 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
     raise TypeError(
         "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
         "megasoftmax.attention_varlen, megasoftmax.scaled_dot_product_attention or a module of "
-        f"megasoftmax, got {function!r}"
+        f"megasoftmax, got {checks.kind(function)}"
     )
 
 
@@ -959,6 +986,7 @@ def ring_attention(
     arguments.check_group(group)
     query, key, value = as_autocast(query, key, value)
     scale = arguments.as_number("scale", scale)
+    window = arguments.checked_window("window", window)
     every = arguments.check_ring(
         *(query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused),
         *(visible, dropout, seed, order),
@@ -967,7 +995,7 @@ def ring_attention(
     implementation = _attention_implementation(query, key, value, scale, dropout, fused)
     bias_tensor, sink = _operands(implementation, query, bias, sink)
     left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    sink_tensor, sink_value = _tensor_and_number(sink)
     first, end = _bounds(visible, sum(every))
     return context_parallel.attention(
         implementation,
@@ -979,6 +1007,26 @@ def ring_attention(
             *(dropout, dispatch.takes_tf32(query.dtype)),
         ),
     )
+
+
+def _checked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | RelativeBias | None,
+    mask: Tensor | TileMask | None,
+    scale: float | None,
+    causal: bool,
+    window: Window | None,
+    *others: Any,
+) -> tuple[float, Window | None]:
+    """The scale and the window as implementations take them, once all arguments are checked."""
+    scale = arguments.as_number("scale", scale)
+    if window is not None:
+        window = arguments.checked_window("window", window)
+    given = query, key, value, bias, mask, scale, causal, window
+    arguments.check_attention(*given, *others)
+    return _attention_scale(query, scale), window
 
 
 def _traced_softmax(
@@ -1095,7 +1143,7 @@ def _softmax_over_last(
         implementation = kernels
 
     left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+    sink_tensor, sink_value = _tensor_and_number(sink)
     needs_gradient = torch.is_grad_enabled() and (
         scores.requires_grad
         or (bias is not None and bias.requires_grad)
@@ -1280,6 +1328,12 @@ def _bound(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call by their names, defaults too. An error names the function."""
+    by_position = sum(
+        each.kind is each.POSITIONAL_OR_KEYWORD for each in signature.parameters.values()
+    )
+    others = {each: value for each, value in kwargs.items() if each not in signature.parameters}
+    if others or len(args) > by_position:
+        raise checks.misnamed(name, by_position, args[by_position:], others)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -1299,10 +1353,12 @@ _SIGNATURE = inspect.signature(softmax)
 
 def _softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = _bound("softmax", _SIGNATURE, args, kwargs)
-    del given["return_lse"]  # anything that is true or false, with kernels for both
     given["scale"] = arguments.as_number("scale", given["scale"])
+    given["dim"] = checks.as_integer(given["dim"])
+    given["window"] = arguments.checked_window("window", given["window"])
     arguments.check_softmax(**given)
-    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", "fused", "dropout", "seed"))
+    unneeded = "fused", "dropout", "seed", "return_lse"
+    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", *unneeded))
     scores, mask, bias = given["scores"], given["mask"], given["bias"]
     rank = scores.dim()
     if _has_columns_alone(scores, mask, bias, sink, dim % rank):
@@ -1318,10 +1374,11 @@ _TOPK_SIGNATURE = inspect.signature(softmax_topk)
 
 def _topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
     given = _bound("softmax_topk", _TOPK_SIGNATURE, args, kwargs)
-    del given["return_lse"]
     given["scale"] = arguments.as_number("scale", given["scale"])
+    given["k"] = checks.as_integer(given["k"])
     arguments.check_topk(**given)
-    del given["renormalize"], given["group"], given["fused"]
+    for name in ("renormalize", "return_lse", "group", "fused"):
+        del given[name]
     return dispatch.reasons_against_fused_topk(**given)
 
 
@@ -1329,7 +1386,7 @@ def _attention_reasons(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *unnamed: Any,
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
@@ -1341,14 +1398,16 @@ def _attention_reasons(
     seed: Tensor | None = None,
     return_lse: bool = False,
     fused: bool | None = None,
+    **others: Any,
 ) -> Reasons:
     """Binds no signature, which would cost as much as all else: models ask in each call."""
+    if unnamed or others:
+        raise checks.misnamed("attention", 3, unnamed, others)
     query, key, value = as_autocast(query, key, value)
-    scale = arguments.as_number("scale", scale)
-    arguments.check_attention(
-        query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout, seed
+    scale, window = _checked_attention(
+        *(query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout),
+        *(seed, return_lse),
     )
-    scale = _attention_scale(query, scale)
     reasons = dispatch.reasons_against_fused_attention(query, key, value, scale, dropout)
     if torch.compiler.is_compiling():  # which traces no class of tuples
         return cast(Reasons, reasons)
@@ -1445,8 +1504,7 @@ def _as_one_batch(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
-    if causal is not False and causal is not True:
-        raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+    checks.check_flag("causal", causal)
     window = arguments.checked_window("window", window)
     tokens = query.shape[0]
     if bias is not None:
@@ -1638,6 +1696,13 @@ def _seed(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
     if seed is None:
         seed = new_seed(scores.device)
     return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
+
+
+def _tensor_and_number(sink: Tensor | float | None) -> tuple[Tensor | None, float | None]:
+    """A sink as ops take it; one of the two is None."""
+    if sink is None or isinstance(sink, Tensor):
+        return sink, None
+    return None, float(sink)
 
 
 def _bounds(visible: Ranges | None, keys: int) -> Ranges:

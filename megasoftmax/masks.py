@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megasoftmax import checks
 from megasoftmax.limits import kernel_limits
 from megasoftmax.reference.attention import mask_of_blocks
 from megasoftmax.tracing import may_keep
@@ -57,9 +58,8 @@ class TileMask:
         """
         _check(blocks, "blocks", 2)
         tile = kernel_limits().attention["kNoteTile"]
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"size: expected a multiple of {tile}, got {type(size).__name__}")
-        if size < tile or size % tile != 0:
+        size = checks.checked_integer("size", size, tile)
+        if size % tile != 0:
             raise ValueError(f"size: expected a multiple of {tile}, got {size}")
         self = cls.__new__(cls)
         self.tensor, self.block, self._notes = blocks, size, {}
@@ -95,8 +95,9 @@ class TileMask:
 
 def _check(mask: Tensor, name: str, least: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        kind = checks.kind(mask)
         raise TypeError(f"{name}: expected a bool tensor, True = excluded, got {kind}")
+    checks.check_layout(name, mask)
     if not least <= mask.dim() <= 4:
         raise ValueError(
             f"{name}: expected {least} to 4 dimensions, [batch, heads, queries, keys], "

@@ -12,7 +12,7 @@ beside them count as they do without.
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments
+from megasoftmax import arguments, checks
 
 Range = tuple[Tensor, Tensor]
 
@@ -34,7 +34,7 @@ def packed(cu_seqlens: Tensor, tokens: int) -> Range:
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    arguments.check_count("tokens", tokens)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     arguments.check_offsets("cu_seqlens", cu_seqlens, tokens)
     document = document_of_tokens(cu_seqlens, tokens)
     begins, ends = documents(cu_seqlens)
@@ -69,12 +69,13 @@ def of_documents(
     Args:
         cu_seqlens_q, cu_seqlens_k: as `packed` takes them, of queries and of keys.
         tokens: the queries.
-        causal, window: as in `megasoftmax.attention`, within each document.
+        causal: as in `megasoftmax.attention`, within each document.
+        window: the same, as `arguments.checked_window` returns it.
 
     Returns:
         first, end: [1, 1, tokens].
     """
-    left, right = (-1, -1) if window is None else (min(limit, 2**31) for limit in window)
+    left, right = (-1, -1) if window is None else window
     right = 0 if causal else right
     document = document_of_tokens(cu_seqlens_q, tokens)
     (begins, ends), (_, ends_q) = documents(cu_seqlens_k), documents(cu_seqlens_q)
@@ -145,7 +146,8 @@ def padding(keep: Tensor) -> Range:
 
     Args:
         keep: [batch, keys], bool or integers, such as the attention_mask of tokenizers. True, or
-            not 0, keeps a key. Of a row with a gap, the gap is visible: such a mask is no range.
+            not 0, keeps a key. A row with a gap is no range: give such a mask as `mask`. Gaps are
+            refused on a CPU. Elsewhere nothing is read, and the keys of a gap are visible.
 
     Returns:
         first, end: [batch, 1, 1]; empty where nothing is kept.
@@ -162,6 +164,13 @@ def padding(keep: Tensor) -> Range:
     kept = keep != 0
     first = position.where(kept, keys).amin(-1)
     end = (position + 1).where(kept, 0).amax(-1)
+    if checks.has_values(keep):
+        with_gap = (kept.sum(-1) < end - first).nonzero().flatten().tolist()
+        if with_gap:
+            raise ValueError(
+                "keep: expected one run of kept keys in each row, got a gap in row "
+                f"{with_gap[0]}; pass mask=keep[:, None, None, :] == 0 in place of the range"
+            )
     return first.view(batch, 1, 1), end.view(batch, 1, 1)
 
 
@@ -181,9 +190,10 @@ def chunks(size: int, tokens: int, *, device: torch.device | str | None = None) 
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    arguments.check_count("size", size, 1)
-    arguments.check_count("tokens", tokens)
+    size = checks.checked_integer("size", size, 1)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     size = min(size, max(tokens, 1))
+    device = checks.checked_device(device)
     position = torch.arange(tokens, device=device, dtype=torch.int32)
     first = (position - position % size).view(1, 1, tokens)
     return first, (first + size).clamp(max=tokens)
@@ -206,7 +216,7 @@ def prefix(n: Tensor, tokens: int) -> tuple[None, Tensor]:
         TypeError, ValueError: an argument is not as above.
     """
     arguments.check_integers("n", n, 1, "[batch]")
-    arguments.check_count("tokens", tokens)
+    tokens = checks.checked_integer("tokens", tokens, 0)
     own = torch.arange(1, tokens + 1, device=n.device, dtype=torch.int32)
     return None, torch.maximum(_as_int32(n).view(-1, 1, 1), own)
 

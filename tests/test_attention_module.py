@@ -239,10 +239,10 @@ def test_compiles_whole():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"heads": 0}, ValueError, "heads: expected at least 1, got 0"),
+        ({"heads": 0}, ValueError, "heads: .*from 1 on, got 0"),
         ({"window": (-2, 0)}, ValueError, r"window: .* got \(-2, 0\)"),
         ({"window": 4}, TypeError, "window: .* got int"),
-        ({"relative_buckets": 3}, ValueError, "buckets: expected at least 4, got 3"),
+        ({"relative_buckets": 3}, ValueError, "relative_buckets: .*from 4 on, got 3"),
         ({"relative_buckets": 8, "max_distance": 2}, ValueError, "max_distance: .* got 2"),
         ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes: .* got float"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes: expected \[4\], got \[3\]"),
@@ -268,7 +268,7 @@ def test_bad_options_are_named(options, error, message):
         ),
         ({"query": torch.zeros(4, 7, 8)}, ValueError, r"query: expected .batch, 4, .*4, 7, 8"),
         ({"key": [1.0]}, TypeError, "key: expected a tensor, got list"),
-        ({"bias": torch.zeros(2, 7, 7)}, ValueError, "bias: expected 1 or 4 heads .* got 2"),
+        ({"bias": torch.zeros(2, 7, 7)}, ValueError, r"bias: expected .*, got \(2, 7, 7\)"),
         ({"mask": torch.zeros(7, 7)}, TypeError, "mask: expected a bool tensor"),
     ],
 )

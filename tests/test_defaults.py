@@ -179,7 +179,7 @@ def range_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "of_documents": (lambda o: ranges.of_documents(o, o, 6, True, (2, 0)), offsets),
         "segments": (ranges.segments, keep.long()),
         "lengths": (ranges.lengths, offsets),
-        "padding": (ranges.padding, keep),
+        "padding": (ranges.padding, keep.sort(-1).values),
         "prefix": (ranges.prefix, offsets, 9),
         "chunks": (lambda device: ranges.chunks(2, 5, device=device), device),
         "alibi_slopes": (lambda device: biases.alibi_slopes(6, device=device), device),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax import checks, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 from megasoftmax.distributed.zigzag import parts_of_rank
 
@@ -42,7 +42,8 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     Plain torch, differentiable with respect to all.
 
     Args:
-        outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype.
+        outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype
+            and device.
         lses: their log-sum-exps, [..., queries], float32 or float64, of one dtype.
 
     Returns:
@@ -51,7 +52,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
 
     Raises:
         TypeError: dtypes do not agree, or are others.
-        ValueError: there are no parts, or shapes do not agree.
+        ValueError: there are no parts, or shapes or devices do not agree.
     """
     _check_parts(outputs, lses)
     largest = reduce(torch.maximum, lses).detach()
@@ -71,15 +72,15 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
 
 
 def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    if len(outputs) == 0 or len(outputs) != len(lses):
-        raise ValueError(
-            f"lses: expected one for each of at least one output, got {len(lses)} "
-            f"for {len(outputs)} outputs"
-        )
+    checks.check_tensors("outputs", outputs)
+    checks.check_tensors("lses", lses)
+    if len(outputs) != len(lses):
+        raise ValueError(f"lses: expected one for each of {len(outputs)} outputs, got {len(lses)}")
+    checks.check_device("lses[0]", lses[0], "outputs[0]", outputs[0])
     shape, dtype, lse_dtype = outputs[0].shape, outputs[0].dtype, lses[0].dtype
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
-        if not output.is_floating_point() or output.dtype != dtype:
-            expected = "a floating type" if i == 0 else f"{dtype}, as outputs[0]"
+        if dtype not in checks.FLOATING or output.dtype != dtype:
+            expected = checks.FLOATING_NAMES if i == 0 else f"{dtype}, as outputs[0]"
             raise TypeError(f"outputs[{i}]: expected {expected}, got {output.dtype}")
         if lse.dtype not in (torch.float32, torch.float64) or lse.dtype != lse_dtype:
             expected = "float32 or float64" if i == 0 else f"{lse_dtype}, as lses[0]"

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megasoftmax import checks
+
 
 def parts_of_rank(rank: int, ranks: int) -> tuple[int, int]:
     """Which two of the 2 * ranks parts of the sequence a rank holds, the earlier one first."""
@@ -32,11 +34,8 @@ def zigzag_chunk(tensor: Tensor, ranks: int, dim: int) -> tuple[Tensor, ...]:
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    if type(ranks) is not int:
-        raise TypeError(f"ranks: expected an integer from 1 on, got {type(ranks).__name__}")
-    if ranks < 1:
-        raise ValueError(f"ranks: expected an integer from 1 on, got {ranks}")
-    _check_dim(dim, "tensor", tensor)
+    ranks = checks.checked_integer("ranks", ranks, 1)
+    dim = _checked_dim(dim, "tensor", tensor)
     if tensor.shape[dim] % (2 * ranks) != 0:
         raise ValueError(
             f"tensor: expected a multiple of 2 * ranks, {2 * ranks}, in dimension {dim}, "
@@ -62,11 +61,10 @@ def zigzag_cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
         The tensor of the whole sequence. Differentiable.
 
     Raises:
-        ValueError: an argument is not as above.
+        TypeError, ValueError: an argument is not as above.
     """
-    if len(tensors) == 0:
-        raise ValueError("tensors: expected at least one, got none")
-    _check_dim(dim, "tensors[0]", tensors[0])
+    checks.check_tensors("tensors", tensors)
+    dim = _checked_dim(dim, "tensors[0]", tensors[0])
     shape = tensors[0].shape
     if shape[dim] % 2 != 0:
         raise ValueError(
@@ -83,6 +81,11 @@ def zigzag_cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([*firsts, *reversed(lasts)], dim)
 
 
-def _check_dim(dim: int, name: str, tensor: Tensor) -> None:
+def _checked_dim(dim: int, name: str, tensor: Tensor) -> int:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {checks.kind(tensor)}")
+    checks.check_layout(name, tensor)
+    dim = checks.checked_integer("dim", dim, -(2**63))
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim: expected a dimension of {name}, {tuple(tensor.shape)}, got {dim}")
+    return dim

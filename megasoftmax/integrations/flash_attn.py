@@ -21,22 +21,39 @@ What differs from flash-attn:
 * `dropout_p` draws a seed from torch's generator; the same generator drops other entries than in
   flash-attn.
 * `max_seqlen_q` and `max_seqlen_k` make no difference. `block_table` is refused.
-* Errors of shapes that do not fit each other name query, key and value, with heads before tokens.
+* `flash_attn_with_kvcache` and `bert_padding` are not here; importing them says what to use.
 
 Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, and the docstrings of flash-attn.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import arguments
+from megasoftmax import arguments, checks
 from megasoftmax.arguments import Window
 from megasoftmax.biases import RelativeBias, alibi_bias
 from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.products import between_products, capped
+
+_NAMES = {  # of arguments of megasoftmax.attention
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "dropout": "dropout_p",
+    "bias.table": "alibi_slopes",
+    "bias": "alibi_slopes",
+}
+_ELSEWHERE = {
+    "flash_attn_with_kvcache": "write the new keys and values into the cache, and call "
+    "megasoftmax.attention with visible=megasoftmax.ranges.lengths(number of valid keys)",
+    "bert_padding": "pass padded tensors to megasoftmax.attention with "
+    "visible=megasoftmax.ranges.padding(attention_mask)",
+}
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -81,17 +98,23 @@ def flash_attn_func(
         NotImplementedError: as `megasoftmax.attention`.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        arguments.check_rank(name, tensor, 4, "[batch, tokens, heads, dim]")
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+        checks.check_rank(name, tensor, 4, "[batch, tokens, heads, dim]")
+    _check_shapes(q, k, v)
+    options = _options(
+        *(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    )
     batch, queries, heads, _ = q.shape
     options["bias"] = _alibi(alibi_slopes, ((heads,), (batch, heads)), queries, k.shape[1])
     query, key, value = (each.transpose(1, 2) for each in (q, k, v))
-    if softcap > 0:
-        output, lse = _capped_attention(query, key, value, softcap, options)
-    elif return_attn_probs:
-        output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
-    else:  # which a CPU may leave to torch's own attention: that gives no log-sum-exp
-        output = megasoftmax.attention(query, key, value, **options)
+    try:
+        if softcap > 0:
+            output, lse = _capped_attention(query, key, value, softcap, options)
+        elif return_attn_probs:
+            output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
+        else:  # which a CPU may leave to torch's own attention: that gives no log-sum-exp
+            output = megasoftmax.attention(query, key, value, **options)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _NAMES) from None
     output = output.transpose(1, 2).contiguous()  # a copy with softcap alone
     return (output, lse, None) if return_attn_probs else output
 
@@ -141,8 +164,11 @@ def flash_attn_varlen_func(
         NotImplementedError: as `megasoftmax.attention`.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        arguments.check_rank(name, tensor, 3, "[tokens, heads, dim]")
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+        checks.check_rank(name, tensor, 3, "[tokens, heads, dim]")
+    _check_shapes(q, k, v)
+    options = _options(
+        *(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    )
     if softcap > 0:
         raise ValueError(f"softcap: expected 0 for packed sequences, got {softcap}")
     if block_table is not None:
@@ -158,9 +184,12 @@ def flash_attn_varlen_func(
         )
     options["bias"] = _alibi(alibi_slopes, ((heads,),), tokens, tokens)
     given = q, k, v, cu_seqlens_q, cu_seqlens_k
-    if not return_attn_probs:
-        return megasoftmax.attention_varlen(*given, **options)
-    output, lse = megasoftmax.attention_varlen(*given, **options, return_lse=True)
+    try:
+        if not return_attn_probs:
+            return megasoftmax.attention_varlen(*given, **options)
+        output, lse = megasoftmax.attention_varlen(*given, **options, return_lse=True)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _NAMES) from None
     return output, lse, None
 
 
@@ -179,7 +208,10 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
     The options are those of `flash_attn_func` from dropout_p on, in the same order.
     """
     k, v = _unpacked("kv", kv, "batch, tokens", 2)
-    return flash_attn_func(q, k, v, *options, **named)
+    try:
+        return flash_attn_func(q, k, v, *options, **named)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"k": "kv", "v": "kv"}) from None
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -192,7 +224,10 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _unpacked("qkv", qkv, "tokens", 3)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
+    try:
+        return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"cu_seqlens_q": "cu_seqlens"}) from None
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
@@ -202,7 +237,10 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **name
     from cu_seqlens_q on, in the same order.
     """
     k, v = _unpacked("kv", kv, "tokens", 2)
-    return flash_attn_varlen_func(q, k, v, *options, **named)
+    try:
+        return flash_attn_varlen_func(q, k, v, *options, **named)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"k": "kv", "v": "kv"}) from None
 
 
 def _options(
@@ -212,13 +250,15 @@ def _options(
     window_size: Window,
     softcap: float,
     deterministic: bool,
+    return_attn_probs: bool,
 ) -> dict[str, Any]:
     """What attention, of packed sequences or not, and softmax take by the same names."""
     arguments.check_dropout(dropout_p, "dropout_p")
-    if not isinstance(softcap, (float, int)):
-        raise TypeError(f"softcap: expected a number, got {type(softcap).__name__}")
-    if not 0 <= softcap < torch.inf:
-        raise ValueError(f"softcap: expected a finite number from 0 on, got {softcap}")
+    checks.check_flag("deterministic", deterministic)
+    checks.check_flag("return_attn_probs", return_attn_probs)
+    arguments.check_scale(softcap, torch.float32, "softcap")
+    if softcap < 0:
+        raise ValueError(f"softcap: expected a number from 0 on, got {softcap}")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "deterministic: expected torch.use_deterministic_algorithms(True) beside True"
@@ -236,10 +276,12 @@ def _alibi(
 ) -> RelativeBias | None:
     if slopes is None:
         return None
-    if not isinstance(slopes, Tensor) or tuple(slopes.shape) not in shapes:
-        found = tuple(slopes.shape) if isinstance(slopes, Tensor) else type(slopes).__name__
+    checks.check_floating("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in shapes:
         expected = " or ".join(map(str, shapes))
-        raise ValueError(f"alibi_slopes: expected a tensor of shape {expected}, got {found}")
+        raise ValueError(
+            f"alibi_slopes: expected a tensor of shape {expected}, got {tuple(slopes.shape)}"
+        )
     return alibi_bias(slopes, queries, keys)
 
 
@@ -249,7 +291,7 @@ def _capped_attention(
     """Output and log-sum-exp, as from `megasoftmax.attention`."""
     query, key, value = as_autocast(query, key, value)
     arguments.check_attention(query, key, value, options["bias"], scale=options["scale"])
-    scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    scale = max(query.shape[-1], 1) ** -0.5 if options["scale"] is None else options["scale"]
     bias = options["bias"]
     if bias is not None:
         bias = bias.dense(query.shape[2], key.shape[2])
@@ -268,10 +310,34 @@ def _capped_attention(
     return output, found[0]
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Tensors of one rank, [..., tokens, heads, dim]."""
+    leading = q.shape[:-3]
+    heads, head_dim = q.shape[-2:]
+    if k.shape[:-3] != leading or k.shape[-1] != head_dim:
+        expected = ", ".join(map(str, (*leading, "tokens", "key_heads", head_dim)))
+        raise ValueError(f"k: expected shape [{expected}], as q, got {tuple(k.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = ", ".join(map(str, (*k.shape[:-1], "dim")))
+        raise ValueError(f"v: expected shape [{expected}], as k, got {tuple(v.shape)}")
+    key_heads = k.shape[-2]
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise ValueError(f"k: expected heads that divide {heads}, those of q, got {key_heads}")
+
+
 def _unpacked(name: str, packed: Tensor, leading: str, parts: int) -> tuple[Tensor, ...]:
     """Views of the parts, which lie side by side before heads and their dimension."""
     expected = f"[{leading}, {parts}, heads, dim]"
-    arguments.check_rank(name, packed, leading.count(",") + 4, expected)
+    checks.check_floating(name, packed)
+    checks.check_rank(name, packed, leading.count(",") + 4, expected)
     if packed.shape[-3] != parts:
         raise ValueError(f"{name}: expected {expected}, got shape {tuple(packed.shape)}")
     return packed.unbind(-3)
+
+
+if not TYPE_CHECKING:  # a name that is misspelt is an error of mypy
+
+    def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            raise ImportError(f"{__name__} has no {name}: {_ELSEWHERE[name]}", name=name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

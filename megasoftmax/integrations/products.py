@@ -65,7 +65,7 @@ def between_products(
     """
     batch, heads, queries, head_dim = query.shape
     key_heads, keys = key.shape[1:3]
-    rows = heads // key_heads * queries
+    rows = heads // max(key_heads, 1) * queries
     scores = multiply(query.reshape(batch, key_heads, rows, head_dim), key)
     probabilities = normalize(scores.view(batch, heads, queries, keys))
     output = torch.matmul(probabilities.view_as(scores), value)

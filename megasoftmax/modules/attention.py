@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, biases, functional
+from megasoftmax import arguments, biases, checks, functional
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reasons
@@ -65,20 +65,28 @@ class FusedAttention(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"heads: expected at least 1, got {heads}")
+        heads = checks.checked_integer("heads", heads, 1)
+        checks.check_flag("causal", causal)
+        checks.check_flag("sink", sink)
+        if relative_buckets is not None:
+            least = 2 if causal else 4
+            relative_buckets = checks.checked_integer("relative_buckets", relative_buckets, least)
         if alibi_slopes is not None:
-            arguments.check_rank("alibi_slopes", alibi_slopes, 1, f"[{heads}]")
+            checks.check_floating("alibi_slopes", alibi_slopes)
+            checks.check_rank("alibi_slopes", alibi_slopes, 1, f"[{heads}]")
             if len(alibi_slopes) != heads:
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
         arguments.check_dropout(dropout)
+        scale = arguments.as_number("scale", scale)
+        if scale is not None:
+            arguments.check_scale(scale, torch.float64)
         self.heads = heads
-        self.scale = arguments.as_number("scale", scale)
+        self.scale = scale
         self.causal = causal
         self.window = arguments.checked_window("window", window)
-        self.max_distance = max_distance
+        self.max_distance = checks.checked_integer("max_distance", max_distance, 1)
         self.dropout = dropout
         self.sink = self.relative_bias = None
         if sink:
@@ -91,7 +99,7 @@ class FusedAttention(torch.nn.Module):
         else:
             self.register_buffer("alibi_slopes", alibi_slopes)
         self.reset_parameters()
-        self._own_bias(1, 1)  # refuses relative_buckets and max_distance that are too few
+        self._own_bias(1, 1)  # refuses a max_distance that is too small for the buckets
 
     def reset_parameters(self) -> None:
         """Set what is learnt to 0, but for slopes."""
@@ -170,15 +178,16 @@ class FusedAttention(torch.nn.Module):
         visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
-        arguments.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
-        arguments.check_rank("key", key, 4, "[batch, key_heads, keys, head_dim]")
+        checks.check_floating("query", query)
+        checks.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
+        checks.check_rank("key", key, 4, "[batch, key_heads, keys, head_dim]")
         if query.shape[1] != self.heads:
             raise ValueError(
                 f"query: expected [batch, {self.heads}, queries, head_dim], "
                 f"got shape {tuple(query.shape)}"
             )
         return {
-            "bias": self._sum_of_biases(query.shape[2], key.shape[2], bias),
+            "bias": self._sum_of_biases(query, key.shape[2], bias),
             "mask": mask,
             "scale": self.scale,
             "causal": self.causal,
@@ -202,11 +211,13 @@ class FusedAttention(torch.nn.Module):
         return None
 
     def _sum_of_biases(
-        self, queries: int, keys: int, bias: Tensor | RelativeBias | None
+        self, query: Tensor, keys: int, bias: Tensor | RelativeBias | None
     ) -> Tensor | RelativeBias | None:
+        queries = query.shape[2]
         own = self._own_bias(queries, keys)
         if own is None or bias is None:
             return bias if own is None else own
+        arguments.check_attention_bias(bias, query, (*query.shape[:3], keys))
         given = bias.table if isinstance(bias, RelativeBias) else bias
         heads_dim = -2 if isinstance(bias, RelativeBias) else -3
         heads = given.shape[heads_dim] if given.dim() >= -heads_dim else 1

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, functional, host
+from megasoftmax import arguments, checks, functional, host
 from megasoftmax.arguments import Window
 from megasoftmax.dispatch import Reason
 
@@ -81,11 +81,20 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         window_size: Window | None = None,
     ) -> None:
         super().__init__()
+        for name, flag in (
+            ("input_in_fp16", input_in_fp16),
+            ("input_in_bf16", input_in_bf16),
+            ("scaled_masked_softmax_fusion", scaled_masked_softmax_fusion),
+            ("softmax_in_fp32", softmax_in_fp32),
+        ):
+            checks.check_flag(name, flag)
+        if mask_func is not None and not callable(mask_func):
+            raise TypeError(f"mask_func: expected None or a function, got {checks.kind(mask_func)}")
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16, input_in_bf16: expected at most one, got both")
         scale = arguments.as_number("scale", scale)
-        if scale is not None and not isinstance(scale, (float, int)):
-            raise TypeError(f"scale: expected None or a number, got {type(scale).__name__}")
+        if scale is not None:
+            arguments.check_scale(scale, torch.float64)
         if scale is not None and not softmax_in_fp32:
             raise ValueError(
                 f"softmax_in_fp32: expected True where scale is given, got {softmax_in_fp32} "
@@ -124,8 +133,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             served = calls.softmax_of_module(input, mask, options)
             if served is not None:
                 return cast(Tensor, served)
-        if not isinstance(input, Tensor) or input.dim() != 4:
-            arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
+        _check_call(input, mask, softmax_offset)
         if self.scaled_masked_softmax_fusion and (mask is None or mask.dtype == torch.bool):
             return self.forward_fused_softmax(input, mask, softmax_offset)
         return self.forward_torch_softmax(input, mask, softmax_offset)
@@ -134,15 +142,19 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
     ) -> Tensor:
         """As `forward` with fusion, whatever the flag says."""
-        return functional.softmax(
-            input,
-            scale=1.0 if self.scale is None else self.scale,
-            mask=mask,
-            causal=self._is_causal(),
-            window=self.window_size,
-            sink=None if softmax_offset is None else _sink(softmax_offset, input),
-            dtype=self._output_dtype(input, fusion=True),
-        )
+        sink = _sink(softmax_offset, input)
+        try:
+            return functional.softmax(
+                input,
+                scale=1.0 if self.scale is None else self.scale,
+                mask=mask,
+                causal=self._is_causal(),
+                window=self.window_size,
+                sink=sink,
+                dtype=self._output_dtype(input, fusion=True),
+            )
+        except (TypeError, ValueError) as error:
+            raise checks.renamed(error, _NAMES) from None
 
     def forward_torch_softmax(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
@@ -189,23 +201,28 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Raises:
             TypeError, ValueError: as `forward` would.
         """
-        arguments.check_rank("input", input, 4, "[batch, heads, queries, keys]")
+        _check_call(input, mask, softmax_offset)
         reasons = []
         if not self.scaled_masked_softmax_fusion:
             reasons.append(Reason("scaled_masked_softmax_fusion", "False", "True"))
         if mask is not None and mask.dtype != torch.bool:
             reasons.append(Reason("dtype of mask", str(mask.dtype), "torch.bool"))
-            mask = None
-        others = functional.why_not_fused(
-            functional.softmax,
-            input,
-            scale=1.0 if self.scale is None else self.scale,
-            mask=mask,
-            causal=self._is_causal(),
-            window=self.window_size,
-            sink=_sink(softmax_offset, input),
-            dtype=self._output_dtype(input, fusion=True),
-        )
+        if reasons:
+            mask = None  # of any shape that `mask_func` takes
+        sink = _sink(softmax_offset, input)
+        try:
+            others = functional.why_not_fused(
+                functional.softmax,
+                input,
+                scale=1.0 if self.scale is None else self.scale,
+                mask=mask,
+                causal=self._is_causal(),
+                window=self.window_size,
+                sink=sink,
+                dtype=self._output_dtype(input, fusion=True),
+            )
+        except (TypeError, ValueError) as error:
+            raise checks.renamed(error, _NAMES) from None
         return (*reasons, *others)
 
     def extra_repr(self) -> str:
@@ -254,7 +271,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """What `mask_func` is to apply, in turn."""
-        left, right = self.window_size or (-1, -1)
+        left, right = arguments.checked_window("window_size", self.window_size) or (-1, -1)
         queries, keys = scores.shape[-2:]
         if self.scaled_masked_softmax_fusion:  # all of them hold, as fused
             given = () if mask is None else (mask,)
@@ -278,8 +295,8 @@ class ScaledUpperTriangMaskedSoftmax:
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
         """Probabilities of scores [batch * heads, queries, keys], in their type; differentiable."""
-        arguments.check_rank("inputs", inputs, 3, "[batch * heads, queries, keys]")
-        return functional.softmax(inputs, scale=scale, causal=True, dtype=inputs.dtype)
+        checks.check_rank("inputs", inputs, 3, "[batch * heads, queries, keys]")
+        return _softmax_of_apex(inputs, scale, causal=True)
 
 
 class ScaledMaskedSoftmax:
@@ -291,8 +308,8 @@ class ScaledMaskedSoftmax:
 
         The mask is bool, True = excluded, and broadcastable to the scores; or None.
         """
-        arguments.check_rank("inputs", inputs, 4, "[batch, heads, queries, keys]")
-        return functional.softmax(inputs, scale=scale, mask=mask, dtype=inputs.dtype)
+        checks.check_rank("inputs", inputs, 4, "[batch, heads, queries, keys]")
+        return _softmax_of_apex(inputs, scale, mask=mask)
 
 
 class ScaledSoftmax:
@@ -301,7 +318,15 @@ class ScaledSoftmax:
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
         """Probabilities of scores [..., queries, keys], in their type; differentiable."""
-        return functional.softmax(inputs, scale=scale, dtype=inputs.dtype)
+        return _softmax_of_apex(inputs, scale)
+
+
+def _softmax_of_apex(inputs: Tensor, scale: float, **options: Any) -> Tensor:
+    checks.check_floating("inputs", inputs)
+    try:
+        return functional.softmax(inputs, scale=scale, dtype=inputs.dtype, **options)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, {"scores": "inputs"}) from None
 
 
 def _name(mask_type: enum.Enum | str) -> str:
@@ -319,17 +344,34 @@ def _checked_mask_type(mask_type: enum.Enum | str) -> enum.Enum | str:
     return mask_type
 
 
-def _sink(softmax_offset: Tensor | None, scores: Tensor) -> Tensor | None:
-    """One logit per head, on the device of the scores."""
+_NAMES = {"scores": "input", "window": "window_size", "sink": "softmax_offset"}
+
+
+def _check_call(input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None) -> None:
+    """What the way in plain torch needs too."""
+    checks.check_floating("input", input)
+    if input.dim() != 4:
+        checks.check_rank("input", input, 4, "[batch, heads, queries, keys]")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask: expected None or a tensor, got {checks.kind(mask)}")
+        checks.check_layout("mask", mask)
     if softmax_offset is None:
-        return None
-    heads = scores.shape[1]
+        return
+    checks.check_floating("softmax_offset", softmax_offset)
+    heads = input.shape[1]
     if softmax_offset.numel() not in (1, heads):
         raise ValueError(
             f"softmax_offset: expected [{heads}], one per head, "
             f"got shape {tuple(softmax_offset.shape)}"
         )
-    return softmax_offset.to(scores.device).reshape(-1)
+    if softmax_offset.is_meta:  # the only device from which nothing moves
+        checks.check_device("softmax_offset", softmax_offset, "input", input)
+
+
+def _sink(softmax_offset: Tensor | None, scores: Tensor) -> Tensor | None:
+    """One logit per head, on the device of the scores."""
+    return None if softmax_offset is None else softmax_offset.to(scores.device).reshape(-1)
 
 
 def _outside(queries: int, keys: int, left: int, right: int, device: torch.device) -> Tensor:

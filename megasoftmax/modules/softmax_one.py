@@ -1,12 +1,15 @@
 """The off-by-one softmax."""
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
 
-from megasoftmax import functional
+from megasoftmax import checks, functional
 from megasoftmax.dispatch import Reason
+
+_NAMES = {"scores": "x", "sink": "denominator_offset"}
 
 
 class SoftmaxOne(torch.nn.Module):
@@ -29,9 +32,13 @@ class SoftmaxOne(torch.nn.Module):
 
     def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
         super().__init__()
-        if not isinstance(denominator_offset, Tensor):
-            if not isinstance(denominator_offset, (float, int)):
-                kind = type(denominator_offset).__name__
+        if dim is not None:
+            dim = checks.checked_integer("dim", dim, -(2**63))
+        if isinstance(denominator_offset, Tensor):
+            checks.check_floating("denominator_offset", denominator_offset)
+        else:
+            if not isinstance(denominator_offset, numbers.Real):
+                kind = checks.kind(denominator_offset)
                 raise TypeError(f"denominator_offset: expected a tensor or a number, got {kind}")
             if not 0 <= denominator_offset < math.inf:
                 raise ValueError(
@@ -45,7 +52,10 @@ class SoftmaxOne(torch.nn.Module):
         """Probabilities of the shape of x, in the type that torch.softmax would return."""
         scores, sink = self._scores_and_sink(x)
         dim = -1 if self.dim is None else self.dim
-        return functional.softmax(scores, sink=sink).movedim(-1, dim)
+        try:
+            return functional.softmax(scores, sink=sink).movedim(-1, dim)
+        except (TypeError, ValueError) as error:
+            raise checks.renamed(error, _NAMES) from None
 
     def why_not_fused(self, x: Tensor) -> tuple[Reason, ...]:
         """Why `forward` of the same argument would not run fused; empty: it would.
@@ -54,7 +64,10 @@ class SoftmaxOne(torch.nn.Module):
             TypeError, ValueError: as `forward` would.
         """
         scores, sink = self._scores_and_sink(x)
-        return functional.why_not_fused(functional.softmax, scores, sink=sink)
+        try:
+            return functional.why_not_fused(functional.softmax, scores, sink=sink)
+        except (TypeError, ValueError) as error:
+            raise checks.renamed(error, _NAMES) from None
 
     def extra_repr(self) -> str:
         offset = self.denominator_offset
@@ -63,6 +76,7 @@ class SoftmaxOne(torch.nn.Module):
 
     def _scores_and_sink(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """x with `dim` last, and the logit."""
+        checks.check_floating("x", x)
         rank = x.dim()
         dim = -1 if self.dim is None else self.dim
         if not -rank <= dim < rank:

@@ -9,7 +9,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
+#include <cfloat>
 #include <cmath>
+#include <cstdint>
 
 #include "../kernels/softmax/limits.h"
 
@@ -173,7 +175,7 @@ WindowLimits Reader::window(PyObject* object) {
     int overflow = 0;
     const int64_t value =
         PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -2;
-    decline_unless(overflow == 0 && value >= -1);
+    decline_unless(overflow == 0 && value >= -1 && value < INT32_MAX);
     return value;
   };
   return {limit(PyTuple_GET_ITEM(object, 0)), limit(PyTuple_GET_ITEM(object, 1)), true};
@@ -194,7 +196,11 @@ Bounds Reader::visible(PyObject* object, at::IntArrayRef target) {
 
 Sink Reader::sink(PyObject* object, int64_t heads) {
   if (object == Py_None) return {};
-  if (!THPVariable_Check(object)) return {{}, number(object)};
+  if (!THPVariable_Check(object)) {
+    const double value = number(object);
+    decline_unless(std::isinf(value) || std::abs(value) <= FLT_MAX);
+    return {{}, value};
+  }
   std::optional<Tensor> found = floating(object);
   if (found) {
     const bool has_heads = found->dim() == 1 && found->size(0) == heads;

@@ -82,10 +82,11 @@ class Reader {
   bool flag(PyObject* object);
   // `fused`: None or True.
   void may_be_fused(PyObject* object);
+  // Python takes limits beyond int32, which limit nothing.
   WindowLimits window(PyObject* object);
   // int32, which broadcast to `target`.
   Bounds visible(PyObject* object, at::IntArrayRef target);
-  // A number, one element, or one for each head.
+  // A number that is infinite or a float32, one element, or one for each head.
   Sink sink(PyObject* object, int64_t heads);
   // The type asked for, or else that of torch.softmax.
   ScalarType type_of_probabilities(PyObject* object, const Tensor& scores);

@@ -19,7 +19,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import arguments
+from megasoftmax import checks
 from megasoftmax.functional import as_autocast, new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
@@ -255,7 +255,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
     ) -> Tensor:
         """[tokens, heads * head_dim] of tensors [tokens, heads, head_dim]."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            arguments.check_rank(name, tensor, 3, "[tokens, heads, dim] beside packed_seq_params")
+            checks.check_rank(name, tensor, 3, "[tokens, heads, dim] beside packed_seq_params")
         query, key, value = as_autocast(query, key, value)
         queries, keys = len(query), len(key)
         batch = one_batch(query), one_batch(key), one_batch(value)
