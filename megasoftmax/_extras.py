@@ -7,6 +7,7 @@ EXTRAS = {
     "megatron": "megatron",
     "rich": "examples",
     "transformers": "transformers",
+    "triton": "megatron",  # megatron-core imports it from 0.18 on, and does not require it
     "typer": "examples",
     "yaml": "examples",
 }

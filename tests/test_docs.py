@@ -34,7 +34,7 @@ def test_marked_code_of_a_page_runs(page):
 
 def test_blocks_of_the_readme_run_as_printed(tmp_path, monkeypatch):
     """One after the other, with the names of those before. "gpt2" is a folder with a tiny model."""
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    pytest.importorskip("megatron", reason="needs megatron-core")
     transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16)
     ).save_pretrained(tmp_path / "gpt2")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from einops import einsum, rearrange, repeat
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytest.importorskip("megatron", reason="needs megatron-core")  # without its own needs it fails
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what else could be installed
     from megatron.core import parallel_state, tensor_parallel
@@ -246,7 +246,7 @@ def build(case, device="cpu", dtype=torch.float64):
 
 def expected_offset(core):
     if core.config.softmax_type == "off-by-one":
-        return torch.zeros(())
+        return torch.zeros(HEADS)
     return dict(core.named_parameters()).get("softmax_offset")
 
 
@@ -733,7 +733,21 @@ def test_call_is_refused():
         core(*flat, None, packed_seq_params=wrong)
 
 
-# The learnable offset
+# The offset
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offset_of_off_by_one_is_that_of_megatron(stock, dtype):
+    """Zeros that no checkpoint has, and that go where the layer goes."""
+    config = make_config(softmax_type="off-by-one", params_dtype=dtype)
+    core = MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self")
+    theirs = stock(softmax_type="off-by-one", params_dtype=dtype)
+    torch.testing.assert_close(core.softmax_offset, theirs.softmax_offset.cpu(), rtol=0, atol=0)
+    assert core.softmax_offset.reshape(1, -1, 1).shape == (1, HEADS, 1)
+    assert dict(core.state_dict()) == dict(theirs.state_dict()) == {}
+    assert core.sharded_state_dict() == {}
+    assert list(core.parameters()) == []
+    assert core.to("meta").softmax_offset.is_meta
 
 
 def test_offset_starts_as_the_config_says():
@@ -1052,17 +1066,39 @@ def test_apply_and_undo():
 
 
 def test_report_says_what_layers_run():
+    gc.collect()  # layers of other tests
     applied = apply_megasoftmax_to_megatron()
     assert applied.report == {
         "FusedScaleMaskSoftmax": Served("softmax"),
         "topk_routing_with_score_function": Served("router"),
     }
-    assert str(apply_megasoftmax_to_megatron(router=False)) == (
-        "FusedScaleMaskSoftmax (1): softmax\n"
-        "topk_routing_with_score_function (1): unchanged: router=False"
-    )
+    assert apply_megasoftmax_to_megatron(router=False).report == applied.report
     applied.undo()
     assert set(applied.report.values()) == {Served("unchanged", "undone")}
+    with apply_megasoftmax_to_megatron(router=False) as applied:
+        assert str(applied) == (
+            "FusedScaleMaskSoftmax (1): softmax\n"
+            "topk_routing_with_score_function (1): unchanged: router=False"
+        )
+
+
+def test_report_tells_when_layers_were_built(stock, home):
+    gc.collect()  # layers of other tests
+    before = stock(masked_softmax_fusion=True)
+    with apply_megasoftmax_to_megatron() as applied:
+        during = stock(masked_softmax_fusion=True)
+        name = "FusedScaleMaskSoftmax of 1 of 2 layers, built before"
+        assert applied.report["FusedScaleMaskSoftmax"] == Served("softmax")
+        assert applied.report[name].runs == "unchanged"
+        assert len(applied.report) == 3
+    assert applied.report["FusedScaleMaskSoftmax"] == Served("unchanged", "undone")
+    assert applied.report[name].runs == "softmax"
+    assert len(applied.report) == 3
+    for layer, runs in ((before, False), (during, True)):
+        assert isinstance(layer.scale_mask_softmax, megasoftmax.FusedScaleMaskSoftmax) == runs
+    with apply_megasoftmax_to_megatron(softmax=False) as applied:
+        assert applied.report["FusedScaleMaskSoftmax"] == Served("unchanged", "softmax=False")
+        assert applied.report[name].runs == "softmax"
 
 
 def test_layer_without_fusion_is_warned_of_and_reported(stock):

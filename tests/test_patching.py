@@ -438,7 +438,8 @@ def test_gptj_has_its_scores_in_float32(monkeypatch):
     tensors = (torch.randn(3, 2, 4, 9, 8) * 10).bfloat16()
     expected, _ = layer._attn(*tensors)
     patch_model(model)
-    actual, _ = layer._attn(*tensors, families._Asked(integration.PaddingMask(None, False), False))
+    mask = integration.PaddingMask(None, causal=False, keys=9)
+    actual, _ = layer._attn(*tensors, families._Asked(mask, False))
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
 
 

@@ -19,10 +19,18 @@ from models import (
     MIXTURES,
     MODELS,
     PADDINGS,
+    WINDOW,
     WITHOUT_INTERFACE,
     build_batch,
 )
-from transformers import DataCollatorWithFlattening, StaticCache
+from transformers import (
+    Cache,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    StaticCache,
+    cache_utils,
+    masking_utils,
+)
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -452,6 +460,198 @@ def test_t5_generates(implementation, cache, padding):
     assert len(expected.sequences[0].unique()) > 4
 
 
+# Kinds of caches, past the window
+
+
+class _Unrounded(cache_utils.QuantizedLayer):
+    """A quantized cache without its rounding."""
+
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "whole": lambda config: DynamicCache(),  # without a window
+    "static": lambda config: StaticCache(config=config, max_cache_len=48),
+    "quantized": lambda config: Cache(
+        layers=[_Unrounded(residual_length=4) for _ in range(config.num_hidden_layers)]
+    ),
+    "offloaded": lambda config: DynamicCache(config=config, offloading=True),
+    "static, offloaded": lambda config: StaticCache(
+        config=config, max_cache_len=48, offloading=True
+    ),
+}
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 2},
+    "assistant": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+WINDOWED = ("llama", "mistral", "gemma2")
+
+
+def takes_back(cache, way):
+    """Whether transformers takes drafted tokens, or beams, back from that cache."""
+    if way in ("assistant", "prompt lookup"):
+        return cache in ("dynamic", "whole", "offloaded")
+    reorders = hasattr(cache_utils.QuantizedLayer, "_apply_pending_reorder")  # not in 5.17
+    return way != "beams" or cache != "quantized" or reorders
+
+
+@pytest.fixture
+def unread_padding(monkeypatch):
+    """As on a GPU, where whether there is padding is not read: every mask excludes keys."""
+    monkeypatch.setattr(integration, "_is_all_true", lambda keep: False)
+
+
+@functools.cache
+def tokens_of_eager(member, way, row, device):
+    """Without a cache, and without drafts."""
+    options = WAYS["beams"] if way == "beams" else {}
+    eager = MODELS[member]().eval().to(device)
+    return eager.generate(**prompt(row, device), **options, **GENERATES, use_cache=False)
+
+
+def prompt(row, device):
+    """Padded on the left; row: alone, for drafts take a batch of 1."""
+    batch = build_batch("left", device)
+    del batch["labels"]
+    return batch if row is None else {name: part[row : row + 1] for name, part in batch.items()}
+
+
+GENERATES = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+
+
+@pytest.mark.usefixtures("unread_padding")
+@pytest.mark.parametrize("member", WINDOWED)
+@pytest.mark.parametrize(
+    ("cache", "way"),
+    [
+        pytest.param(cache, way, marks=[pytest.mark.gpu] if "offloaded" in cache else [])
+        for cache in CACHES
+        for way in WAYS
+        if takes_back(cache, way)
+    ],
+)
+def test_tokens_of_every_cache(member, cache, way):
+    device = "cuda" if "offloaded" in cache else "cpu"
+    ours = MODELS[member]().eval().to(device)
+    ours.set_attn_implementation(integration.NAME)
+    options = WAYS[way] | GENERATES
+    if way == "assistant":  # drafts some tokens that are taken, and some that are not
+        options["assistant_model"] = helper = copy.deepcopy(ours)
+        helper.generation_config.num_assistant_tokens = 4
+        helper.generation_config.assistant_confidence_threshold = 0.0
+        head = copy.deepcopy(helper.get_output_embeddings())
+        noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(2)) * 0.05
+        head.weight.data += noise.to(device)
+        helper.set_output_embeddings(head)
+    for row in range(BATCH) if way in ("assistant", "prompt lookup") else (None,):
+        expected = tokens_of_eager(member, way, row, device)
+        made = CACHES[cache](ours.config)
+        actual = ours.generate(**prompt(row, device), **options, past_key_values=made)
+        assert actual.equal(expected)
+        assert len(expected[:, LENGTH:].unique()) > 2
+
+
+@pytest.mark.usefixtures("unread_padding")
+@pytest.mark.parametrize("member", WINDOWED)
+@pytest.mark.parametrize("cache", [cache for cache in CACHES if "offloaded" not in cache])
+def test_prefix_of_every_cache(member, cache):
+    """Prefix tuning: keys and values that were never tokens, more than the window has."""
+    torch.manual_seed(8)
+    prefix = torch.randn(2, 2, BATCH, 2, WINDOW + 3, 8)  # layer, key or value, then of those
+    logits = []
+    for name, kind in ((integration.NAME, cache), ("eager", "whole")):
+        model = MODELS[member]().eval()
+        model.set_attn_implementation(name)
+        made, batch = CACHES[kind](model.config), prompt(None, "cpu")
+        for layer, (key, value) in enumerate(prefix):
+            made.update(key, value, layer)
+        ids, keep = batch["input_ids"], batch["attention_mask"]
+        keep = torch.nn.functional.pad(keep, (WINDOW + 3, 0), value=1)
+        for _ in range(WINDOW + 2):
+            with torch.no_grad():
+                output = model(ids, attention_mask=keep, past_key_values=made)
+            logits.append(output.logits[:, -1])
+            ids = logits[-1].argmax(-1, keepdim=True)
+            keep = torch.nn.functional.pad(keep, (0, 1), value=1)
+    actual, expected = torch.stack(logits).chunk(2)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert len(expected.argmax(-1).unique()) > 4
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "whole"])
+@pytest.mark.parametrize("member", WINDOWED)
+def test_gradient_of_a_prefix(implementation, member, cache):
+    torch.manual_seed(8)
+    prefix = torch.randn(2, 2, BATCH, 2, WINDOW + 3, 8, requires_grad=True)
+    gradients = []
+    for model in build_pair(implementation, member):
+        made, batch = CACHES[cache](model.config), build_batch("left")
+        for layer, (key, value) in enumerate(prefix):
+            made.update(key, value, layer)
+        keep = torch.nn.functional.pad(batch.pop("attention_mask"), (WINDOW + 3, 0), value=1)
+        model(**batch, attention_mask=keep, past_key_values=made).loss.backward()
+        gradients.append(prefix.grad)
+        prefix.grad = None
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert gradients[1].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "overlay",
+    [
+        masking_utils.causal_mask_function,
+        masking_utils.sliding_window_overlay(5),
+        masking_utils.chunked_overlay(5, torch.zeros(2, dtype=torch.long)),
+    ],
+    ids=["causal", "window", "chunks"],
+)
+def test_mask_for_fewer_keys_is_for_the_newest(implementation, overlay, padded):
+    """Before transformers 5.18 a cache returned keys that its mask does not have."""
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, overlay)
+    keep = torch.ones(2, 11, dtype=torch.bool)
+    keep[1, 6] = not padded
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 7, "q_offset": 8, "kv_offset": 4}
+    given = sizes | {"mask_function": function, "attention_mask": keep}
+    torch.manual_seed(9)
+    query, key, value = (torch.randn(2, 4, n, 8) for n in (3, 9, 9))
+    bias = torch.randn(1, 4, 3, 9)
+    mask = integration.make_mask(**given)
+    assert isinstance(mask, integration.PaddingMask)
+    call = ALL_ATTENTION_FUNCTIONS[implementation]
+    actual, _ = call(torch.nn.Module(), query, key, value, mask, position_bias=bias)
+    added = bias[..., -7:].masked_fill(~sdpa_mask(**given, allow_is_causal_skip=False), -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key[:, :, -7:], value[:, :, -7:], added
+    )
+    torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["longer", "bidirectional", "static", "bool", "float"])
+def test_mask_for_other_keys_is_refused(implementation, kind):
+    """Where nothing says which keys it is for."""
+    both = masking_utils.bidirectional_mask_function
+    mask = {
+        "longer": lambda: integration.make_mask(1, 3, 9),
+        "bidirectional": lambda: integration.make_mask(
+            *(1, 3, 5), mask_function=both, allow_is_bidirectional_skip=True
+        ),
+        "static": lambda: integration.make_mask(1, 3, 5, q_offset=torch.tensor(1)),
+        "bool": lambda: torch.ones(1, 1, 3, 5, dtype=torch.bool),
+        "float": lambda: torch.zeros(1, 1, 3, 5),
+    }[kind]()
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 7, 8)
+    with pytest.raises(ValueError, match=r"attention_mask: expected .*7.*, got .*[59]"):
+        ALL_ATTENTION_FUNCTIONS[implementation](torch.nn.Module(), query, key, key, mask)
+
+
 # What attention and softmax are asked for
 
 
@@ -748,7 +948,7 @@ def test_position_bias_and_its_gradient(implementation, mask):
     added = torch.randn(2, 1, 9, 9)
     given = {
         "none": None,
-        "padding": integration.PaddingMask(excluded, causal=False),
+        "padding": integration.PaddingMask(excluded, causal=False, keys=9),
         "bool": keep,
         "float": added,
     }[mask]

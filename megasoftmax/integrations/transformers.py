@@ -101,6 +101,8 @@ class _Padding(NamedTuple):
     """Padding: bool [batch, 1, 1, keys], True = excluded. None: no padding."""
     causal: bool
     """Bottom-right aligned: the last query sees every key that is not padding."""
+    keys: int
+    """How many keys it is made for."""
     window: Window | None = None
     """As in `megasoftmax.attention`."""
     visible: Ranges | None = None
@@ -212,8 +214,8 @@ def make_mask(
             excluded = None if _is_all_true(keep) else ~keep[:, None, None, :]
         visible = rule.visible(q_length, kv_length, q_offset, kv_offset, aligned, device)
         if not aligned:
-            return PaddingMask(excluded, False, None, visible)
-        return PaddingMask(excluded, rule.right == 0, rule.window, visible)
+            return PaddingMask(excluded, False, kv_length, None, visible)
+        return PaddingMask(excluded, rule.right == 0, kv_length, rule.window, visible)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -277,7 +279,8 @@ def attention_forward(
 
     Raises:
         ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
-            mask tensor is not 4-d; dropout is not from 0 to 1 where it counts.
+            mask tensor is not 4-d, or a mask is for another number of keys; dropout is not from 0
+            to 1 where it counts.
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
@@ -414,10 +417,21 @@ def _read(
             key, value = key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
-        excluded, causal, window, visible = attention_mask
-    elif attention_mask.ndim != 4:
+        excluded, causal, made_for, window, visible = attention_mask
+        if made_for != key.size(2):
+            if not causal or made_for > key.size(2):
+                raise ValueError(
+                    f"attention_mask: expected one for {key.size(2)} keys, got one for {made_for}"
+                )
+            # Before transformers 5.18 the cache of a window also returns the keys that it keeps
+            # for taking drafted tokens back. The last key of the mask is that of the last query,
+            # so the mask is for the newest keys.
+            key, value = key[:, :, -made_for:], value[:, :, -made_for:]
+            bias = None if bias is None else bias[..., -made_for:]
+    elif attention_mask.ndim != 4 or attention_mask.size(3) not in (1, key.size(2)):
         raise ValueError(
-            f"attention_mask: expected 4 dimensions, got shape {tuple(attention_mask.shape)}"
+            f"attention_mask: expected 4 dimensions, the last 1 or {key.size(2)}, got shape "
+            f"{tuple(attention_mask.shape)}"
         )
     elif attention_mask.dtype == torch.bool:
         excluded = with_tiles(attention_mask, torch.logical_not)

@@ -41,7 +41,14 @@ and top-k of routers. Call it before the model is built. A Megatron that is to s
 our kernels from `megasoftmax.integrations.megatron_extensions`.
 """
 
-from megasoftmax.integrations.megatron.core_attention import MegasoftmaxCoreAttention
-from megasoftmax.integrations.megatron.patches import apply_megasoftmax_to_megatron
+from megasoftmax._extras import missing_extra
+
+try:
+    from megasoftmax.integrations.megatron.core_attention import MegasoftmaxCoreAttention
+    from megasoftmax.integrations.megatron.patches import apply_megasoftmax_to_megatron
+except ModuleNotFoundError as error:
+    if (hint := missing_extra(error)) is None:
+        raise
+    raise ModuleNotFoundError(hint, name=error.name) from error
 
 __all__ = ["MegasoftmaxCoreAttention", "apply_megasoftmax_to_megatron"]

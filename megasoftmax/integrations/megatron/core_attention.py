@@ -58,7 +58,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
             logit (qk_clip, log_max_attention_logit), batch-invariant kernels.
     """
 
-    softmax_offset: Tensor | float | None
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -98,8 +98,11 @@ class MegasoftmaxCoreAttention(MegatronModule):
         )
         if config.softmax_type == "learnable":
             self.softmax_offset = self._new_offset()
-        elif config.softmax_type in ("vanilla", "off-by-one"):
-            self.softmax_offset = None if config.softmax_type == "vanilla" else 0.0
+        elif config.softmax_type == "off-by-one":
+            # Megatron's own is no part of a checkpoint either; its inference reads it.
+            self.register_buffer("softmax_offset", self._empty_offset().zero_(), persistent=False)
+        elif config.softmax_type == "vanilla":
+            self.softmax_offset = None
         else:
             raise ValueError(
                 "config.softmax_type: expected 'vanilla', 'off-by-one' or 'learnable', "
@@ -198,17 +201,21 @@ class MegasoftmaxCoreAttention(MegatronModule):
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 
-    def _new_offset(self) -> torch.nn.Parameter:
-        """[heads of this rank], initialised as Megatron initialises weights."""
-        config, heads = self.config, self.config.num_attention_heads
+    def _empty_offset(self) -> Tensor:
+        """[heads of this rank], where Megatron initialises weights."""
+        config = self.config
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
-        offset = torch.nn.Parameter(
-            torch.empty(
-                divide(heads, get_pg_size(self.tp_group)),
-                dtype=config.params_dtype,
-                device="cpu" if on_cpu else torch.cuda.current_device(),
-            )
+        return torch.empty(
+            divide(config.num_attention_heads, get_pg_size(self.tp_group)),
+            dtype=config.params_dtype,
+            device="cpu" if on_cpu else torch.cuda.current_device(),
         )
+
+    def _new_offset(self) -> torch.nn.Parameter:
+        """The learnable offset, initialised as Megatron initialises weights."""
+        config, heads = self.config, self.config.num_attention_heads
+        offset = torch.nn.Parameter(self._empty_offset())
+        on_cpu = offset.is_cpu
         set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization and on_cpu:
             of_all_ranks = torch.empty(heads, dtype=torch.float32, device="cpu")

@@ -1,8 +1,8 @@
 """megasoftmax in place of what the layers of Megatron-core call."""
 
+import gc
 import warnings
 from typing import Any
-from weakref import WeakSet
 
 from megatron.core.fusions import fused_softmax
 from megatron.core.transformer import dot_product_attention
@@ -19,7 +19,8 @@ _NOT_FUSED = (
     "masked_softmax_fusion is False, Megatron-core's default: the layer computes in plain torch "
     "what Megatron's softmax computes"
 )
-_layers: WeakSet["SoftmaxOfLayer"] = WeakSet()
+_BUILT_BEFORE = "built before apply_megasoftmax_to_megatron, with Megatron's class"
+_Megatrons = fused_softmax.FusedScaleMaskSoftmax
 
 
 class SoftmaxOfLayer(megasoftmax.FusedScaleMaskSoftmax):
@@ -27,7 +28,6 @@ class SoftmaxOfLayer(megasoftmax.FusedScaleMaskSoftmax):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _layers.add(self)
         if not self.scaled_masked_softmax_fusion:
             warnings.warn(
                 f"apply_megasoftmax_to_megatron: {_NOT_FUSED}. Set "
@@ -49,18 +49,29 @@ class AppliedToMegatron(Replaced):
     def report(self) -> dict[str, Served]:
         """What Megatron's layers run at present, by the name that they call.
 
-        A class of softmax has a second entry once layers without fusion are built with it.
+        A layer keeps the class of softmax that it was built with. So the first entry says what
+        layers get that are built now, and those that run something else have entries of their own.
+        Layers that `gc.freeze` has hidden are not found.
         """
         found = {}
         for name, runs in ((_SOFTMAX, "softmax"), (_ROUTING, "router")):
-            if not self._is_asked[name]:
-                found[name] = Served("unchanged", f"{runs}=False")
-            else:
-                found[name] = Served(runs) if _is_applied(name) else Served("unchanged", "undone")
-        unfused = sum(not layer.scaled_masked_softmax_fusion for layer in _layers)
-        if unfused and self._is_asked[_SOFTMAX]:
-            name = f"{_SOFTMAX} of {unfused} of {len(_layers)} layers"
-            found[name] = Served("unchanged", _NOT_FUSED)
+            why = "undone" if self._is_asked[name] else f"{runs}=False"
+            found[name] = Served(runs) if _is_applied(name) else Served("unchanged", why)
+        counts = {_Megatrons: 0, True: 0, False: 0}  # ours by whether they are fused
+        for layer in gc.get_objects():
+            if type(layer) is SoftmaxOfLayer:
+                counts[layer.scaled_masked_softmax_fusion] += 1
+            elif type(layer) is _Megatrons:
+                counts[_Megatrons] += 1
+        others = [("", False, Served("unchanged", _NOT_FUSED))]
+        if _is_applied(_SOFTMAX):
+            others += [(", built before", _Megatrons, Served("unchanged", _BUILT_BEFORE))]
+        else:
+            others += [(", built before", True, Served("softmax", "built while it was applied"))]
+        for which, kind, served in others:
+            if counts[kind]:
+                layers = f"{counts[kind]} of {sum(counts.values())} layers"
+                found[f"{_SOFTMAX} of {layers}{which}"] = served
         return found
 
     def __repr__(self) -> str:
