@@ -51,7 +51,7 @@ class Outcome:
     """What became of a class in one of the two ways."""
 
     verdict: str
-    """works, works in part, refused, no attention, not built, or one of FAULTS."""
+    """works, works in part, own attention, refused, no attention, not built, or one of FAULTS."""
     why: str = ""
     layers: int = 0
     served: int = 0
@@ -217,7 +217,7 @@ def judged(ran: list[Layer], calls: Calls, served: set[str]) -> Outcome:
     elif not ran:
         outcome.verdict = "works" if calls.ours else "no attention"
     elif left:
-        outcome.verdict = "works in part"
+        outcome.verdict = "works in part" if served_and_ran else "own attention"
         outcome.why = ", ".join(sorted({type(layer.module).__name__ for layer in left}))
     return outcome
 

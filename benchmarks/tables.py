@@ -225,18 +225,20 @@ def origin(name: str, script: str) -> str:
 def families_tables(rows: list[Row]) -> dict[str, str]:
     """The marked parts of docs/families.md: where it comes from, counts, and a table each."""
     parts: dict[str, list[Row]] = {
-        marker: [] for marker in ("works", "in part", "patch_model", "refused", "none", "not built")
+        marker: []
+        for marker in ("works", "in part", "own", "patch_model", "refused", "none", "not built")
     }
     for row in rows:
         parts[family_part(row)].append(row)
     origin = {name: rows[0][name] for name in ("transformers", "torch", "commit", "date")}
-    same = [row for marker in ("works", "in part") for row in parts[marker]]
+    same = [row for marker in ("works", "in part", "own") for row in parts[marker]]
     worst = max(float(row["logits_error"]) for row in same)
     found = {
         "sweep": f"transformers {origin['transformers']}, torch {origin['torch']}, commit "
         f"{origin['commit']}, {origin['date']}: {len(rows)} classes. The largest error of logits "
         f"is {worst:.0e}, relative to all logits of the class.",
         "works": ", ".join(f"`{row['class']}`" for row in parts["works"]),
+        "own": ", ".join(f"`{row['class']}` (`{row['why']}`)" for row in parts["own"]) or "None.",
         "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
     }
     lines = (
@@ -251,6 +253,7 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
     for marker, words in (
         ("works", "work by the name and through `patch_model`"),
         ("in part", "work, beside layers that run their own attention"),
+        ("own", "run their own attention in every layer that the call reaches"),
         ("patch_model", "work through `patch_model` alone"),
         ("refused", "are refused with the reason"),
         ("none", "have no attention"),
@@ -265,9 +268,8 @@ def family_part(row: Row) -> str:
     by_name, by_patch_model = row["by_name"], row["by_patch_model"]
     if by_name == "refused":
         return "refused" if by_patch_model == "refused" else "patch_model"
-    return {"works": "works", "works in part": "in part", "no attention": "none"}.get(
-        by_name, by_name
-    )
+    parts = {"works in part": "in part", "own attention": "own", "no attention": "none"}
+    return parts.get(by_name, by_name)
 
 
 def short_reason(why: str) -> str:

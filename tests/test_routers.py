@@ -4,6 +4,8 @@ import copy
 import importlib
 import pkgutil
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,11 @@ from transformers import (
 
 import megasoftmax
 from megasoftmax.integrations import routers
+from megasoftmax.integrations.patching import patch_model
 from megasoftmax.integrations.routers import patch_routers
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from small_models import build
 
 SIZES = {
     "vocab_size": 61,
@@ -306,3 +312,21 @@ def test_other_forward_of_a_subclass():
     with pytest.raises(ValueError, match=r"^model: expected a router"):
         patch_routers(Mine(config))
     assert patch_routers(Inherited(config)).names == ("",)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter chooses experts with a bias"),
+        ("Glm4MoeForCausalLM", "Glm4MoeTopkRouter chooses experts with a bias"),
+        ("JambaForCausalLM", "JambaTopKRouter has another rule"),
+    ],
+)
+def test_report_lists_routers_that_are_left(name, why):
+    patched = patch_model(build(name))
+    routers = {layer: served for layer, served in patched.report.items() if "Router" in str(served)}
+    assert routers
+    for served in routers.values():
+        assert served.runs == "unchanged"
+        assert served.why.startswith(why)
+    assert why in str(patched)

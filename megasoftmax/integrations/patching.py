@@ -39,7 +39,12 @@ from megasoftmax.integrations.names import (
     is_disabled,
 )
 from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
-from megasoftmax.integrations.routers import changes_of_routers, find_routers, is_patched
+from megasoftmax.integrations.routers import (
+    changes_of_routers,
+    find_routers,
+    is_patched,
+    routers_left,
+)
 from megasoftmax.integrations.serving import (
     Layer,
     changes_for,
@@ -81,6 +86,8 @@ class PatchedModel(Patched):
         }
         for name, router in find_routers(self._model).items():
             found[name] = Served("router") if is_patched(router) else self._unchanged(name)
+        for name, why in routers_left(self._model).items():
+            found[name] = Served("unchanged", why)
         return found
 
     def undo(self) -> None:

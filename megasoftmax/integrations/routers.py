@@ -109,6 +109,20 @@ def find_routers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if _rule_of(module)}
 
 
+def routers_left(model: torch.nn.Module) -> dict[str, str]:
+    """Why each router of transformers whose rule is not known stays as it is, by its name."""
+    left = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if not kind.endswith("Router") or _rule_of(module) or not _is_of_transformers(module):
+            continue
+        if hasattr(module, "e_score_correction_bias"):
+            left[name] = f"{kind} chooses experts with a bias that their scores do not have"
+        else:
+            left[name] = f"{kind} has another rule than softmax_topk, or one that is not known"
+    return left
+
+
 def is_patched(router: torch.nn.Module) -> bool:
     """Whether a router calls `megasoftmax.softmax_topk`."""
     return getattr(vars(router).get("forward"), "__func__", None) is _forward
@@ -116,10 +130,16 @@ def is_patched(router: torch.nn.Module) -> bool:
 
 def _rule_of(module: torch.nn.Module) -> _Rule | None:
     """That of the class whose forward the module has: subclasses may bring their own."""
-    forward: Any = getattr(type(module), "forward", None)
-    if not getattr(forward, "__module__", "").startswith("transformers.models."):  # or scripted
+    if not _is_of_transformers(module):
         return None
+    forward: Any = type(module).forward
     return _RULES.get(forward.__qualname__.removesuffix(".forward"))
+
+
+def _is_of_transformers(module: torch.nn.Module) -> bool:
+    """Whether its forward is; that of a scripted module is nobody's."""
+    forward = getattr(type(module), "forward", None)
+    return getattr(forward, "__module__", "").startswith("transformers.models.")
 
 
 def _forward(
