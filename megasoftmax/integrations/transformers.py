@@ -125,6 +125,12 @@ class PaddingMask(_Padding):
 
     ndim = 4
 
+    @property
+    def is_open(self) -> bool:
+        """Whether every query sees every key, however many there are."""
+        limits = self.excluded, self.window, self.visible
+        return not self.causal and all(limit is None for limit in limits)
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int | slice):
             return super().__getitem__(index)
@@ -417,7 +423,7 @@ def _read(
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
         excluded, causal, made_for, window, visible = attention_mask
-        if made_for != key.size(2):
+        if made_for != key.size(2) and not attention_mask.is_open:
             if not causal or made_for > key.size(2):
                 raise ValueError(
                     f"attention_mask: expected one for {key.size(2)} keys, got one for {made_for}"
