@@ -86,7 +86,8 @@ from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with
 from megasoftmax.integrations.products import between_products, capped, takes_attention
 from megasoftmax.integrations.sharing import made_once, with_tiles
 
-# Models that compute with their mask, packed sequences included, and so need a tensor.
+# Models that compute with their mask, and so need a tensor, also where they do not ask for one:
+# of packed sequences, and Doge in transformers 5.17.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
 _READ_AS_TENSOR = (
@@ -206,9 +207,10 @@ def make_mask(
     aligned = not static and bool(q_offset - kv_offset == kv_length - q_length)
     rule = None if use_vmap else _rule_of(mask_function, aligned)
     allowed: bool = False
-    if rule is not None and rule.sequence is not None:
-        allowed = getattr(kwargs.get("config"), "model_type", None) not in _COMPUTE_WITH_MASKS
-        allowed = allowed and aligned and q_length == kv_length == rule.sequence.shape[1]
+    if getattr(kwargs.get("config"), "model_type", None) in _COMPUTE_WITH_MASKS:
+        allow_is_causal_skip = allow_is_bidirectional_skip = False
+    elif rule is not None and rule.sequence is not None:
+        allowed = aligned and q_length == kv_length == rule.sequence.shape[1]
     elif rule is not None:
         allowed = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
     if rule is not None and allowed:
