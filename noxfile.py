@@ -1,4 +1,4 @@
-"""Tests what adapts transformers: on the oldest supported version, one between and the newest.
+"""Tests what adapts transformers and Megatron-core: on the oldest supported version and the newest.
 
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
 all architectures. `environments` runs only when it is asked for: it has 12 environments, which take
@@ -17,6 +17,13 @@ ADAPTERS = [f"tests/test_{name}.py" for name in ("transformers", "patching", "fa
 def transformers(session: nox.Session, version: str) -> None:
     session.install(".[test]", f"transformers{version}")
     session.run("pytest", *ADAPTERS, *session.posargs)
+
+
+@nox.session(python="3.12")
+@nox.parametrize("version", ["==0.16.0", ">=0.19"])
+def megatron(session: nox.Session, version: str) -> None:
+    session.install(".[test]", f"megatron-core{version}")
+    session.run("pytest", "tests/test_megatron.py", *session.posargs)
 
 
 @nox.session(default=False, python=["3.11", "3.12", "3.13"])

@@ -18,4 +18,4 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
         return None
-    return f"{module} is not installed: pip install 'megasoftmax[{EXTRAS[module]}]'"
+    return f"{error.name} is not installed: pip install 'megasoftmax[{EXTRAS[module]}]'"

@@ -38,6 +38,7 @@ VERDICTS = {
     "SwinForImageClassification": "works",
     "FalconForCausalLM": "works",  # chooses the class of its attention by the name
     "DeepseekV4ForCausalLM": "works",  # extends the mask in its layers
+    "DogeForCausalLM": "works",  # computes with its mask
     "BigBirdPegasusForConditionalGeneration": IN_PART,  # its encoder adds the mask itself
     "GotOcr2ForConditionalGeneration": "works",  # a part of it, for images, is never served
     "GitForCausalLM": "own attention",  # but for images, of which the call has none

@@ -38,6 +38,7 @@ from megasoftmax.integrations.megatron import (
     apply_megasoftmax_to_megatron,
     core_attention,
 )
+from megasoftmax.integrations.megatron.routers import ROUTED_WHERE
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
 from megasoftmax.integrations.replacing import Change, Replaced, Served
 from megasoftmax.reference import dropout
@@ -1070,7 +1071,7 @@ def test_report_says_what_layers_run():
     applied = apply_megasoftmax_to_megatron()
     assert applied.report == {
         "FusedScaleMaskSoftmax": Served("softmax"),
-        "topk_routing_with_score_function": Served("router"),
+        "topk_routing_with_score_function": Served("router", ROUTED_WHERE),
     }
     assert apply_megasoftmax_to_megatron(router=False).report == applied.report
     applied.undo()

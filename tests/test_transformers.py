@@ -641,7 +641,10 @@ def test_mask_for_other_keys_is_refused(implementation, kind):
     mask = {
         "longer": lambda: integration.make_mask(1, 3, 9),
         "bidirectional": lambda: integration.make_mask(
-            *(1, 3, 5), mask_function=both, allow_is_bidirectional_skip=True
+            *(1, 3, 5),
+            mask_function=both,
+            attention_mask=torch.arange(5)[None] > 0,
+            allow_is_bidirectional_skip=True,
         ),
         "static": lambda: integration.make_mask(1, 3, 5, q_offset=torch.tensor(1)),
         "bool": lambda: torch.ones(1, 1, 3, 5, dtype=torch.bool),
@@ -650,6 +653,18 @@ def test_mask_for_other_keys_is_refused(implementation, kind):
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 7, 8)
     with pytest.raises(ValueError, match=r"attention_mask: expected .*7.*, got .*[59]"):
         ALL_ATTENTION_FUNCTIONS[implementation](torch.nn.Module(), query, key, key, mask)
+
+
+def test_mask_that_excludes_nothing_is_for_any_keys(implementation):
+    """A decoder that is made as an encoder keeps a cache, and its mask is for the new tokens."""
+    both = masking_utils.bidirectional_mask_function
+    mask = integration.make_mask(1, 3, 3, mask_function=both, allow_is_bidirectional_skip=True)
+    assert isinstance(mask, integration.PaddingMask)
+    query, key, value = (torch.randn(1, 4, n, 8) for n in (3, 7, 7))
+    call = ALL_ATTENTION_FUNCTIONS[implementation]
+    actual, _ = call(torch.nn.Module(), query, key, value, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 # What attention and softmax are asked for

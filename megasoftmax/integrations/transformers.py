@@ -87,7 +87,8 @@ from megasoftmax.integrations.products import between_products, capped, takes_at
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.tracing import is_traced
 
-# Models that compute with their mask, packed sequences included, and so need a tensor.
+# Models that compute with their mask, and so need a tensor, also where they do not ask for one:
+# of packed sequences, and Doge in transformers 5.17.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
 _READ_AS_TENSOR = (
@@ -125,6 +126,12 @@ class PaddingMask(_Padding):
         return self
 
     ndim = 4
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every query sees every key, however many there are."""
+        limits = self.excluded, self.window, self.visible
+        return not self.causal and all(limit is None for limit in limits)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int | slice):
@@ -201,9 +208,10 @@ def make_mask(
     aligned = not static and bool(q_offset - kv_offset == kv_length - q_length)
     rule = None if use_vmap else _rule_of(mask_function, aligned)
     allowed: bool = False
-    if rule is not None and rule.sequence is not None:
-        allowed = getattr(kwargs.get("config"), "model_type", None) not in _COMPUTE_WITH_MASKS
-        allowed = allowed and aligned and q_length == kv_length == rule.sequence.shape[1]
+    if getattr(kwargs.get("config"), "model_type", None) in _COMPUTE_WITH_MASKS:
+        allow_is_causal_skip = allow_is_bidirectional_skip = False
+    elif rule is not None and rule.sequence is not None:
+        allowed = aligned and q_length == kv_length == rule.sequence.shape[1]
     elif rule is not None:
         allowed = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
     if rule is not None and allowed:
@@ -418,7 +426,7 @@ def _read(
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
         excluded, causal, made_for, window, visible = attention_mask
-        if made_for != key.size(2):
+        if made_for != key.size(2) and not attention_mask.is_open:
             if not causal or made_for > key.size(2):
                 raise ValueError(
                     f"attention_mask: expected one for {key.size(2)} keys, got one for {made_for}"

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import router as moe_router
 
 import megasoftmax
-from megasoftmax.integrations.megatron.routers import through_softmax_topk
+from megasoftmax.integrations.megatron.routers import ROUTED_WHERE, through_softmax_topk
 from megasoftmax.integrations.replacing import Change, Replaced, Served, in_lines
 
 _SOFTMAX = "FusedScaleMaskSoftmax"
@@ -54,9 +54,12 @@ class AppliedToMegatron(Replaced):
         Layers that `gc.freeze` has hidden are not found.
         """
         found = {}
-        for name, runs in ((_SOFTMAX, "softmax"), (_ROUTING, "router")):
-            why = "undone" if self._is_asked[name] else f"{runs}=False"
-            found[name] = Served(runs) if _is_applied(name) else Served("unchanged", why)
+        for name, served in (
+            (_SOFTMAX, Served("softmax")),
+            (_ROUTING, Served("router", ROUTED_WHERE)),
+        ):
+            why = "undone" if self._is_asked[name] else f"{served.runs}=False"
+            found[name] = served if _is_applied(name) else Served("unchanged", why)
         counts = {_Megatrons: 0, True: 0, False: 0}  # ours by whether they are fused
         for layer in gc.get_objects():
             if type(layer) is SoftmaxOfLayer:

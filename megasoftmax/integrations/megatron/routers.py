@@ -12,6 +12,8 @@ import megasoftmax
 
 # The arguments of the routing function that softmax_topk computes.
 _ROUTED = ("logits", "topk", "use_pre_softmax", "scaling_factor", "score_function")
+# What a report says of it.
+ROUTED_WHERE = "where scores are a softmax and they alone choose the experts; else Megatron's own"
 
 
 def through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
