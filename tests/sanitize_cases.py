@@ -96,6 +96,12 @@ def cases() -> list[Case]:
             deterministic=(False, True),
             kernels=KERNELS,
         ),
+        *product(
+            "attention in turns",
+            dtype=("fp16", "bf16"),
+            dim=(32, *(dim for dim in HOPPER_DIMS if dim <= 128)),
+            bias=("none", "shared", "relative"),
+        ),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
@@ -610,10 +616,10 @@ ATTENTION_SIZES = (
 )
 # In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
 # to 128 queries, backward, takes the place of one that was read. The first sizes run without mask
-# and dropout, which have kernels of their own.
+# and dropout, which have kernels of their own. So have up to 64 keys, of the portable ones.
 BRIEF_ATTENTION_SIZES = {
     "own": ((300, 257), (300, 300), (70, 33)),
-    "portable": ((7, 33), (65, 40), (70, 33)),
+    "portable": ((70, 72), (65, 40), (7, 33), (40, 72)),
     "small": ((7, 33), (65, 40), (70, 33)),
 }
 # Sizes of the bias: b batches, h heads, m queries, n keys. Each has a gradient of its own kind.
@@ -719,6 +725,28 @@ def call_attention(
         )
 
 
+def attention_in_turns(given: Inputs, dtype: str, dim: int, bias: str) -> None:
+    """So many heads that blocks of keys take turns in deterministic mode; Hopper's kernels too."""
+    batches, heads = 150, 2
+    for queries, keys in given.sizes(((70, 200), (140, 264)), ((70, 200),)):
+        query, key, value, output_gradient = (
+            given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
+            for length in (queries, keys, keys, queries)
+        )
+        shapes = {"shared": (1, heads, queries, keys), "relative": (1, heads, queries + keys - 1)}
+        table = None
+        if bias != "none":
+            table = given.floats(*shapes[bias], dtype=DTYPES[dtype], layout="exact")
+        for mask in (None, given.mask(batches, 1, queries, keys), given.mask(batches, 1, 1, keys)):
+            options = (table, mask, 0.3, False, -1, -1, None, None, bias == "relative")
+            options = (*options, None, None, None, 1, 0.0, None, False)
+            output, statistics = OPS.attention_forward(query, key, value, *options)
+            OPS.attention_backward(
+                *(output_gradient, None, query, key, value, output, statistics, *options),
+                *(table is not None, False, True),
+            )
+
+
 def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
@@ -770,5 +798,6 @@ RUN: dict[str, Callable[..., None]] = {
     "topk forward": topk_forward,
     "topk backward": topk_backward,
     "attention": attention,
+    "attention in turns": attention_in_turns,
     "attention wide": attention_wide,
 }

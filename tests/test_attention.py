@@ -426,6 +426,121 @@ def test_gradients_of_biases_by_each_tile(
         torch.use_deterministic_algorithms(False)
 
 
+# Of batches, heads, queries and keys that share entries of a bias: windows, and rows of pairs.
+SHARING: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
+    "batches": lambda b, h, m, n: (1, h, m, n),
+    "all": lambda b, h, m, n: (1, 1, m, n),
+    "heads": lambda b, h, m, n: (b, 1, m, n),
+    "groups": lambda b, h, m, n: (b // 3, h // 2, m, n),
+}
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        *((torch.bfloat16, dims) for dims in ((16, 16), (24, 32), (48, 48), (64, 40), (32, 256))),
+        (torch.float16, (32, 32)),
+        *((torch.float32, dims) for dims in ((24, 24), (64, 64), (40, 128))),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (197, 197), (130, 20), (40, 300)])
+def test_gradients_of_shared_biases_in_order(
+    lengths: tuple[int, int], dtype: torch.dtype, dims: tuple[int, int], sharing: str
+) -> None:
+    """Blocks take what shares a tile in turn, cut into parts."""
+    queries, keys = lengths
+    shape = {"batch": 6, "heads": (4, 2), "lengths": lengths, "dims": dims}
+    q, k, v = tensors("cuda", dtype, **shape)
+    given = SHARING[sharing](6, 4, queries, keys)
+    bias = normal(*given, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    of_keys = coin(6, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    of_keys[1] = True  # a batch sees nothing
+    first = torch.randint(-9, keys, (6, 4, queries), device="cuda", dtype=torch.int32)
+    cases: dict[str, dict[str, Any]] = {
+        "all": {},
+        "float32 bias": {"bias": bias.detach().float().requires_grad_(), "sink": 0.5},
+        "keys": {"mask": of_keys},
+        "keys and window": {"mask": of_keys, "window": (70, 3)},
+        "pairs": {"mask": coin(6, 1, queries, keys, device="cuda"), "causal": True},
+        "ranges": {"visible": (first, first + 40)},
+    }
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for what, options in cases.items():
+            check(q, k, v, **{"bias": bias} | options, what=what)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@gpu
+@pytest.mark.parametrize("masking", ["none", "keys", "pairs", "window", "ranges", "dropout"])
+@pytest.mark.parametrize(
+    ("batch", "lengths", "dim"),
+    [
+        (300, (49, 49), 32),
+        (300, (64, 64), 24),
+        (300, (100, 197), 32),
+        (140, (200, 330), 32),  # more blocks than run at a time
+        (70, (200, 330), 48),  # Hopper's
+        (70, (300, 520), 64),
+        (16, (600, 330), 32),  # blocks of a head that begin together
+        (8, (600, 330), 64),
+        (40, (130, 300), 128),
+        (70, (100, 150), 256),
+        (2, (200, 330), 32),  # a launch for gradients of queries
+    ],
+)
+def test_all_gradients_have_the_same_bits_in_deterministic_mode(
+    batch: int, lengths: tuple[int, int], dim: int, masking: str
+) -> None:
+    """Blocks of keys take turns: other bits would come from additions in another order."""
+    queries, keys = lengths
+    shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    bias = normal(1, 4, *lengths, device="cuda", dtype=torch.bfloat16, seed=4)
+    leaves = [each.requires_grad_() for each in (q, k, v, bias)]
+    first = torch.randint(-9, keys, (batch, 4, queries), device="cuda", dtype=torch.int32)
+    options: dict[str, Any] = {
+        "none": {},
+        "keys": {"mask": coin(batch, 1, 1, keys, device="cuda")},
+        "pairs": {"mask": coin(batch, 1, *lengths, device="cuda", odds=0.98)},
+        "window": {"window": (90, 20)},
+        "ranges": {"visible": (first, first + 90)},
+        "dropout": {"dropout": 0.3},
+    }[masking]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        torch.manual_seed(3)
+        output = megasoftmax.attention(q, k, v, bias=bias, fused=True, **options)
+        gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+        runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(6)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    in_any_order = torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+    for found, *others, other in zip(*runs, in_any_order, strict=True):
+        assert all(bits_equal(found, each) for each in others)
+        scale = found.float().abs().max().item()
+        torch.testing.assert_close(found, other, rtol=0.02, atol=0.02 * scale)
+
+
+@gpu
+@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (33, 60)])
+def test_small_windows_have_the_same_bits_in_any_mode(lengths: tuple[int, int]) -> None:
+    """One block has all keys of a row, and the gradient of the bias has a launch of its own."""
+    shape = {"batch": 500, "heads": (3, 3), "lengths": lengths, "dims": (32, 32)}
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    bias = normal(1, 3, *lengths, device="cuda", dtype=torch.bfloat16, seed=4)
+    leaves = [each.requires_grad_() for each in (q, k, v, bias)]
+    output = megasoftmax.attention(q, k, v, bias=bias, fused=True)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(10)]
+    for found, *others in zip(*runs, strict=True):
+        assert all(bits_equal(found, each) for each in others)
+
+
 @gpu
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("queries", [1, 5, 16])

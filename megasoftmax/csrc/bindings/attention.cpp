@@ -402,14 +402,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.value_gradient = value_gradient.rows();
   const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
   params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
-  Tensor sums;
-  if (!deterministic) {
+  Tensor sums, turns;
+  params.query_gradient_kind = attention_query_gradient_kind(params, deterministic);
+  if (params.query_gradient_kind == QueryGradient::kAdded ||
+      params.query_gradient_kind == QueryGradient::kInTurns) {
     sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
     params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
   }
+  if (params.query_gradient_kind == QueryGradient::kInTurns) {
+    turns = new_workspace(params.turn_count() * sizeof(uint32_t), query);
+    params.turns = static_cast<uint32_t*>(turns.data_ptr());
+  }
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
-  Tensor bias_result = bias_sums;
+  Tensor bias_result = bias_sums, parts;
   check(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
@@ -423,8 +429,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   note = set_note(params, mask, first, end, note, query, true);
   if (bias_gradient) {
     params.bias_gradient_kind =
-        bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1), deterministic);
-    if (attention_sums_in_clusters(params)) params.bias_gradient_kind = BiasGradient::kInClusters;
+        bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));
+    if (params.bias_gradient_kind == BiasGradient::kShared)
+      params.bias_gradient_kind = attention_shared_bias_gradient_kind(params, deterministic);
+    if (params.bias_gradient_kind == BiasGradient::kInOrder) {
+      params.bias_parts = attention_bias_parts(params);
+      parts = new_workspace(params.bias_part_floats() * sizeof(float), query);
+      params.part_sums = static_cast<float*>(parts.data_ptr());
+    }
     const int64_t batches = params.batches, heads = params.heads;
     switch (params.bias_gradient_kind) {
       case BiasGradient::kShared:

@@ -84,8 +84,21 @@ int attention_backward_keys(const AttentionBackwardParams& params) {
                    .keys();
 }
 
-bool attention_sums_in_clusters(const AttentionBackwardParams& params) {
-  return sums_in_clusters(params) && hopper_backward(params) >= 0;
+QueryGradient attention_query_gradient_kind(const AttentionBackwardParams& params,
+                                            bool is_deterministic) {
+  return query_gradient_kind(params, hopper_backward(params), is_deterministic, current_device());
+}
+
+BiasGradient attention_shared_bias_gradient_kind(const AttentionBackwardParams& params,
+                                                 bool is_deterministic) {
+  const int tile = hopper_backward(params);
+  if (tile >= 0 && sums_in_clusters(params)) return BiasGradient::kInClusters;
+  return is_deterministic || is_faster_in_order(params, tile) ? BiasGradient::kInOrder
+                                                              : BiasGradient::kShared;
+}
+
+int attention_bias_parts(const AttentionBackwardParams& params) {
+  return bias_gradient_plan(params, current_device()).parts;
 }
 
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream) {

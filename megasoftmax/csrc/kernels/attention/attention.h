@@ -25,8 +25,13 @@ cudaError_t attention_forward(AttentionForwardParams params, cudaStream_t stream
 
 // How many keys a block of the backward has, which gives the size of sums along diagonals.
 int attention_backward_keys(const AttentionBackwardParams& params);
-// Whether kShared may be kInClusters.
-bool attention_sums_in_clusters(const AttentionBackwardParams& params);
+// How gradients of queries are summed, which tells the workspace.
+QueryGradient attention_query_gradient_kind(const AttentionBackwardParams& params,
+                                            bool is_deterministic);
+// What kShared shall be, which depends on the former, and into how many parts kInOrder is cut.
+BiasGradient attention_shared_bias_gradient_kind(const AttentionBackwardParams& params,
+                                                 bool is_deterministic);
+int attention_bias_parts(const AttentionBackwardParams& params);
 cudaError_t attention_backward(AttentionBackwardParams params, cudaStream_t stream);
 
 }  // namespace megasoftmax

@@ -7,6 +7,7 @@
 #include "parts.cuh"
 #include "plan.h"
 #include "sm80/backward.cuh"
+#include "sm80/bias_gradient_in_order.cuh"
 #include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/query_gradient.cuh"
@@ -159,11 +160,22 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
       using Memory = BackwardMemory<T, kBias, kIndex>;
       params.stages = query_stages(Memory::kTile, kBias, device);
       const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
-      MEGASOFTMAX_RETURN_IF_ERROR(launch_of_keys<Memory>(
-          is_plain(params) ? attention_backward_kernel<T, kBias, true, kIndex>
-                           : attention_backward_kernel<T, kBias, false, kIndex>,
-          key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params));
-      if (params.query_gradient_sum == nullptr) {
+      const auto launch_kernel = [&]<bool kHasTurns>() {
+        return launch_of_keys<Memory>(
+            is_plain(params) ? attention_backward_kernel<T, kBias, true, kHasTurns, kIndex>
+                             : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
+            key_tiles * Memory::kSlices, params.key_heads, params.batches, stream, params);
+      };
+      const bool has_turns = params.query_gradient_kind == QueryGradient::kInTurns ||
+                             params.query_gradient_kind == QueryGradient::kWhole;
+      if constexpr (Memory::kTile.has_turns()) {
+        MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? launch_kernel.template operator()<true>()
+                                              : launch_kernel.template operator()<false>());
+      } else {
+        MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? cudaErrorInvalidValue
+                                              : launch_kernel.template operator()<false>());
+      }
+      if (params.query_gradient_kind == QueryGradient::kInOrder) {
         constexpr int kKeys = Memory::kTile.in_order_keys();
         MEGASOFTMAX_RETURN_IF_ERROR(launch_tiles(
             attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
@@ -171,14 +183,40 @@ cudaError_t launch_backward(AttentionBackwardParams params, cudaStream_t stream)
             kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias, sizeof(T)).bytes, stream,
             params));
       }
-      if constexpr (kBias != BiasKind::kNone) {
-        if (params.bias_gradient_kind == BiasGradient::kInOrder)
-          return launch_of_keys<Memory>(attention_bias_gradient_kernel<T, kBias, kIndex>,
-                                        key_tiles * divide_up(params.queries, Memory::kQueries),
-                                        params.bias_heads(), params.bias_batches(), stream, params);
-        return launch_diagonals<Memory::kKeys>(params, stream);
+      return kBias == BiasKind::kNone ? cudaSuccess
+                                      : launch_diagonals<Memory::kKeys>(params, stream);
+    });
+  });
+}
+
+// The gradient of a bias in order, and of how many parts. What rows need is there.
+template <class T>
+cudaError_t launch_bias_gradient(AttentionBackwardParams params, cudaStream_t stream) {
+  if (params.bias_entries() == 0) return cudaSuccess;
+  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
+    const BiasGradientPlan plan = bias_gradient_plan(params, current_device());
+    return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
+      if constexpr (kBias == BiasKind::kNone ||
+                    kAttentionBiasGradientTiles[kIndex].element_bytes != sizeof(T)) {
+        return cudaErrorInvalidValue;
+      } else {
+        using Memory = BiasGradientMemory<T, kBias, kIndex>;
+        params.stages = plan.stages;
+        const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
+                               divide_up(params.queries, Memory::kQueries) *
+                               divide_up(params.keys, Memory::kKeys);
+        if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            launch(params.dropout.seed != nullptr
+                       ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
+                       : attention_bias_gradient_kernel<T, kBias, false, kIndex>,
+                   dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
+                   Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params));
+        if (params.bias_parts == 1) return cudaSuccess;
+        return launch_flat(attention_bias_parts_kernel<T>,
+                           divide_up<int64_t>(params.bias_entries(), 128) * kThreadsOfBiasParts,
+                           kThreadsOfBiasParts, stream, params);
       }
-      return cudaSuccess;
     });
   });
 }
@@ -198,21 +236,31 @@ cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stre
 }
 
 template <class T>
-cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
+cudaError_t attention_backward_instance(AttentionBackwardParams params, int hopper_tile,
                                         cudaStream_t stream) {
-  // Each entry of a dense gradient is written, once, where no tile is left out. In order, only a
-  // window leaves tiles out. Hopper's kernels clear what they do not add to in any order.
+  if (params.bias_gradient_kind == BiasGradient::kInOrder) {
+    AttentionBackwardParams others = params;  // without the gradient of the bias
+    others.bias_gradient_kind = BiasGradient::kNone;
+    others.bias_gradient = nullptr;
+    MEGASOFTMAX_RETURN_IF_ERROR(attention_backward_instance<T>(others, hopper_tile, stream));
+    return launch_bias_gradient<T>(params, stream);
+  }
+  // Each entry of a dense gradient is written, once, where no tile is left out. Hopper's kernels
+  // clear what they do not add to in any order.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool has_own_clearing =
       hopper_tile >= 0 && params.bias_gradient_kind != BiasGradient::kShared;
-  const bool is_complete =
-      !has_window &&
-      (params.bias_gradient_kind == BiasGradient::kInOrder ||
-       (params.bias_gradient_kind == BiasGradient::kDense && params.note.words == nullptr));
+  const bool is_complete = !has_window && params.bias_gradient_kind == BiasGradient::kDense &&
+                           params.note.words == nullptr;
   if (params.bias_gradient != nullptr && !is_complete && !has_own_clearing)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
   MEGASOFTMAX_RETURN_IF_ERROR(launch_rows<T>(params, stream));
+  params.takes_all_queries = params.query_gradient_kind == QueryGradient::kWhole;
+  params.takes_turns = params.turns != nullptr;
+  if (params.turns != nullptr)
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemsetAsync(params.turns, 0, params.turn_count() * sizeof(uint32_t), stream));
   if (hopper_tile < 0) {
     MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(params, stream));
   } else if constexpr (sizeof(T) == 2) {

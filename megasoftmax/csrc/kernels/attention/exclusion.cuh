@@ -97,8 +97,9 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
 }
 
 // The tiles of queries that see some of a block's keys, one after the other, of all heads that
-// share the keys; by the note where there is one, of which a word serves 32 tiles.
-template <int kKeys, int kQueries, bool kIsPlain>
+// share the keys; by the note where there is one, of which a word serves 32 tiles. Or all tiles,
+// where kMayTakeAll and params.takes_all_queries.
+template <int kKeys, int kQueries, bool kIsPlain, bool kMayTakeAll = false>
 class QueryTiles {
  public:
   int head, query;  // the first query of the tile at hand
@@ -106,8 +107,9 @@ class QueryTiles {
   __device__ QueryTiles(const AttentionParams& params, int batch, int key_head, int first_key) {
     const int group = static_cast<int>(params.heads_per_key_head.divisor);
     const int last_key = min(first_key + kKeys, params.keys) - 1;
-    begin_ = visible_from(params, first_key).begin / kQueries * kQueries;
-    end_ = visible_from(params, last_key).end;
+    const bool takes_all = kMayTakeAll && params.takes_all_queries;
+    begin_ = takes_all ? 0 : visible_from(params, first_key).begin / kQueries * kQueries;
+    end_ = takes_all ? params.queries : visible_from(params, last_key).end;
     last_head_ = (key_head + 1) * group;
     head = key_head * group;
     query = begin_;
@@ -121,7 +123,7 @@ class QueryTiles {
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
     query += kQueries;
-    if (!kIsPlain && params.note.words != nullptr) {
+    if (has_note(params)) {
       const int tile = query / kNoteTile;
       const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
       const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
@@ -134,6 +136,9 @@ class QueryTiles {
   }
 
  private:
+  __device__ static bool has_note(const AttentionParams& params) {
+    return !kIsPlain && params.note.words != nullptr && !(kMayTakeAll && params.takes_all_queries);
+  }
   // Of a noted tile that begins at query `seen`: it may begin before `query`, which is a part of
   // it.
   __device__ int tile_of(int seen) const {
@@ -141,7 +146,7 @@ class QueryTiles {
   }
   __device__ void find(const AttentionParams& params, int batch, int first_key) {
     for (; head < last_head_; ++head, query = begin_) {
-      if (!kIsPlain && params.note.words != nullptr) {
+      if (has_note(params)) {
         const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query, seen_);
         query = seen < end_ ? tile_of(seen) : end_;
       }
@@ -226,6 +231,7 @@ struct Excluded {
   uint32_t words[kWords] = {};
 
   __device__ void add(int m, int n, int i) { words[n / 4] |= bit_of(m, n, i); }
+  __device__ bool has(int m, int n, int i) const { return (words[n / 4] & bit_of(m, n, i)) != 0; }
   __device__ bool any() const {
     uint32_t all = 0;
 #pragma unroll
@@ -249,6 +255,21 @@ struct Excluded {
   __device__ void add_all() {
 #pragma unroll
     for (uint32_t& word : words) word = ~0u;
+  }
+  __device__ bool are_all() const {
+    constexpr uint32_t kOfEight = (1u << 4 * kM) - 1, kOfFour = kOfEight * 0x01010101u;
+    uint32_t both = ~0u;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word)
+      both &= words[word] | ~(kN - 4 * word >= 4 ? kOfFour : kOfFour >> 8 * (4 * word + 4 - kN));
+    return both == ~0u;
+  }
+  // Adds those of keys in rows that the bits of the keys tell, from the first one on, of all
+  // queries.
+  __device__ __forceinline__ void add_keys(uint32_t bits) {
+    const uint32_t keys = of_keys(bits >> FirstElement().row);
+#pragma unroll
+    for (uint32_t& word : words) word |= (keys | keys << 1) * 0x01010101u;
   }
   // Adds those of keys in rows, from `first_key` on, that are not among what keys_of(offset) tells
   // of the query in this lane's column `offset`.
@@ -327,7 +348,7 @@ struct Excluded {
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if ((words[n / 4] & bit_of(m, n, i)) != 0) elements[m][n][i] = value;
+          if (has(m, n, i)) elements[m][n][i] = value;
         }
       }
     }
@@ -340,11 +361,13 @@ struct Excluded {
   // Of a query in column `right` of n those that the bits of its keys tell, from this lane's first
   // on.
   __device__ __forceinline__ void add_column(int n, int right, uint32_t bits) {
-    // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+    words[n / 4] |= of_keys(bits) << (n % 4 * 8 + right);
+  }
+  // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+  __device__ static uint32_t of_keys(uint32_t bits) {
     uint32_t keys = bits & (kM == 2 ? 0x01010101u : 0x0101u);
     keys |= keys >> 6;
-    keys = (keys | keys >> 12) & 0x55u;
-    words[n / 4] |= keys << (n % 4 * 8 + right);
+    return (keys | keys >> 12) & 0x55u;
   }
   // Of the row of elements 2 * half those that the bits of 32 columns tell.
   __device__ __forceinline__ void add_word(int m, int half, int word, uint32_t bits,

@@ -102,8 +102,11 @@ void explain_backward(const AttentionBackwardParams& params, int hopper_tile, co
   found.splits = 1;
   found.blocks = params.batches * params.key_heads *
                  divide_up<int64_t>(params.keys, found.tile_keys) * found.slices;
-  const int64_t bytes_of_row = static_cast<int64_t>(sizeof(RowOfBackward)) +
-                               params.head_dim * static_cast<int64_t>(sizeof(float));
+  const bool has_sums =
+      query_gradient_kind(params, hopper_tile, false, device) != QueryGradient::kWhole;
+  const int64_t bytes_of_row =
+      static_cast<int64_t>(sizeof(RowOfBackward)) +
+      (has_sums ? params.head_dim : 0) * static_cast<int64_t>(sizeof(float));
   found.workspace_bytes = params.rows() * bytes_of_row;
 }
 
@@ -140,7 +143,6 @@ extern "C" __attribute__((visibility("default"))) void megasoftmax_explain_atten
     params.bias.type = call->has_float_bias != 0 ? DType::kFloat32 : params.query.type;
     params.is_relative = call->is_relative != 0;
   }
-  params.query_gradient_sum = &given;
 
   Device device;
   device.multiprocessors = static_cast<int>(call->multiprocessors);

@@ -58,6 +58,24 @@ struct BackwardLayout {
   constexpr int bytes(int count) const { return stages + count * stage_bytes; }
 };
 
+// Of the gradient of a bias in order: the bias; then, or in its place where registers hold it, of
+// each stage, keys, values, queries,
+// gradients of outputs, rows, and bits of a mask of keys, of 128 of them.
+struct BiasGradientLayout {
+  int bias, stages, values, queries, gradients, rows, key_bits, stage_bytes;
+
+  constexpr BiasGradientLayout(const AttentionBiasGradientTile& tile, BiasKind kind)
+      : bias(divide_up(bias_bytes(kind, tile.queries(), tile.keys()), 1024) * 1024),
+        stages(tile.holds_bias() ? 0 : bias),
+        values(tile_bytes(tile.keys(), tile.head_dim, tile.element_bytes)),
+        queries(2 * values),
+        gradients(queries + tile_bytes(tile.queries(), tile.head_dim, tile.element_bytes)),
+        rows(gradients + tile_bytes(tile.queries(), tile.head_dim, tile.element_bytes)),
+        key_bits(rows + tile.queries() * static_cast<int>(sizeof(RowOfBackward))),
+        stage_bytes(divide_up(key_bits + 16, 1024) * 1024) {}
+  constexpr int bytes(int count) const { return std::max(stages + count * stage_bytes, bias); }
+};
+
 // Of dQ in order: queries, gradients of outputs, keys, values, bias. Where a step has fewer keys
 // than the block has queries, keys take the place of values.
 struct InOrderLayout {

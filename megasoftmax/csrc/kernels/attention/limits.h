@@ -25,9 +25,9 @@ inline constexpr int kHopperMaxSpilledBytes = 700;
 // The same of float32, of which the backward pass keeps a part of its sums there while it makes
 // scores, at a head dimension of 64.
 inline constexpr int kFloatMaxSpilledBytes = 450;
-// Shared memory that kernels of notes declare themselves. They have no other, and no others declare
-// any.
-inline constexpr int kAttentionMaxDeclaredBytes = 512;
+// Shared memory that kernels of notes, and the one that adds up parts of a gradient of a bias,
+// declare themselves. They have no other, and no others declare any.
+inline constexpr int kAttentionMaxDeclaredBytes = 4096;
 
 // A block of queries against one tile of keys after the other, forward.
 struct AttentionTile {
@@ -91,6 +91,12 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
+// The same where blocks of keys take turns at the gradients of queries: about as many blocks run at
+// a time.
+inline constexpr int64_t kHeadsOfTurns = 512;
+// A block waits for one step of each block of the same head that begins with it. It takes turns
+// where it has so many times as many steps.
+inline constexpr int64_t kStepsOfTurn = 2;
 // Where lengths are not known, tiles of at least so many heads lie side by side that each head has
 // so many blocks at a time.
 inline constexpr int64_t kBlocksOfHead = 8;
@@ -121,6 +127,7 @@ struct AttentionHopperBackwardTile {
   static constexpr int warpgroups = 2;
 
   constexpr bool is_wide() const { return head_dim > 128; }
+  constexpr bool has_turns() const { return !is_wide(); }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return is_wide() ? 64 : 64 * warpgroups; }
   // With a bias. Warps that sum its gradient take the registers that products leave; of a table
@@ -199,6 +206,45 @@ constexpr int combine_warps(int splits) {
   return splits > 16 ? 8 : splits > 8 ? 4 : splits > 4 ? 2 : 1;
 }
 
+// The gradient of a bias in the same order each time: a block of warps beside each other, each with
+// `side` keys and as many queries. A GPU takes the first tile that holds the head dimensions and
+// that a block of it has room for. So many steps at most are in shared memory at a time.
+struct AttentionBiasGradientTile {
+  int head_dim;
+  int key_warps, query_warps, side;
+  int blocks_per_sm;
+  int element_bytes = 2;
+
+  // In registers.
+  constexpr bool holds_bias() const { return head_dim == 64 && element_bytes == 2; }
+  constexpr int threads() const { return 32 * key_warps * query_warps; }
+  constexpr int keys() const { return key_warps * side; }
+  constexpr int queries() const { return query_warps * side; }
+};
+inline constexpr int kMostBiasGradientStages = 4;
+// Windows of so many queries and keys have gradients of a bias in order in any case.
+inline constexpr int kMostOfSmallWindow = 64;
+// Into how many parts those that share an entry are cut, the time tells, in clocks. A
+// multiprocessor makes so many scores times the head dimension in one, and the GPU writes and adds
+// up so many entries of parts. Parts take so many bytes at most, and so many waves of blocks.
+inline constexpr int kWorkOfClock = 256, kPartEntriesOfClock = 256, kClocksOfAddingParts = 4000;
+inline constexpr int64_t kMostBiasPartBytes = 256 << 20, kMostWavesOfBiasParts = 12;
+// clang-format off
+inline constexpr AttentionBiasGradientTile kAttentionBiasGradientTiles[] = {
+    // head dim, warps of keys, of queries, side, blocks/SM
+    {        32,             2,          2,   32,         4},
+    {        64,             2,          2,   32,         3},
+    {       128,             4,          2,   32,         1},
+    {       128,             2,          2,   32,         1},
+    {       256,             2,          2,   32,         1},
+    {       256,             2,          2,   16,         1},
+    // of float32, with the bytes of an element
+    {        32,             2,          2,   32,         2, 4},
+    {        64,             2,          2,   32,         1, 4},
+    {       128,             2,          2,   16,         2, 4},
+};
+// clang-format on
+
 // dQ in the same order each time: the queries of a block.
 inline constexpr int kInOrderQueries = 64;
 
@@ -215,6 +261,9 @@ struct AttentionBackwardTile {
   // Of a warp: so many queries, and as many keys. Two warps have the same keys.
   constexpr int side() const { return queries / 2; }
   constexpr int keys() const { return side() * warps / 2; }
+  // Whether some instances of the kernel sum gradients of queries in turns, or whole. They are
+  // instances of their own, since others would lose time.
+  constexpr bool has_turns() const { return element_bytes == 2 && head_dim <= 64; }
   // Of a step for dQ in order.
   constexpr int in_order_keys() const { return queries; }
 };

@@ -56,6 +56,11 @@ struct AttentionParams {
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
   bool can_exclude = false;  // a row of which nothing is left is 0, else no number
 
+  // Backward, set by the launcher: a block of keys takes all tiles of queries, also those that see
+  // none of its keys; blocks take turns, so that the first keys of as many heads begin first as
+  // blocks run at a time.
+  bool takes_all_queries = false, takes_turns = false;
+
   // [3, batches, heads, queries]: the largest logit, or one that it exceeds by less than 10; the
   // log of the denominator relative to the first; their sum.
   float* statistics = nullptr;
@@ -150,6 +155,14 @@ enum class BiasGradient {
   kDiagonals,   // its sums along diagonals, tile by tile of keys
 };
 
+// How gradients of queries are summed over blocks of keys.
+enum class QueryGradient {
+  kAdded,    // in any order
+  kInTurns,  // in the order of the keys
+  kInOrder,  // likewise, by a launch of its own
+  kWhole,    // one block has all keys
+};
+
 struct AttentionBackwardParams : AttentionParams {
   Strided output, output_gradient;
   const float* lse_gradient = nullptr;  // [batches, heads, queries], or null
@@ -159,15 +172,34 @@ struct AttentionBackwardParams : AttentionParams {
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
 
-  // [batches, heads, queries, head_dim], float32, workspace; null: sums are to be made in the same
-  // order each time, by a launch of their own.
+  // [batches, heads, queries, head_dim], float32, workspace of kAdded and kInTurns; and, of the
+  // latter, whose turn it is, workspace of turn_count().
+  QueryGradient query_gradient_kind = QueryGradient::kAdded;
   float* query_gradient_sum = nullptr;
+  uint32_t* turns = nullptr;
   Strided query_gradient, key_gradient, value_gradient;
 
   BiasGradient bias_gradient_kind = BiasGradient::kNone;
   void* bias_gradient = nullptr;  // contiguous
   int64_t bias_gradient_bytes = 0;
   float* table_gradient = nullptr;  // of diagonals: as the bias, but float32 and contiguous
+
+  // In order, what shares an entry is cut into so many parts. With more than one, workspace of
+  // bias_part_floats() has the sums of each, float32, of bias_entries() entries.
+  int bias_parts = 1;
+  float* part_sums = nullptr;
+
+  // Tiles have at least 32 queries. Two blocks, or parts of one, may add to different columns.
+  int64_t turn_count() const { return batches * heads * divide_up(queries, 32) * 2; }
+  __host__ __device__ int64_t bias_entries() const {
+    return bias_batches() * bias_heads() * queries * keys;
+  }
+  // Parts begin at multiples of 16 bytes.
+  __host__ __device__ int64_t part_entries() const {
+    return divide_up<int64_t>(bias_entries(), 4) * 4;
+  }
+  int64_t bias_part_floats() const { return bias_parts > 1 ? bias_parts * part_entries() : 0; }
+  __device__ float* bias_part(int64_t part) const { return part_sums + part * part_entries(); }
 };
 
 // Sums along diagonals of a tile of kKeys keys, of which each tile has its own: [batches, heads,

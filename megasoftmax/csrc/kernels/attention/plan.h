@@ -22,13 +22,13 @@ inline BiasKind bias_kind(const AttentionParams& params) {
 
 // A bias of size 1 over queries or keys is broadcast over them.
 inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bias_queries,
-                                       int64_t bias_keys, bool is_deterministic) {
+                                       int64_t bias_keys) {
   if (params.is_relative) return BiasGradient::kDiagonals;
   if (bias_keys != params.keys) return BiasGradient::kQueries;
   if (bias_queries != params.queries) return BiasGradient::kKeys;
   if (params.batches_per_bias.divisor == 1 && params.heads_per_bias.divisor == 1)
     return BiasGradient::kDense;
-  return is_deterministic ? BiasGradient::kInOrder : BiasGradient::kShared;
+  return BiasGradient::kShared;
 }
 
 // The first of a table of the portable kernels whose tiles hold the head dimensions, on a GPU that
@@ -48,6 +48,10 @@ constexpr int bytes_of(const AttentionBackwardTile& tile, BiasKind kind) {
   return std::max(
       BackwardLayout(tile, kind).bytes(1),
       InOrderLayout(tile.head_dim, tile.in_order_keys(), kind, tile.element_bytes).bytes);
+}
+
+constexpr int bytes_of(const AttentionBiasGradientTile& tile, BiasKind kind) {
+  return BiasGradientLayout(tile, kind).bytes(1);
 }
 
 // The first tile of a table that is for such elements, holds such a head dimension, and that a
@@ -84,7 +88,8 @@ constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
   }
   return true;
 }
-static_assert(fits_every_gpu(kAttentionForwardTiles) && fits_every_gpu(kAttentionBackwardTiles));
+static_assert(fits_every_gpu(kAttentionForwardTiles) && fits_every_gpu(kAttentionBackwardTiles) &&
+              fits_every_gpu(kAttentionBiasGradientTiles));
 
 // Whether some GPU takes this tile with such a bias: no tile before it serves all of them.
 template <class TileShape, int kCount>
@@ -117,6 +122,62 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
                   resident_blocks(tile, layout.bytes(1), device) == 1)
              ? 2
              : 1;
+}
+
+// How the gradient of a bias is made in order: by an index of kAttentionBiasGradientTiles, with so
+// many steps in shared memory at a time, and from so many parts.
+struct BiasGradientPlan {
+  int tile, stages, parts;
+};
+
+// Steps: without one block less on a multiprocessor.
+inline int bias_gradient_stages(const AttentionBiasGradientTile& tile, BiasKind kind,
+                                const Device& device) {
+  const BiasGradientLayout layout(tile, kind);
+  for (int count = kMostBiasGradientStages; count > 1; --count) {
+    if (layout.bytes(count) <= device.shared_bytes &&
+        resident_blocks(tile, layout.bytes(count), device) ==
+            resident_blocks(tile, layout.bytes(2), device))
+      return count;
+  }
+  return 1;
+}
+
+// Parts: as many as take the least time, in clocks.
+inline int bias_gradient_parts(const AttentionBackwardParams& params,
+                               const AttentionBiasGradientTile& tile, int bytes,
+                               const Device& device) {
+  const int64_t of_sm = resident_blocks(tile, bytes, device);
+  const int64_t room = of_sm * device.multiprocessors;
+  const int64_t blocks = params.bias_batches() * params.bias_heads() *
+                         divide_up<int64_t>(params.queries, tile.queries()) *
+                         divide_up<int64_t>(params.keys, tile.keys());
+  const int64_t members = params.batches_per_bias.divisor * params.heads_per_bias.divisor;
+  const int64_t most = std::min<int64_t>(
+      members, kMostBiasPartBytes / std::max<int64_t>(4 * params.part_entries(), 1));
+  const int64_t step = of_sm * tile.queries() * tile.keys() * tile.head_dim / kWorkOfClock;
+  const auto time_of = [&](int64_t parts) {
+    const int64_t time = divide_up(blocks * parts, room) * divide_up(members, parts) * step;
+    return parts == 1
+               ? time
+               : time + parts * params.part_entries() / kPartEntriesOfClock + kClocksOfAddingParts;
+  };
+  int64_t best = 1;
+  for (int64_t waves = 1; waves <= kMostWavesOfBiasParts && blocks > 0; ++waves) {
+    const int64_t parts = std::min(waves * room / blocks, most);
+    if (parts > 1 && time_of(parts) < time_of(best)) best = parts;
+  }
+  return static_cast<int>(best);
+}
+
+inline BiasGradientPlan bias_gradient_plan(const AttentionBackwardParams& params,
+                                           const Device& device) {
+  const BiasKind kind = bias_kind(params);
+  const int index = tile_for(kAttentionBiasGradientTiles, params, device);
+  const AttentionBiasGradientTile& tile = kAttentionBiasGradientTiles[index];
+  const int stages = bias_gradient_stages(tile, kind, device);
+  return {index, stages,
+          bias_gradient_parts(params, tile, BiasGradientLayout(tile, kind).bytes(stages), device)};
 }
 
 // Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
@@ -281,12 +342,50 @@ inline int hopper_tile(const AttentionParams& params) {
   return hopper_tile_for(kAttentionHopperTiles, params);
 }
 
-// The same backward, of kAttentionHopperBackwardTiles.
+// The same backward, of kAttentionHopperBackwardTiles. Wide tiles know no turns.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
-  if (hopper_tile(params) < 0 || params.query_gradient_sum == nullptr || params.queries == 0 ||
+  const QueryGradient kind = params.query_gradient_kind;
+  if (hopper_tile(params) < 0 || params.queries == 0 || kind == QueryGradient::kInOrder ||
+      kind == QueryGradient::kWhole ||
       !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
     return -1;
-  return hopper_tile_for(kAttentionHopperBackwardTiles, params);
+  const int tile = hopper_tile_for(kAttentionHopperBackwardTiles, params);
+  const bool knows_kind =
+      kind == QueryGradient::kAdded || tile < 0 || kAttentionHopperBackwardTiles[tile].has_turns();
+  return knows_kind ? tile : -1;
+}
+
+// Whether blocks of keys, of which a GPU runs `room` at a time, lose less time by taking turns than
+// a launch of its own takes. Those of a head that begin at the same time run one step after the
+// other.
+template <class Tile>
+bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile, int64_t room) {
+  const int64_t heads = std::max<int64_t>(params.batches * params.key_heads, 1);
+  const int64_t together =
+      std::min(divide_up(room, heads), divide_up<int64_t>(params.keys, tile.keys()));
+  const int64_t steps =
+      divide_up<int64_t>(params.queries, tile.queries) * params.heads_per_key_head.divisor;
+  return tile.has_turns() && kStepsOfTurn * (together - 1) <= steps;
+}
+
+// How gradients of queries are summed, by Hopper's kernel of a tile, or by the portable one where
+// that is -1.
+inline QueryGradient query_gradient_kind(const AttentionBackwardParams& params, int hopper_tile,
+                                         bool is_deterministic, const Device& device) {
+  const auto in_turns = [&](const auto& own, int64_t room) {
+    if (!is_deterministic) return QueryGradient::kAdded;
+    return is_faster_in_turns(params, own, room) ? QueryGradient::kInTurns
+                                                 : QueryGradient::kInOrder;
+  };
+  if (hopper_tile >= 0)
+    return in_turns(kAttentionHopperBackwardTiles[hopper_tile], device.multiprocessors);
+  const AttentionBackwardTile& tile =
+      kAttentionBackwardTiles[tile_for(kAttentionBackwardTiles, params, device)];
+  if (tile.has_turns() && params.keys > 0 && params.keys <= tile.keys())
+    return QueryGradient::kWhole;
+  const BiasKind kind = bias_kind(params);
+  const int bytes = BackwardLayout(tile, kind).bytes(query_stages(tile, kind, device));
+  return in_turns(tile, int64_t{resident_blocks(tile, bytes, device)} * device.multiprocessors);
 }
 
 // Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
@@ -296,6 +395,13 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
   return params.bias_gradient_kind == BiasGradient::kShared && !has_unknown_lengths(params) &&
          params.heads_per_bias.divisor == 1 && batches > 1 && batches <= kMaxBiasCluster &&
          (batches & (batches - 1)) == 0;
+}
+
+// Whether the gradient of a bias that several share takes less time by a launch of its own than by
+// additions in any order: where each block of keys would add to all entries of a small window.
+inline bool is_faster_in_order(const AttentionBackwardParams& params, int hopper_tile) {
+  return hopper_tile < 0 && size_of(params.query.type) == 2 &&
+         std::max(params.queries, params.keys) <= kMostOfSmallWindow;
 }
 
 // Do blocks of Hopper's forward take several tiles of queries? By length and window. With a mask or
@@ -325,8 +431,10 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
       params.window_left < 0 && params.window_right < 0 && !has_unknown_lengths(params);
   const int64_t fewest = has_unknown_lengths(params) ? multiprocessors / kBlocksOfHead : 1;
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
-  const int64_t held =
-      is_even ? 1 : std::max(cache_bytes / 2 / std::max<int64_t>(bytes_of_head, 1), fewest);
+  const int64_t in_cache = cache_bytes / std::max<int64_t>(bytes_of_head, 1);
+  const int64_t held = params.takes_turns ? std::min<int64_t>(in_cache, kHeadsOfTurns)
+                       : is_even          ? 1
+                                          : std::max(in_cache / 2, fewest);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));
   while (count % most != 0) --most;
   return most * together;

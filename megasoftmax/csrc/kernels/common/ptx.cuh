@@ -214,6 +214,19 @@ __device__ inline void wait_for_reads_of_stores() {
 #endif
 }
 
+// Until those that this thread started are done, and others can see them.
+__device__ inline void wait_for_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+// Between those and what the generic instructions of this thread order, in global memory.
+__device__ inline void publish_writes_to_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // Starts to bring `bytes` of global memory to the L2 cache; both are multiples of 16.
 __device__ inline void prefetch_to_cache(const void* global, int bytes) {
 #if __CUDA_ARCH__ >= 900

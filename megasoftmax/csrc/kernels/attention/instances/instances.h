@@ -22,7 +22,7 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
                                               cudaStream_t stream);
 // With Hopper's kernels of `hopper_tile`, or with the portable ones where it is -1.
 template <class T>
-cudaError_t attention_backward_instance(const AttentionBackwardParams& params, int hopper_tile,
+cudaError_t attention_backward_instance(AttentionBackwardParams params, int hopper_tile,
                                         cudaStream_t stream);
 // As of the forward.
 template <class T>

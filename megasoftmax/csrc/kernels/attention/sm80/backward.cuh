@@ -9,6 +9,7 @@
 
 #include "../../common/reduce.cuh"
 #include "../../common/sink.cuh"
+#include "../turns.cuh"
 #include "backward_tile.cuh"
 #include "bias_gradient.cuh"
 
@@ -71,8 +72,9 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   }
 }
 
-// dQ of a tile of queries from the block's keys: each warp makes some rows of some columns.
-template <class T, class Memory>
+// dQ of a tile of queries from the block's keys: each warp makes some rows of some columns. Sums,
+// or the gradient itself where the block has all keys.
+template <class T, class Memory, bool kHasTurns>
 __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardParams& params,
                                                       const char* shared_memory, int batch,
                                                       int head, int first_query, int slice) {
@@ -95,6 +97,23 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   multiply_transposed<T, Memory::kKeys>(gradients, FragmentsAcross<ScoreTile>(score_tile, 0),
                                         FragmentsDown<KeyTile>(key_tile, 0), first_row, column);
   const int query = first_query + first_row + mine.row;
+  if (kHasTurns && params.query_gradient_kind == QueryGradient::kWhole) {
+    const Strided& tensor = params.query_gradient;
+    T* const first = tensor.row<T>(batch, head, query) + column + mine.column;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; i += 2) {
+      const int row = row_offset(i / 4, i % 4);
+      if (query + row >= params.queries) continue;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const float* const pair = gradients[i / 4][n] + i % 4;
+        if (column + n * 8 < params.head_dim)
+          *reinterpret_cast<Pair<T>*>(first + row * tensor.query_stride + column_offset(n, 0)) =
+              round_pair<T>(pair[0] * params.scale, pair[1] * params.scale);
+      }
+    }
+    return;
+  }
   float* const first = params.query_gradient_sum +
                        params.row_index(batch, head, query) * params.head_dim + column +
                        mine.column;
@@ -120,8 +139,8 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-// Plain: without mask, ranges and dropout.
-template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
+// Plain: without mask, ranges and dropout. With turns: or gradients of queries are whole.
+template <class T, BiasKind kBias, bool kIsPlain, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -157,7 +176,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(value_tile, params.value, params.value_dim);
   }
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
-  using Tiles = QueryTiles<kKeys, kQueries, kIsPlain>;
+  using Tiles = QueryTiles<kKeys, kQueries, kIsPlain, kHasTurns>;
   const auto copy_queries = [&](int step, const Tiles& tiles) {
     const int head = tiles.head, query = tiles.query;
     const QueryTile query_tile{memory + Memory::kLayout.stages +
@@ -188,11 +207,18 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     __syncthreads();
   }
 
+  int head = 0, query = 0, step = 0;
+  const auto turn = [&] { return turn_of<kQueries>(params, batch, head, query, slice / kSlice); };
+  // A turn ends in the middle of the next step, when its sums were added and cost no wait, by
+  // another warp than waits for the next turn.
+  const bool ends_turns = kHasTurns && params.turns != nullptr && threadIdx.x == kThreads - 32;
+  [[maybe_unused]] uint32_t* taken = nullptr;
 #pragma unroll 1
-  for (int step = 0; tiles.are_left(); ++step) {
+  for (; tiles.are_left(); ++step) {
     wait_for_copies();
     __syncthreads();  // this step's copies are there, the step before is done
-    const int head = tiles.head, query = tiles.query;
+    head = tiles.head;
+    query = tiles.query;
     tiles.advance(params, batch, first_key);
     if (params.stages > 1 && tiles.are_left()) copy_queries(step + 1, tiles);
 
@@ -205,9 +231,19 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     const FirstScore at{batch, head, query, first_key};
     typename Memory::Scores weights = {}, gradients = {};
-    find_score_gradients<T, kBias, kIsPlain, Memory>(params, at, shared_memory, stage_of(step),
-                                                     rows + step % 2 * kQueries, excluded, weights,
-                                                     gradients, [] {});
+    const uint32_t stage =
+        memory + Memory::kLayout.stages + stage_of(step) * Memory::kLayout.stage_bytes;
+    const BackwardWarp warp(Memory::kSide);
+    find_score_gradients<T, kBias, kIsPlain, true, Memory>(
+        params, at,
+        {memory, memory + Memory::kLayout.values, stage, stage + QueryTile::kBytes,
+         rows + step % 2 * kQueries},
+        warp, excluded, weights, gradients,
+        [&](typename Memory::Scores& products) {
+          typename Memory::Bias{params, shared_memory + Memory::kLayout.bias}.template add_to<true>(
+              products, warp.query, warp.key);
+        },
+        [] {});
     share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kLayout.weights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
@@ -215,6 +251,13 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
         with_bias_gradient<kBias, ScoreTile>(params, at, key_sums, tiles.head != at.head, body);
     };
     with_gradient([&](auto policy) { policy.take(params, at, gradients); });
+    if (ends_turns) {
+      if (step > 0) pass_turn(taken);
+      taken = turn();
+    }
+    if (kHasTurns && params.turns != nullptr && threadIdx.x == 0)
+      wait_for_turn(turn(), steps_before<kKeys, kQueries, kIsPlain, true>(params, batch, head,
+                                                                          query, first_key));
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);
     with_gradient([&](auto policy) {
@@ -231,8 +274,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       multiply_tiles<T, kQueries>(key_gradient, FragmentsDown<ScoreTile>(score_tile, warp.key),
                                   FragmentsDown<QueryTile>(query_tile, 0), column);
     }
-    if (params.query_gradient_sum != nullptr)
-      add_to_query_gradient<T, Memory>(params, shared_memory, batch, head, query, slice);
+    if (params.query_gradient_sum != nullptr || kHasTurns)
+      add_to_query_gradient<T, Memory, kHasTurns>(params, shared_memory, batch, head, query, slice);
     if (params.stages == 1 && tiles.are_left()) {
       __syncthreads();  // queries and gradients are used up
       copy_queries(step + 1, tiles);
@@ -240,6 +283,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   }
   wait_for_copies();
   __syncthreads();
+  if (ends_turns && step > 0) pass_turn(taken);
 
   // Through what held keys and values.
   const auto store = [&](int at, const float (&sums)[kM][kColumns][4], float factor,

@@ -44,16 +44,22 @@ __device__ inline void start_copy_of_rows(const AttentionBackwardParams& params,
                 query < params.queries ? 16 : 0);
 }
 
-// This warp's place in a tile.
+// This warp's place in a tile; `sharers` warps have the same keys.
 struct BackwardWarp {
   int key, query, half;  // of two
 
-  __device__ explicit BackwardWarp(int side) {
+  __device__ explicit BackwardWarp(int side, int sharers = 2) {
     const int warp = thread_index_anew() / 32;
-    half = warp % 2;
-    key = warp / 2 * side;
+    half = warp % sharers;
+    key = warp / sharers * side;
     query = half * side;
   }
+};
+
+// Where a step has what makes scores, in shared memory.
+struct BackwardStep {
+  uint32_t keys, values, queries, gradients;
+  const RowOfBackward* rows;
 };
 
 // Where a tile of scores begins.
@@ -61,31 +67,33 @@ struct FirstScore {
   int batch, head, query, key;
 };
 
-// Weights of what dropout drops are negative. Calls `between` when the queries and the keys are
-// used up.
-template <class T, BiasKind kBias, bool kIsPlain, class Memory, class Between>
-__device__ __forceinline__ void find_score_gradients(
-    const AttentionParams& params, const FirstScore& at, char* shared_memory, int stage,
-    const RowOfBackward* rows, const Excluded<Memory::kM, Memory::kN>& excluded,
-    typename Memory::Scores& weights, typename Memory::Scores& gradients, Between&& between) {
+// Weights of what dropout drops are negative. Calls add_bias(products), and then `between` when the
+// queries and the keys are used up. Gradients are those of scores. Where not kAreOfScores they are
+// still without their factor, the size of the weight, and the caller excludes. Returns whether D is
+// finite.
+template <class T, BiasKind kBias, bool kIsPlain, bool kAreOfScores, class Memory, class AddBias,
+          class Between>
+__device__ __forceinline__ bool find_score_gradients(
+    const AttentionParams& params, const FirstScore& at, const BackwardStep& step,
+    const BackwardWarp& warp, const Excluded<Memory::kM, Memory::kN>& excluded,
+    typename Memory::Scores& weights, typename Memory::Scores& gradients, AddBias&& add_bias,
+    Between&& between) {
   constexpr int kM = Memory::kM, kN = Memory::kN;
   using KeyTile = typename Memory::KeyTile;
   using QueryTile = typename Memory::QueryTile;
-  const uint32_t memory = shared_address(shared_memory);
-  const KeyTile key_tile{memory}, value_tile{memory + Memory::kLayout.values};
-  const QueryTile query_tile{memory + Memory::kLayout.stages + stage * Memory::kLayout.stage_bytes};
-  const QueryTile gradient_tile{query_tile.address + QueryTile::kBytes};
-  const BackwardWarp warp(Memory::kSide);
-  multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>(key_tile, warp.key),
-                                 FragmentsAcross<QueryTile>(query_tile, warp.query));
-  const typename Memory::Bias bias{params, shared_memory + Memory::kLayout.bias};
-  bias.template add_to<true>(weights, warp.query, warp.key);
+  multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>({step.keys}, warp.key),
+                                 FragmentsAcross<QueryTile>({step.queries}, warp.query));
+  add_bias(weights);
   between();
-  multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>(value_tile, warp.key),
-                                 FragmentsAcross<QueryTile>(gradient_tile, warp.query));
+  multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>({step.values}, warp.key),
+                                 FragmentsAcross<QueryTile>({step.gradients}, warp.query));
   const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
-  const RowOfBackward* const columns = rows + warp.query + FirstElement().column;
+  const RowOfBackward* const columns = step.rows + warp.query + FirstElement().column;
   bool is_finite = true;
+  if constexpr (!kAreOfScores) {
+    const float delta = step.rows[warp.query + thread_index_anew() % (16 * kM)].delta;
+    is_finite = __all_sync(~0u, fabsf(delta) < INFINITY);
+  }
   // Of two neighbours; drop(gradients, weights) clears and negates them where they are dropped.
   const auto finish = [&](int m, int n, int half, auto&& drop) {
     float* const weight = weights[m][n] + 2 * half;
@@ -94,14 +102,16 @@ __device__ __forceinline__ void find_score_gradients(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const RowOfBackward& row = of_pair[i];
-      is_finite = is_finite && fabsf(row.delta) < INFINITY;
+      if (kAreOfScores) is_finite = is_finite && fabsf(row.delta) < INFINITY;
       weight[i] =
           exp2_approximate(fmaf(fmaf(weight[i], to_logit, -row.max), kLog2E, -row.log2_sum));
     }
     drop(gradient, weight);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      gradient[i] = fmaf(gradient[i], params.dropout.factor, -of_pair[i].delta) * fabsf(weight[i]);
+    for (int i = 0; i < 2; ++i) {
+      gradient[i] = fmaf(gradient[i], params.dropout.factor, -of_pair[i].delta);
+      if (kAreOfScores) gradient[i] *= fabsf(weight[i]);
+    }
   };
   if (!kIsPlain && params.dropout.seed != nullptr) {
     const Dropping<true> dropping(params, at.batch, at.head);
@@ -117,6 +127,7 @@ __device__ __forceinline__ void find_score_gradients(
     for (int i = 0; i < 2 * kM * kN; ++i)
       finish(i / 2 % kM, i / (2 * kM), i % 2, [](float*, float*) {});
   }
+  if constexpr (!kAreOfScores) return is_finite;
   // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
   // where delta is.
   if (!is_finite) {
@@ -128,13 +139,14 @@ __device__ __forceinline__ void find_score_gradients(
   }
   excluded.apply(weights, 0.f);
   excluded.apply(gradients, 0.f);
+  return is_finite;
 }
 
 // To where all warps find them: a tile at an offset of the shared memory. Negative ones become 0
 // where kArePositive.
 template <class T, class ScoreTile, bool kArePositive = false, int kM, int kN>
-__device__ inline void share_scores(char* tile, const Accumulators<kM, kN>& scores) {
-  const BackwardWarp warp(kM * 16);
+__device__ inline void share_scores(char* tile, const Accumulators<kM, kN>& scores,
+                                    const BackwardWarp& warp = BackwardWarp(kM * 16)) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
     store_to_tile<ScoreTile>(tile, warp.key + row_offset(m, 0), scores[m], warp.query,

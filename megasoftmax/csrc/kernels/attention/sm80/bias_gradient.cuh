@@ -24,8 +24,48 @@ struct NoBiasGradient {
   __device__ static void take_shared(const Arguments&...) {}
 };
 
-// Of a bias in float32, dense, or added up over what shares an entry: eight lanes write, or add to,
-// eight neighbours.
+// Writes, or adds, this warp's gradients of scores to those of a head, float32, from `query` and
+// `key` on: eight lanes have eight neighbours.
+template <bool kAdds, int kM, int kN>
+__device__ __forceinline__ void store_gradients(const AttentionParams& params, float* of_head,
+                                                int query, int key,
+                                                const Accumulators<kM, kN>& gradients) {
+  const FirstElement mine;
+  const int first_query = query + mine.column, first_key = key + mine.row;
+  float* const first = of_head + int64_t{first_query} * params.keys + first_key;
+  const auto store = [&]<bool kIsWhole>() {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const int column = column_offset(n, right);
+        if (!kIsWhole && first_query + column >= params.queries) continue;
+        float* const entries = first + int64_t{column} * params.keys;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int i = right; i < 4; i += 2) {
+            const int row = row_offset(m, i);
+            if (!kIsWhole && first_key + row >= params.keys) continue;
+            if constexpr (kAdds) {
+              add_to_global(entries + row, gradients[m][n][i]);
+            } else {
+              entries[row] = gradients[m][n][i];
+            }
+          }
+        }
+      }
+    }
+  };
+  // A branch around each addition costs several: whole tiles have none.
+  if (query + 8 * kN <= params.queries && key + 16 * kM <= params.keys) {
+    store.template operator()<true>();
+  } else {
+    store.template operator()<false>();
+  }
+}
+
+// Of a bias in float32, dense, or added up over what shares an entry.
 template <bool kAdds>
 struct FloatBiasGradient : NoBiasGradient {
   int64_t bias_head;
@@ -33,42 +73,9 @@ struct FloatBiasGradient : NoBiasGradient {
   template <int kM, int kN>
   __device__ void take(const AttentionBackwardParams& params, const FirstScore& at,
                        const Accumulators<kM, kN>& gradients) {
-    constexpr int kSide = 16 * kM;
-    const BackwardWarp warp(kSide);
-    const FirstElement mine;
-    const int query = at.query + warp.query + mine.column, key = at.key + warp.key + mine.row;
-    float* const first = bias_gradient_at<float>(params, bias_head, query, key);
-    const auto store = [&]<bool kIsWhole>() {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int right = 0; right < 2; ++right) {
-          const int column = column_offset(n, right);
-          if (!kIsWhole && query + column >= params.queries) continue;
-          float* const entries = first + int64_t{column} * params.keys;
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-#pragma unroll
-            for (int i = right; i < 4; i += 2) {
-              const int row = row_offset(m, i);
-              if (!kIsWhole && key + row >= params.keys) continue;
-              if constexpr (kAdds) {
-                add_to_global(entries + row, gradients[m][n][i]);
-              } else {
-                entries[row] = gradients[m][n][i];
-              }
-            }
-          }
-        }
-      }
-    };
-    // A branch around each addition costs several: whole tiles have none.
-    if (at.query + warp.query + kSide <= params.queries &&
-        at.key + warp.key + kSide <= params.keys) {
-      store.template operator()<true>();
-    } else {
-      store.template operator()<false>();
-    }
+    const BackwardWarp warp(16 * kM);
+    store_gradients<kAdds>(params, bias_gradient_at<float>(params, bias_head, 0, 0),
+                           at.query + warp.query, at.key + warp.key, gradients);
   }
 };
 
@@ -98,7 +105,7 @@ struct FragmentsAlong : Fragments<ScoreTile> {
 };
 
 // Of a bias in 16 bits, dense: each warp writes 16 queries and 64 keys, or 8 and 32 of a tile of 32
-// queries.
+// queries and as many keys.
 template <class ScoreTile>
 struct DenseBiasGradient : NoBiasGradient {
   int64_t bias_head;
@@ -108,7 +115,8 @@ struct DenseBiasGradient : NoBiasGradient {
     using T = typename ScoreTile::Element;
     T* const out = bias_gradient_at<T>(params, bias_head, 0, 0);
     const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
-    constexpr int kWarpsOfQueries = 4, kBlocks = ScoreTile::kColumns / 32;  // of 8 queries
+    constexpr int kBlocks = ScoreTile::kColumns > 32 ? 2 : 1;  // of 8 queries
+    constexpr int kWarpsOfQueries = ScoreTile::kColumns / (8 * kBlocks);
     const int first_column = warp % kWarpsOfQueries * kBlocks * 8;
     const int first_row = warp / kWarpsOfQueries * kBlocks * 32;
     const FragmentsAlong<ScoreTile> fragments(ScoreTile{shared_address(scores)});
@@ -265,122 +273,6 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
       take_dense.template operator()<true, SharedBiasGradient<ScoreTile>>();
     if (kind == BiasGradient::kKeys) body(KeysBiasGradient<kM>{{}, key_sums, is_last_of_head});
     if (kind == BiasGradient::kDiagonals) body(DiagonalsBiasGradient<ScoreTile>{});
-  }
-}
-
-// dB of a bias that batches or heads share: a block owns a tile of some queries and keys of it,
-// and takes all that share it in turn, always in the same order.
-template <class T, BiasKind kBias, int kIndex>
-__global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
-                                  kAttentionBackwardTiles[kIndex].blocks_per_sm)
-    attention_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
-  if (!kIsAmpere) return;
-  using Memory = BackwardMemory<T, kBias, kIndex>;
-  using KeyTile = typename Memory::KeyTile;
-  using QueryTile = typename Memory::QueryTile;
-  constexpr int kThreads = Memory::kThreads, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
-  constexpr int kM = Memory::kM, kN = Memory::kN;
-  extern __shared__ __align__(1024) char shared_memory[];
-  const uint32_t memory = shared_address(shared_memory);
-  auto* const rows = reinterpret_cast<RowOfBackward*>(shared_memory + Memory::kLayout.rows);
-
-  int first_key, first_query, bias_head, bias_batch;
-  {
-    int tile;
-    params.order.place(static_cast<int>(blockIdx.x), tile, bias_head, bias_batch);
-    const int key_tiles = divide_up(params.keys, kKeys);
-    first_key = tile % key_tiles * kKeys;
-    first_query = tile / key_tiles * kQueries;
-  }
-  const int heads = static_cast<int>(params.heads_per_bias.divisor);
-  const int members = heads * static_cast<int>(params.batches_per_bias.divisor);
-  const auto place_of = [&](int member, int& head, int& batch) {
-    batch = bias_batch * static_cast<int>(params.batches_per_bias.divisor) + member / heads;
-    head = bias_head * heads + member % heads;
-  };
-  const int last_query = min(first_query + kQueries, params.queries) - 1;
-  // Outside of a window nothing but 0 remains, which is there.
-  if (visible_keys(params, last_query).end <= first_key ||
-      visible_keys(params, first_query).begin >= first_key + kKeys)
-    return;
-
-  const auto copy = [&](int at, const Strided& tensor, int member, bool is_of_keys, int columns) {
-    int head, batch, key_head, rest;
-    place_of(member, head, batch);
-    params.heads_per_key_head.split(head, key_head, rest);
-    const int first = is_of_keys ? first_key : first_query;
-    const T* const source = tensor.row<const T>(batch, is_of_keys ? key_head : head, first);
-    if (is_of_keys) {
-      KeyTile{memory + at}.template start_copy<kThreads>(source, tensor.query_stride,
-                                                         params.keys - first, columns);
-    } else {
-      QueryTile{memory + at}.template start_copy<kThreads>(source, tensor.query_stride,
-                                                           params.queries - first, columns);
-    }
-  };
-  const auto copy_keys_and_queries = [&](int member) {
-    copy(0, params.key, member, true, params.head_dim);
-    copy(Memory::kLayout.stages, params.query, member, false, params.head_dim);
-    int head, batch;
-    place_of(member, head, batch);
-    start_copy_of_rows<kQueries>(params, rows + member % 2 * kQueries, batch, head, first_query);
-    end_copies();
-  };
-  const auto copy_values_and_gradients = [&](int member) {
-    copy(Memory::kLayout.values, params.value, member, true, params.value_dim);
-    copy(Memory::kLayout.stages + QueryTile::kBytes, params.output_gradient, member, false,
-         params.value_dim);
-    end_copies();
-  };
-
-  {
-    int head, batch;
-    place_of(0, head, batch);
-    typename Memory::Bias{params, shared_memory + Memory::kLayout.bias}.template fill<kThreads>(
-        batch, head, first_query, first_key);
-  }
-  const bool is_cut = first_key + kKeys > params.keys || first_query + kQueries > params.queries ||
-                      visible_keys(params, first_query).end < first_key + kKeys ||
-                      visible_keys(params, last_query).begin > first_key;
-  typename Memory::Scores sums = {};
-  copy_keys_and_queries(0);
-  copy_values_and_gradients(0);
-#pragma unroll 1
-  for (int member = 0; member < members; ++member) {
-    wait_for_older_copies<1>();
-    __syncthreads();  // keys and queries are there
-    int head, batch;
-    place_of(member, head, batch);
-    Excluded<kM, kN> excluded;
-    if (is_cut || params.note.words != nullptr) {
-      const BackwardWarp warp(Memory::kSide);
-      excluded.template find<true>(params, batch, head, first_query + warp.query,
-                                   first_key + warp.key, is_cut);
-    }
-    typename Memory::Scores scores = {}, gradients = {};
-    find_score_gradients<T, kBias, false, Memory>(
-        params, {batch, head, first_query, first_key}, shared_memory, 0,
-        rows + member % 2 * kQueries, excluded, scores, gradients, [&] {
-          wait_for_copies();
-          __syncthreads();  // values and gradients are there, keys and queries are used up
-          if (member + 1 < members) copy_keys_and_queries(member + 1);
-        });
-#pragma unroll
-    for (int i = 0; i < 4 * kM * kN; ++i)
-      sums[i / (4 * kN)][i / 4 % kN][i % 4] += gradients[i / (4 * kN)][i / 4 % kN][i % 4];
-    __syncthreads();  // values and gradients are used up
-    if (member + 1 < members) copy_values_and_gradients(member + 1);
-  }
-  const int64_t bias_entry = bias_batch * params.bias_heads() + bias_head;
-  const FirstScore at{.query = first_query, .key = first_key};
-  if (sizeof(T) == 4 || params.bias.type == DType::kFloat32) {
-    FloatBiasGradient<false>{{}, bias_entry}.take(params, at, sums);
-  } else if constexpr (sizeof(T) == 2) {
-    using ScoreTile = typename Memory::ScoreTile;
-    share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, sums);
-    __syncthreads();
-    DenseBiasGradient<ScoreTile>{{}, bias_entry}.take_shared(
-        params, at, shared_memory + Memory::kLayout.scores);
   }
 }
 

@@ -38,11 +38,11 @@ struct Tile {
     return offset(row, column / kInChunk) + column % kInChunk * kElementBytes;
   }
 
-  // Starts to copy rows, by the threads of a block; what lies beyond `rows` and `columns` becomes
-  // 0.
+  // Starts to copy rows, by the threads of a block, or by as many of them that count from 0; what
+  // lies beyond `rows` and `columns` becomes 0.
   template <int kThreads>
-  __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns) const {
-    const int thread = thread_index_anew();
+  __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns,
+                             int thread = thread_index_anew()) const {
     constexpr int kRowsAtATime = kThreads / kChunks;
     static_assert(kRows % kRowsAtATime == 0);
     const int chunk = thread % kChunks, first = thread / kChunks;

@@ -27,6 +27,7 @@
 #include "../exclusion.cuh"
 #include "../limits.h"
 #include "../sm80/tile.cuh"
+#include "../turns.cuh"
 #include "kept_bits.cuh"
 #include "ptx.cuh"
 
@@ -468,7 +469,7 @@ __device__ __forceinline__ void with_dropout(const AttentionParams& params, Body
   }
 }
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+template <class T, HopperBias kBias, bool kIsPlain, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                      const __grid_constant__ BackwardTensorMaps maps) {
@@ -936,6 +937,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   if (exchanges_bits) sync_warpgroup(warpgroup);
   memory.keys_are_there().wait(0);
   int step = 0;
+  [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
+  const auto end_turn = [&] {
+    if (!kHasTurns || step == 0) return;
+    wait_for_stores();
+    publish_writes_to_others();
+    pass_turn(taken);
+  };
 #pragma unroll 1
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
@@ -994,6 +1002,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_key_gradient(memory.queries(stage));
     make_bits();
+    if constexpr (kHasTurns) {  // while products run, and by two warps
+      uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
+      if (is_first_of_group) end_turn();
+      if (threadIdx.x % 128 == 32)
+        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsPlain, false>(params, batch, head,
+                                                                           query, first_key));
+      taken = turn;
+    }
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
@@ -1003,6 +1019,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     publish_writes();
     sync_warpgroup(warpgroup);
     if (is_first_of_group) {
+      if (kHasTurns) publish_writes_to_others();
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const int column = 64 * column_panel + 32 * side;
@@ -1024,7 +1041,10 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     if (has_diagonals) memory.gradients_are_there((step - 1) % 2).arrive();
   }
 
-  if (is_first_of_group) wait_for_reads_of_stores();
+  if (is_first_of_group) {
+    wait_for_reads_of_stores();
+    end_turn();
+  }
   sync_warpgroup(warpgroup);
   // Both in the same rows of a tile, so that a warp writes where it alone has written.
   using Rows = Tile<T, 64, 64 * Memory::kPanels>;

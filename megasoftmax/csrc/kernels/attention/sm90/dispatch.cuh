@@ -144,12 +144,12 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
   });
 }
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+template <class T, HopperBias kBias, bool kIsPlain, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
     return attention_hopper_wide_backward_kernel<T, kIsPlain, kIndex>;
   } else {
-    return attention_hopper_backward_kernel<T, kBias, kIsPlain, kIndex>;
+    return attention_hopper_backward_kernel<T, kBias, kIsPlain, kHasTurns, kIndex>;
   }
 }
 
@@ -211,11 +211,15 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
                 make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
           }
         }
-        return launch_with_maps(is_plain(params)
-                                    ? hopper_backward_kernel<T, kBias, true, kIndex>()
-                                    : hopper_backward_kernel<T, kBias, false, kIndex>(),
-                                divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX,
-                                cluster, Memory::kThreads, Memory::kBytes, stream, params, maps);
+        const auto launch_kernel = [&]<bool kHasTurns>() {
+          return launch_with_maps(
+              is_plain(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
+                               : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
+              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX, cluster,
+              Memory::kThreads, Memory::kBytes, stream, params, maps);
+        };
+        return params.turns != nullptr ? launch_kernel.template operator()<true>()
+                                       : launch_kernel.template operator()<false>();
       }
     });
   });

@@ -1,0 +1,87 @@
+#pragma once
+// Turns of the blocks that add to the same gradients of queries: those of a tile of keys add when
+// those of the tile before are done. So sums have the same order each time. Blocks with earlier
+// keys have lower numbers, and begin earlier.
+
+#include "exclusion.cuh"
+
+namespace megasoftmax {
+
+// Of tiles of kKeys keys from `begin` to before `end` those that have a step for the tile of
+// queries that begins at `query`, by the note.
+template <int kKeys, int kQueries>
+__device__ __forceinline__ int noted_steps(const AttentionParams& params, int batch, int head,
+                                           int query, int begin, int end) {
+  // A tile has a half of a tile of the note, or one or two of them.
+  constexpr int kHalves = kKeys * 2 / kNoteTile;
+  const NoteLayout& layout = params.note.layout;
+  const int line = query / kNoteTile;
+  const uint32_t* const words = params.note.of(batch, head) + layout.seen_by_query();
+  const auto seen_at = [&](int word) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int i = 0; i < divide_up(kQueries, kNoteTile); ++i) {
+      if (line + i < layout.query_tiles)
+        seen |= __ldg(words + int64_t{line + i} * layout.words_of_keys() + word);
+    }
+    return kHalves == 4 ? (seen | seen >> 1) & 0x55555555u : seen;
+  };
+  const int first = begin * kHalves / 2, last = end * kHalves / 2;
+  int count = 0;
+  for (int word = first / 32; word * 32 < last; ++word) {
+    uint32_t seen = seen_at(word);
+    if (word == first / 32) seen &= ~0u << first % 32;
+    if (word == last / 32) seen &= ~(~0u << last % 32);
+    count += __popc(seen) * (kHalves == 1 ? 2 : 1);
+  }
+  if constexpr (kHalves == 1) {
+    const auto is_seen = [&](int tile) {
+      return static_cast<int>(seen_at(tile / 32) >> tile % 32 & 1);
+    };
+    if (begin % 2 != 0) count -= is_seen(first);
+    if (end % 2 != 0) count += is_seen(last);
+  }
+  return count;
+}
+// The same as a function, for kernels that would lack registers for it. Products of warpgroups know
+// no functions.
+template <int kKeys, int kQueries>
+__device__ __noinline__ int noted_steps_apart(const AttentionParams& params, int batch, int head,
+                                              int query, int begin, int end) {
+  return noted_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
+}
+
+// How many blocks of kKeys keys, of those before `first_key`, have a step for the tile of queries
+// that begins at `query`: QueryTiles has which.
+template <int kKeys, int kQueries, bool kIsPlain, bool kIsApart>
+__device__ __forceinline__ int steps_before(const AttentionParams& params, int batch, int head,
+                                            int query, int first_key) {
+  const int begin = visible_keys(params, query).begin / kKeys, end = first_key / kKeys;
+  if (begin >= end) return 0;
+  if (kIsPlain || params.note.words == nullptr) return end - begin;
+  return kIsApart ? noted_steps_apart<kKeys, kQueries>(params, batch, head, query, begin, end)
+                  : noted_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
+}
+
+// Of the blocks, or parts of one, that add to the same columns of a tile of queries.
+template <int kQueries>
+__device__ inline uint32_t* turn_of(const AttentionBackwardParams& params, int batch, int head,
+                                    int query, int part) {
+  const int tiles = divide_up(params.queries, kQueries);
+  return params.turns + ((batch * params.heads + head) * tiles + query / kQueries) * 2 + part;
+}
+
+// Both by one thread: the others are synchronised with it.
+__device__ inline void wait_for_turn(const uint32_t* turn, int number) {
+  uint32_t now;
+  while (true) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    if (now == static_cast<uint32_t>(number)) return;
+    __nanosleep(100);
+  }
+}
+__device__ inline void pass_turn(uint32_t* turn) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
+}  // namespace megasoftmax
