@@ -281,10 +281,19 @@ def _megatron(fusion: bool) -> torch.nn.Module:
     return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
 
 
-FUSED_ATTENTIONS: dict[str, Callable[[int], torch.nn.Module]] = {
-    "FusedAttention": lambda heads: megasoftmax.FusedAttention(heads, causal=True),
-    "FusedAttention with T5": lambda heads: megasoftmax.FusedAttention(heads, relative_buckets=8),
+FUSED_ATTENTIONS: dict[str, dict[str, Any]] = {
+    "FusedAttention": {"causal": True},
+    "FusedAttention with T5": {"relative_buckets": 8},
 }
+
+
+def _fused_attention(given: dict[str, Any], options: dict[str, Any]) -> megasoftmax.FusedAttention:
+    """Where the call is, which its first argument tells unless that is odd."""
+    query = given["query"]
+    on_gpu = isinstance(query, Tensor) and query.is_cuda
+    return megasoftmax.FusedAttention(4, **options, device="cuda" if on_gpu else "cpu")
+
+
 MEGATRONS = {"input": SCORES, "mask": [lambda call: None, *MASK]}
 
 FUNCTIONS = {
@@ -411,12 +420,14 @@ FUNCTIONS = {
     ),
     **{
         name: Function(
-            lambda make=make, **given: make(4)(**given),
+            lambda options=options, **given: _fused_attention(given, options)(**given),
             QKV,
             LIMITS,
-            lambda make=make, **given: make(4).why_not_fused(**given),
+            lambda options=options, **given: _fused_attention(given, options).why_not_fused(
+                **given
+            ),
         )
-        for name, make in FUSED_ATTENTIONS.items()
+        for name, options in FUSED_ATTENTIONS.items()
     },
     "FusedScaleMaskSoftmax()": Function(
         megasoftmax.FusedScaleMaskSoftmax, OF_MEGATRON, {"window_size": WINDOW}

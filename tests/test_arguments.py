@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ import soak
 import megasoftmax
 from megasoftmax import biases, ranges
 from megasoftmax.integrations import flash_attn
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_rings() -> Iterator[None]:
+    """Random calls of rings make a process group, which other tests must not find."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
 
 FIRST, CALLS = 20_000_000, 3000
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1057,8 +1057,8 @@ def test_merge_of_far_apart_and_of_nothing():
 @pytest.mark.parametrize(
     ("outputs", "lses", "message"),
     [
-        ([], [], "lses: expected one for each of at least one output, got 0 for 0 outputs"),
-        ([(2, 3)], [], "lses: expected one for each of at least one output, got 0 for 1 outputs"),
+        ([], [], "outputs: expected at least one, got none"),
+        ([(2, 3)], [], "lses: expected at least one, got none"),
         (
             [(2, 3), (3, 3)],
             [(2,), (3,)],
@@ -1081,7 +1081,11 @@ def test_messages_of_merge(outputs, lses, message):
 @pytest.mark.parametrize(
     ("outputs", "lses", "message"),
     [
-        ("int64", "float32", "outputs[0]: expected a floating type, got torch.int64"),
+        (
+            "int64",
+            "float32",
+            "outputs[0]: expected float16, bfloat16, float32 or float64, got torch.int64",
+        ),
         (
             "float32 bfloat16",
             "float32 float32",

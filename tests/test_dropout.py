@@ -861,7 +861,11 @@ def test_shards_and_rings_on_gpus(tmp_path):
         ({"dropout": math.nan}, ValueError, r"^dropout: expected a number from 0 to 1, got nan$"),
         ({"dropout": "0.1"}, TypeError, r"^dropout: expected a number from 0 to 1, got str$"),
         ({"dropout": True}, TypeError, r"^dropout: expected a number from 0 to 1, got bool$"),
-        ({"seed": 5}, TypeError, r"^seed: expected None or a tensor of int64, got int$"),
+        (
+            {"seed": 5},
+            TypeError,
+            "^seed: expected None or a tensor of int64, got int; pass torch.tensor",
+        ),
         (
             {"seed": torch.zeros(1, dtype=torch.int32)},
             TypeError,

@@ -72,6 +72,7 @@ LAYERS = {
         "ranges",
     },
     "integrations": {
+        "_extras",
         "arguments",
         "biases",
         "checks",

@@ -151,11 +151,11 @@ def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) 
         ),
         (
             {"bias": torch.zeros(2, 2, 5, 13)},
-            "batches and heads of bias: expected 1, or (2, 4), got 2, 2",
+            "batches and heads of bias: expected 1, or (2, 4), got (2, 2)",
         ),
         (
             {"bias": RelativeBias(torch.zeros(2, 2, 17))},
-            "batches and heads of bias: expected 1, or (2, 4), got 2, 2",
+            "batches and heads of bias: expected 1, or (2, 4), got (2, 2)",
         ),
     ],
 )
