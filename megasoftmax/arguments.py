@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _INTEGERS = (torch.int32, torch.int64)
 _INT32_MAX = torch.iinfo(torch.int32).max
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-_LARGEST_FLOAT32 = _LARGEST[torch.float32]
+LARGEST_FLOAT32 = _LARGEST[torch.float32]
 
 Window = tuple[int, int]
 Ranges = tuple[Tensor | None, Tensor | None]
@@ -470,7 +470,7 @@ def check_scale(scale: float, dtype: torch.dtype, name: str = "scale") -> None:
     """A finite number of the type that scores of `dtype` are computed in."""
     if not isinstance(scale, (float, int)):
         raise TypeError(f"{name}: expected a number, got {kind(scale)}")
-    if not -_LARGEST_FLOAT32 <= scale <= _LARGEST_FLOAT32:
+    if not -LARGEST_FLOAT32 <= scale <= LARGEST_FLOAT32:
         if not -torch.inf < scale < torch.inf:
             raise ValueError(f"{name}: expected a finite number, got {scale}")
         _check_range(name, scale, dtype)
@@ -661,7 +661,7 @@ def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> No
     if not isinstance(sink, Tensor):
         if not isinstance(sink, numbers.Real):
             raise TypeError(f"sink: expected a tensor or a number, got {kind(sink)}")
-        if abs(sink) > _LARGEST_FLOAT32 and abs(sink) != torch.inf:
+        if abs(sink) > LARGEST_FLOAT32 and abs(sink) != torch.inf:
             _check_range("sink", sink, scores.dtype)
         return
     check_floating("sink", sink)

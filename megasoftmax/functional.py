@@ -634,7 +634,7 @@ def attention(
         and return_lse is False
         and not dropout
         and dispatch.is_plain_self_attention(query, key, value)
-        and (scale is None or (type(scale) is float and 0 < scale < math.inf))
+        and (scale is None or (type(scale) is float and 0 < scale <= arguments.LARGEST_FLOAT32))
     ):
         factor = query.shape[3] ** -0.5 if scale is None else scale
         output = autograd.sdpa.attention(query, key, value, None, causal, factor)

@@ -137,6 +137,11 @@ def test_number_beyond_float32(function: str, name: str, number: float) -> None:
         getattr(megasoftmax, function)(**TENSORS[function], **{name: number})
 
 
+def test_scale_beyond_float32_of_plain_self_attention() -> None:
+    with pytest.raises(ValueError, match=r"^scale: expected a number within .* torch.float32"):
+        megasoftmax.attention(Q, Q, Q, scale=1e39)  # which checks less, to be quick
+
+
 def test_number_of_float64() -> None:
     found = megasoftmax.softmax(torch.tensor([1e-39, 0.0], dtype=torch.float64), scale=1e39)
     torch.testing.assert_close(found, torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(0))
