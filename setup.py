@@ -61,6 +61,11 @@ def _readme() -> str:
 _check_setuptools()
 setup(
     **_compiled_part(),
+    packages=[
+        *setuptools.find_packages(include=["megasoftmax*"]),
+        *(f"megasoftmax.{name}" for name in setuptools.find_packages(include=["integrations*"])),
+        "megasoftmax.csrc",
+    ],
     long_description=_readme(),
     long_description_content_type="text/markdown",
     options={

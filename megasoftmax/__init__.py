@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -40,6 +41,11 @@ from megasoftmax.modules import (
     ScaledUpperTriangMaskedSoftmax,
     SoftmaxOne,
 )
+
+# An installation has megasoftmax.integrations inside of the package, a checkout beside it.
+_root = _Path(__file__).absolute().parents[1]
+if (_root / "setup.py").is_file() and (_root / "integrations" / "__init__.py").is_file():
+    __path__.append(str(_root))
 
 __version__ = "0.1.0"
 

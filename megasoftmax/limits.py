@@ -1,8 +1,9 @@
-"""The limits of the kernels, read once from the headers in csrc/kernels that fix them."""
+"""The limits of the kernels, read once from the headers in csrc that fix them."""
 
 import re
 from dataclasses import dataclass, fields
-from pathlib import Path
+
+from megasoftmax.build.extension import CSRC
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,10 @@ def kernel_limits() -> Limits:
     """The limits of the kernels in csrc. The first call reads the headers."""
     global _limits
     if _limits is None:
-        kernels = Path(__file__).absolute().parent / "csrc" / "kernels"
         _limits = read_limits(
-            (kernels / "softmax" / "limits.h").read_text(),
-            topk=(kernels / "topk" / "limits.h").read_text(),
-            attention=(kernels / "attention" / "limits.h").read_text(),
+            (CSRC / "softmax" / "limits.h").read_text(),
+            topk=(CSRC / "topk" / "limits.h").read_text(),
+            attention=(CSRC / "attention" / "limits.h").read_text(),
         )
     return _limits
 

@@ -68,7 +68,7 @@ FIRST_PORT, PORTS = 49152, 16  # of a process of compute-sanitizer
 NEVER_LAUNCHED = ("probe",)  # device.cu asks the driver about it
 
 # One bound less, of one copy.
-PLANTED_IN = "kernels/softmax/columns_tile.cuh"
+PLANTED_IN = "softmax/columns_tile.cuh"
 BOUNDED = "if (row + i < rows) strips[i] = load_strip"
 UNBOUNDED = "strips[i] = load_strip"
 PLANTED_FAMILY = "columns"
@@ -462,9 +462,9 @@ def plant(arguments: argparse.Namespace) -> int:
     """Builds a copy whose kernels of columns read past the end: does memcheck say so?"""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "megasoftmax")
-        shutil.copytree(
-            extension.PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(extension.PACKAGE, package, ignore=ignored)
+        shutil.copytree(extension.CSRC, package / "csrc", dirs_exist_ok=True)
         source = package / "csrc" / PLANTED_IN
         text = source.read_text()
         if text.count(BOUNDED) != 1:

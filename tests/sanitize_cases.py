@@ -214,8 +214,8 @@ def forced(function: str, *rows: int) -> Iterator[None]:
 
 
 def table_of(header: str, name: str) -> list[list[str]]:
-    """The cells of a table in a limits.h below csrc/kernels, as text."""
-    text = (extension.CSRC / "kernels" / header).read_text()
+    """The cells of a table in a limits.h below csrc, as text."""
+    text = (extension.CSRC / header).read_text()
     table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL)
     assert table is not None, name
     return [

@@ -22,6 +22,8 @@ IGNORED = shutil.ignore_patterns(
 )
 # Folders without code of the package that a source distribution has as they are.
 SURROUNDINGS = ("benchmarks", "docs", "examples", "tests")
+# Folders of the root that are in the package when it is installed.
+MAPPED = ("csrc", "integrations")
 
 
 def ignored(folder, names):
@@ -73,26 +75,31 @@ def contents(archives):
 
 
 def sources(folder, pattern):
-    """{path: text} of what a folder of the package has."""
+    """{path: text} of what a folder has."""
     return {
         str(file.relative_to(ROOT)): file.read_bytes()
-        for file in (ROOT / "megasoftmax" / folder).rglob(pattern)
+        for file in (ROOT / folder).rglob(pattern)
         if file.is_file() and "__pycache__" not in file.parts
     }
 
 
-@pytest.mark.parametrize("folder", ["megasoftmax", *SURROUNDINGS])
+@pytest.mark.parametrize("folder", ["megasoftmax", *MAPPED, *SURROUNDINGS])
 def test_nothing_is_a_link(folder):
     """A checkout on Windows makes a text file of each symbolic link."""
     assert not [path for path in (ROOT / folder).rglob("*") if path.is_symlink()]
 
 
-@pytest.mark.parametrize("folder", ["csrc", "integrations"])
+@pytest.mark.parametrize("folder", MAPPED)
 def test_folders_of_the_package_are_whole_in_both(contents, folder):
     expected = sources(folder, "*")
     assert len(expected) > 5
-    for files in contents:
-        found = {name: files[name] for name in files if name.startswith(f"megasoftmax/{folder}/")}
+    for files, top in zip(contents, ("", "megasoftmax/"), strict=True):
+        folder_of_archive = f"{top}{folder}/"
+        found = {
+            name.removeprefix(top): text
+            for name, text in files.items()
+            if name.startswith(folder_of_archive)
+        }
         assert found == expected
 
 

@@ -28,10 +28,8 @@ CUDA_TORCH = SimpleNamespace(__version__="2.13.0+cu130", version=SimpleNamespace
 CPU_TORCH = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cuda=None))
 OLD_TORCH = SimpleNamespace(__version__="2.10.1", version=SimpleNamespace(cuda="13.0"))
 OLD_NVCC = Nvcc(Path("nvcc"), (11, 8))
-LIMITS_HEADER = (CSRC / "kernels/softmax/limits.h").read_text()
-ZERO_BYTES = int(
-    re.search(r"kZeroBytes = (\d+)", (CSRC / "kernels/common/limits.h").read_text())[1]
-)
+LIMITS_HEADER = (CSRC / "softmax/limits.h").read_text()
+ZERO_BYTES = int(re.search(r"kZeroBytes = (\d+)", (CSRC / "common/limits.h").read_text())[1])
 ATTENTION_TILES = {
     name.lower(): table_of("attention/limits.h", f"kAttention{name}Tiles")
     for name in ("Forward", "Backward")
@@ -80,8 +78,8 @@ def _spills(log: str, allowed_bytes: int = 0, dense_bytes: int = 0) -> tuple[lis
 
 def _allowed(source: Path, what: str, kernels: str = "") -> int:
     """In bytes: what limits.h says of some kernels of the family, or of the others, else none."""
-    family = source.relative_to(CSRC / "kernels").parts[0]
-    header = (CSRC / "kernels" / family / "limits.h").read_text()
+    family = source.relative_to(CSRC).parts[0]
+    header = (CSRC / family / "limits.h").read_text()
     limits = dict(re.findall(rf"int k(\w*)Max{what}Bytes = (\d+);", header))
     if kernels:
         return int(limits.get(kernels, 0))
@@ -141,7 +139,7 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
     # nvcc 13 knows --Ofast-compile and -fdevice-syntax-only.
     nvcc = extension.find_nvcc()
     is_fast = pytestconfig.getoption("--fast-types") and nvcc.version >= (13, 0)
-    sources = [*CSRC.glob("kernels/**/*.cu")]
+    sources = [*CSRC.rglob("*.cu")]
     fast = [each for each in sources if is_fast and OTHER_TYPES.fullmatch(each.stem)]
     objects = pytestconfig.cache.mkdir("fast_objects" if is_fast else "objects")
     out = tmp_path / "out"

@@ -14,6 +14,7 @@ from torch.utils import _device
 from torch.utils._pytree import tree_leaves
 
 import megasoftmax
+import megasoftmax.integrations
 from megasoftmax import FusedAttention, TileMask, attention, biases, functional, ranges, softmax
 from megasoftmax.integrations import flash_attn
 
@@ -296,7 +297,8 @@ def test_calls_that_make_tensors_name_device_and_dtype():
     factories = {each.__name__ for each in _device._device_constructors()}
     factories |= {"as_tensor", "scalar_tensor"}
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    folders = PACKAGE, Path(megasoftmax.integrations.__file__).parent
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue

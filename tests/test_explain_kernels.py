@@ -29,7 +29,7 @@ from megasoftmax.explain.gpu import nominal_tflops
 from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
-KERNELS = extension.CSRC / "kernels"
+KERNELS = extension.CSRC
 
 
 def table_of(family: str, name: str) -> list[list[str]]:

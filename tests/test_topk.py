@@ -188,7 +188,7 @@ def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
 @pytest.mark.parametrize("columns", [700, 70001])  # of the short ones most blocks see nothing
 def test_every_regime_selects_the_same(columns: int, k: int, dtype: torch.dtype) -> None:
     binary = ctypes.CDLL(str(library.load().path))
-    header = (extension.CSRC / "kernels" / "topk" / "limits.h").read_text()
+    header = (extension.CSRC / "topk" / "limits.h").read_text()
     table = re.search(r"kTopkRegimes\[\] = \{\n(.*?)\n\};", header, re.DOTALL)
     assert table is not None
     logits = normal(5, columns, device="cuda", dtype=dtype)

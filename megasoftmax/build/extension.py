@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 PACKAGE = Path(__file__).absolute().parents[1]  # not where a link leads: caches link single files
 CSRC = PACKAGE / "csrc"
+if not CSRC.is_dir():  # a checkout has it beside the package
+    CSRC = PACKAGE.parent / "csrc"
 LIBRARY_NAME = "_C.abi3.so"
 
 MIN_TORCH = (2, 11)  # the stable ABI that the bindings are compiled against
@@ -209,8 +211,8 @@ _SECONDS = {
 
 def sources() -> list[Path]:
     """The files to compile. Those that take longest come first, so that none is left for last."""
-    kernels = [*CSRC.glob("kernels/**/*.cu"), *CSRC.glob("kernels/**/*.cpp")]
-    files = sorted([*kernels, *CSRC.glob("bindings/*.cpp")])
+    files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]
+    files = sorted(path for path in files if path.parent != CSRC / "host")
     return sorted(files, key=seconds_to_compile, reverse=True)
 
 

@@ -1,6 +1,6 @@
 """Which kernel serves a call of attention.
 
-csrc/kernels/attention/explain_attention.cpp answers from plan.h and limits.h.
+csrc/attention/explain_attention.cpp answers from plan.h and limits.h.
 """
 
 import ctypes
@@ -202,7 +202,7 @@ def explain_attention(
     )
 
 
-# csrc/kernels/attention/explain_attention.cpp
+# csrc/attention/explain_attention.cpp
 
 
 class _Call(ctypes.Structure):

@@ -1,6 +1,6 @@
 """Which row regime serves a call of the fused softmax, and why. Needs no GPU.
 
-The plan is that of csrc/kernels/softmax/plan.h itself: csrc/kernels/softmax/explain.cpp answers,
+The plan is that of csrc/softmax/plan.h itself: csrc/softmax/explain.cpp answers,
 in the compiled part, or compiled alone where there is none.
 """
 
@@ -156,7 +156,7 @@ def explain(
     )
 
 
-# csrc/kernels/softmax/explain.cpp
+# csrc/softmax/explain.cpp
 
 
 class _Call(ctypes.Structure):

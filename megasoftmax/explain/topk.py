@@ -1,6 +1,6 @@
 """Which regime serves a call of softmax_topk.
 
-csrc/kernels/topk/explain_topk.cpp answers from plan.h and limits.h.
+csrc/topk/explain_topk.cpp answers from plan.h and limits.h.
 """
 
 import ctypes
@@ -105,7 +105,7 @@ def explain_topk(
     )
 
 
-# csrc/kernels/topk/explain_topk.cpp
+# csrc/topk/explain_topk.cpp
 
 
 class _Call(ctypes.Structure):

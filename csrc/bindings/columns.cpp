@@ -1,7 +1,7 @@
 // megasoftmax::softmax_columns_forward and softmax_columns_backward for CUDA tensors: softmax over
 // the middle of [outer, length, inner]. Schemas are defined in megasoftmax/ops/columns.py.
 
-#include "../kernels/softmax/columns.h"
+#include "../softmax/columns.h"
 
 #include <tuple>
 

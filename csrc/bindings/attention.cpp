@@ -1,12 +1,12 @@
 // megasoftmax::attention_forward, attention_backward and tile_note for CUDA tensors. Schemas are
 // defined in megasoftmax/ops/attention.py.
 
-#include "../kernels/attention/attention.h"
+#include "../attention/attention.h"
 
 #include <tuple>
 
-#include "../kernels/attention/plan.h"
-#include "../kernels/common/device.h"
+#include "../attention/plan.h"
+#include "../common/device.h"
 #include "checks.h"
 #include "library.h"
 

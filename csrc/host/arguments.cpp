@@ -13,7 +13,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../kernels/softmax/limits.h"
+#include "../softmax/limits.h"
 
 namespace megasoftmax::host {
 namespace {

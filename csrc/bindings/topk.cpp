@@ -1,7 +1,7 @@
 // megasoftmax::softmax_topk_forward and softmax_topk_backward for CUDA tensors. Schemas are defined
 // in megasoftmax/ops/topk.py.
 
-#include "../kernels/topk/topk.h"
+#include "../topk/topk.h"
 
 #include <tuple>
 

@@ -10,8 +10,8 @@
 #include <cmath>
 #include <tuple>
 
-#include "../kernels/attention/limits.h"
-#include "../kernels/common/tensors.h"
+#include "../attention/limits.h"
+#include "../common/tensors.h"
 #include "arguments.h"
 #include "calls.h"
 #include "operators.h"

@@ -1,7 +1,7 @@
 // megasoftmax::softmax_forward, softmax_backward and softmax_dropout_backward for CUDA tensors.
 // Schemas are defined in megasoftmax/ops/softmax.py.
 
-#include "../kernels/softmax/softmax.h"
+#include "../softmax/softmax.h"
 
 #include <tuple>
 

@@ -7,8 +7,8 @@
 
 #include <cmath>
 
-#include "../kernels/softmax/limits.h"
-#include "../kernels/topk/limits.h"
+#include "../softmax/limits.h"
+#include "../topk/limits.h"
 #include "arguments.h"
 #include "calls.h"
 #include "operators.h"

@@ -17,7 +17,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../kernels/softmax/params.h"
+#include "../softmax/params.h"
 
 namespace megasoftmax {
 
