@@ -6,13 +6,17 @@ Here such a link becomes one to the page that has the text.
 
 import posixpath
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
+INSTALLED = tempfile.TemporaryDirectory()
 HEADINGS = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]*)(#[^)]*)?\)")
 PICTURE = re.compile(r"^(!\[[^]]*\]\(([^)]+)\))$", re.MULTILINE)
@@ -37,6 +41,18 @@ PAGES = {
 }
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SOURCES = {posixpath.normpath(f"docs/{path}"): name for name, path in reversed(OBJECT.findall(API))}
+
+
+@event_priority(100)  # before mkdocstrings reads its paths
+def on_config(config):
+    """Docstrings are read from a copy of the package as it is when installed."""
+    copy = Path(INSTALLED.name, "megasoftmax")
+    for source, target in (("megasoftmax", copy), ("integrations", copy / "integrations")):
+        shutil.copytree(
+            ROOT / source, target, ignore=shutil.ignore_patterns("*.so"), dirs_exist_ok=True
+        )
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [INSTALLED.name]
+    return config
 
 
 def on_files(files, config):

@@ -10,13 +10,17 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import torch
 
 import megasoftmax
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = (
-    "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
-)
+BUILD = """
+import sys
+from setuptools import build_meta
+kind, folder, *settings = sys.argv[1:]
+getattr(build_meta, f"build_{kind}")(folder, dict(each.split("=") for each in settings))
+"""
 IGNORED = shutil.ignore_patterns(
     "__pycache__", "*.so", "*.egg-info", ".git", ".*_cache", ".hypothesis", ".nox", ".venv"
 )
@@ -32,27 +36,33 @@ def ignored(folder, names):
     return IGNORED(folder, names) | (outputs & set(names))
 
 
-def build(kind, source, folder):
+def build(kind, source, folder, *settings):
     """The one archive of this kind that the folder then holds."""
-    line = [sys.executable, "-c", BUILD, f"build_{kind}", folder]
+    line = [sys.executable, "-c", BUILD, kind, folder, *settings]
     environment = {"MEGASOFTMAX_BUILD": "none", "PATH": "/usr/bin:/bin"}
     result = subprocess.run(line, cwd=source, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = [line for line in (result.stdout + result.stderr).splitlines() if line]
     found = [line for line in found if "byte-compiling is disabled" not in line]
-    assert found == [
-        "megasoftmax: pure-Python installation, nothing is compiled: MEGASOFTMAX_BUILD=none"
-    ]
+    if kind != "editable":  # which says how it will be performed
+        assert found == [
+            "megasoftmax: pure-Python installation, nothing is compiled: MEGASOFTMAX_BUILD=none"
+        ]
     (archive,) = folder.iterdir()
     return archive
+
+
+def copy_of_checkout(factory):
+    source = factory.mktemp("source") / "tree"  # anew in each set-up of a worker
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    return source
 
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """(sdist, wheel); the wheel is built from the sdist, as `python -m build` does."""
     unpacked, *folders = (tmp_path_factory.mktemp(name) for name in ("unpacked", "sdist", "wheel"))
-    source = tmp_path_factory.mktemp("source") / "tree"  # anew in each set-up of a worker
-    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    source = copy_of_checkout(tmp_path_factory)
     sdist = build("sdist", source, folders[0])
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
@@ -147,3 +157,38 @@ def test_licence_and_version(contents):
     assert fields.get_all("License-File") == ["LICENSE", "NOTICE"]
     assert sdist.keys() >= {"LICENSE", "NOTICE", "CITATION.cff", "README.md", "CHANGELOG.md"}
     assert sum(name.endswith(("licenses/LICENSE", "licenses/NOTICE")) for name in wheel) == 2
+
+
+USE = """
+import site, sys
+site.addsitedir(sys.argv[1])
+import megasoftmax.integrations.flash_attn
+from megasoftmax.limits import kernel_limits
+from megasoftmax.regression import models
+assert kernel_limits().forward
+print(megasoftmax.__file__, megasoftmax.integrations.__file__, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("mode", [None, "lenient", "strict", "compat"])
+def test_checkouts_run_as_they_are_and_installed_as_editable(tmp_path_factory, mode):
+    """None: without an installation, from the folder of the checkout."""
+    source = copy_of_checkout(tmp_path_factory)
+    others, installed = map(tmp_path_factory.mktemp, ("others", "installed"))
+    for entry in Path(torch.__file__).parents[1].iterdir():  # without an installed megasoftmax
+        if "megasoftmax" not in entry.name:
+            (others / entry.name).symlink_to(entry)
+    if mode is not None:
+        wheel = build("editable", source, tmp_path_factory.mktemp("wheel"), f"editable_mode={mode}")
+        zipfile.ZipFile(wheel).extractall(installed)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", USE, installed],
+        cwd=source if mode is None else installed.parent,
+        env={"PYTHONPATH": str(others), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    package, integrations = map(Path, result.stdout.split())
+    assert package.is_relative_to(source)
+    assert integrations.is_relative_to(source)
