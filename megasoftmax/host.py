@@ -33,6 +33,16 @@ _admitted: set[torch.device] = set()
 _loading = threading.Lock()
 
 
+def _after_fork() -> None:
+    """A process that is forked while a thread loads does not have that thread."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def status() -> str:
     """Whether this part is there, or why not; builds nothing."""
     if _why_not is not None:

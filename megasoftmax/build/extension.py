@@ -4,6 +4,7 @@ setup.py loads this file by its path, in an environment that may lack torch. So 
 library is imported at the top.
 """
 
+import ctypes
 import hashlib
 import os
 import re
@@ -272,9 +273,70 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
 @contextmanager
 def programs() -> Iterator[None]:
     """Lets cpp_extension find ninja, for as many jobs as there are cores, until the block ends."""
-    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))  # ninja takes two more
-    with patch.dict(os.environ, PATH=_programs(), MAX_JOBS=jobs):
+    with patch.dict(os.environ, PATH=_programs(), MAX_JOBS=str(jobs())):
         yield
+
+
+def jobs() -> int:
+    """How many files are compiled at a time: MAX_JOBS, or the number of cores.
+
+    Raises:
+        BuildError: MAX_JOBS is not a whole number from 1 on.
+    """
+    given = os.environ.get("MAX_JOBS", "").strip()
+    if not given:
+        return len(os.sched_getaffinity(0))  # ninja's own default is two more
+    if not given.isdecimal() or int(given) == 0:
+        raise BuildError(f"MAX_JOBS: expected a whole number from 1 on, got {given!r}")
+    return int(given)
+
+
+@contextmanager
+def ninja(log: Path) -> Iterator[None]:
+    """Lets cpp_extension run ninja so that it ends with this process, until the block ends.
+
+    Args:
+        log: a file to which what ninja prints is added.
+
+    Raises:
+        BuildError: a compiler failed; has what it printed, and names the log.
+    """
+    from torch.utils import cpp_extension
+
+    def run(folder: str, verbose: bool, error_prefix: str) -> None:
+        for path in (folder, str(CSRC)):
+            if re.search(r"[$:\n]", path):
+                raise BuildError(f"ninja: expected a path without '$' and ':', got {path}")
+        with log.open("ab") as printed:
+            before = printed.tell()
+            process = subprocess.Popen(
+                ["ninja", "-v", "-j", str(jobs())],
+                cwd=folder,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent,
+            )
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()  # which ends its compilers
+                process.wait()
+                raise
+        if code != 0:
+            text = log.read_bytes()[before:].decode(errors="replace")
+            raise BuildError(f"{first_failure(text)}\nThe whole log: {log}")
+
+    with patch.object(cpp_extension, "_run_ninja_build", run):
+        yield
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to end this process when its parent ends, however that ends."""
+    if _prctl is not None:
+        _prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+
+
+_prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 
 
 def setup_arguments(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> dict[str, Any]:
@@ -340,13 +402,11 @@ def build(
         command.build_lib, command.build_temp = partial, str(objects)
         command.ensure_finalized()
         log.parent.mkdir(parents=True, exist_ok=True)
-        before = log.stat().st_size if log.exists() else 0
         try:
-            with _stdout_into(log):
+            with ninja(log), _stdout_into(log):
                 command.run()
-        except (RuntimeError, CCompilerError) as error:
-            printed = log.read_bytes()[before:].decode(errors="replace")
-            raise BuildError(f"{first_failure(printed)}\nThe whole log: {log}") from error
+        except CCompilerError as error:  # of the linker
+            raise BuildError(f"{error}\nThe whole log: {log}") from error
         return Path(partial, LIBRARY_NAME).replace(folder / LIBRARY_NAME)
 
 
@@ -372,13 +432,27 @@ def _stdout_into(file: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`, created if need be, against other threads and processes."""
+    """Holds the lock file `path`, created if need be, against other threads and processes.
+
+    Says so on stderr if it waits for another one.
+    """
     import fcntl  # not on Windows, where the package runs without a compiled part
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                f"megasoftmax: waiting for another process, which compiles into {path.parent}",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock what a fork has open, too
 
 
 def _programs() -> str:

@@ -2,10 +2,9 @@
 
 import ctypes
 import os
-import stat
+import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megasoftmax.build import extension
+from megasoftmax.build import cache, extension
 from megasoftmax.build.extension import BuildError
 
 
@@ -34,6 +33,16 @@ _PACKAGE_NAME = __name__.removesuffix(".build.library")  # of a copy, another th
 _LIBRARY = extension.PACKAGE / extension.LIBRARY_NAME
 _lock = threading.Lock()
 _loaded: Status | None = None
+
+
+def _after_fork() -> None:
+    """A process that is forked while a thread loads does not have that thread."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def load() -> Status:
@@ -110,7 +119,7 @@ def plans() -> ctypes.CDLL:
             return _compile("megasoftmax_plans", sources, folder, extra_cflags=flags)
 
     key = extension.fingerprint(torch.__version__, *flags, has_kernels=False)
-    return ctypes.CDLL(str(_kept("megasoftmax-plans", key, compile_into)))
+    return ctypes.CDLL(str(cache.keep("megasoftmax-plans", key, compile_into)))
 
 
 def host() -> Path:
@@ -135,7 +144,7 @@ def host() -> Path:
             # A file for each of at most two jobs includes the sources: reading torch's headers
             # takes longer than compiling what follows. So names that the sources keep to
             # themselves differ from each other.
-            count = max(1, min(2, int(os.environ["MAX_JOBS"])))
+            count = min(2, extension.jobs())
             units = [folder / f"host{i}.cpp" for i in range(count)]
             for i, unit in enumerate(units):
                 unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
@@ -143,11 +152,14 @@ def host() -> Path:
             with _progress(folder, units):
                 return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
 
-    return _kept(_HOST, _host_key(), compile_into)
+    return cache.keep(_HOST, _host_key(), compile_into)
 
 
 def host_is_built() -> bool:
-    return _cached(_HOST, _host_key()).exists()
+    try:
+        return cache.find(_HOST, _host_key()) is not None
+    except BuildError:
+        return False
 
 
 _HOST = "megasoftmax-host"
@@ -204,10 +216,10 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
     """
 
     def compile_into(folder: Path) -> Path:
-        log = folder.with_name("log")  # stays where a failure removes the folder
+        log = folder.with_name("log")  # a failure removes the folder, and not the log
         return build_into(folder, folder / "objects", nvcc, names, log)
 
-    return _kept("megasoftmax", _key(names), compile_into)
+    return _keep_beside_host(names, compile_into)
 
 
 def build_into(
@@ -235,7 +247,32 @@ def _build_for_these_gpus() -> Path:
                 extra_ldflags=[*extension.LINK_FLAGS],
             )
 
-    return _kept("megasoftmax", _key(names), compile_into)
+    return _keep_beside_host(names, compile_into)
+
+
+def _keep_beside_host(names: Sequence[str], compile_into: Callable[[Path], Path]) -> Path:
+    """The library in the cache. If it must be compiled, so is the C++ part of the host meanwhile.
+
+    That is by another process: this one could not tell the two outputs of ninja apart. `host` waits
+    for it, and tells what went wrong.
+    """
+
+    def compile_both(folder: Path) -> Path:
+        command = [sys.executable, "-c", "from megasoftmax.build import library; library.host()"]
+        path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
+        is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
+        other = None
+        if is_wanted and not host_is_built():
+            quiet = subprocess.DEVNULL
+            environment = os.environ | {"PYTHONPATH": path}
+            other = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
+        try:
+            return compile_into(folder)
+        finally:
+            if other is not None:
+                other.wait()
+
+    return cache.keep("megasoftmax", _key(names), compile_both)
 
 
 def _find() -> Path | None:
@@ -247,13 +284,7 @@ def _find() -> Path | None:
     if _LIBRARY.exists():
         return _LIBRARY
     names = _architectures_of_these_gpus()
-    if not names:
-        return None
-    library = _cached("megasoftmax", _key(names))
-    if not library.exists():
-        return None
-    _check_owner(library.parent, library)
-    return library
+    return cache.find("megasoftmax", _key(names)) if names else None
 
 
 def _architectures_of_these_gpus() -> tuple[str, ...]:
@@ -270,55 +301,11 @@ def _key(names: Sequence[str]) -> str:
     return extension.fingerprint(torch.__version__, *flags)
 
 
-def _cached(name: str, key: str) -> Path:
-    return _cache_folder() / f"{name}-{key[:16]}" / _LIBRARY.name
-
-
-def _kept(name: str, key: str, compile_into: Callable[[Path], Path]) -> Path:
-    """A library in torch's extension cache, compiled there unless an earlier run did."""
-    library = _cached(name, key)
-    folder = library.parent
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _check_owner(folder)
-    with extension.locked(folder / "lock"):
-        if library.exists():
-            _check_owner(library)
-        else:
-            # A new folder each time. In that of a build that was killed, torch would wait for ever
-            # for the end of that build, and ninja may still be at work.
-            with tempfile.TemporaryDirectory(dir=folder) as objects:
-                built = compile_into(Path(objects))
-                built.chmod(0o700)
-                built.replace(library)
-    return library
-
-
-def _check_owner(*paths: Path) -> None:
-    """Refuses a cache that others could write: a library runs with all rights of its user."""
-    user = os.geteuid()
-    for path in paths:
-        found = path.lstat()
-        mode = stat.S_IMODE(found.st_mode)
-        remedy = f"Remove it, or set TORCH_EXTENSIONS_DIR to a folder of your own: {path}"
-        if found.st_uid not in (user, 0):
-            raise BuildError(
-                "the cache of builds: expected files of this user or of root, got an owner with "
-                f"the id {found.st_uid}, not {user}. {remedy}"
-            )
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
-            actual = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {mode:04o}"
-            raise BuildError(
-                f"the cache of builds: expected files that only their owner can write, got "
-                f"{actual}. {remedy}"
-            )
-
-
 def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) -> Path:
     """Builds a library in the empty folder `objects`, and loads it."""
     from torch.utils import cpp_extension  # slow to import
 
-    try:
+    with extension.ninja(objects.with_name("log")):
         cpp_extension.load(
             name,
             [str(path) for path in sources],
@@ -326,8 +313,6 @@ def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) ->
             is_python_module=False,
             **flags,
         )
-    except RuntimeError as error:
-        raise BuildError(extension.first_failure(str(error))) from error
     return next(objects.glob("*.so"))
 
 
@@ -335,7 +320,7 @@ def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) ->
 def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
     """Tells on stderr how far a build is; ninja itself could only write to stdout."""
     ended, start = threading.Event(), time.time()
-    jobs = min(int(os.environ.get("MAX_JOBS", 1)), len(sources))
+    jobs = min(extension.jobs(), len(sources))
     seconds = {source.stem: extension.seconds_to_compile(source) for source in sources}
     total = sum(map(extension.seconds_to_compile, sources))
     is_terminal = sys.stderr.isatty()
@@ -379,13 +364,8 @@ def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> fl
     Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
     """
     speed = compiled / elapsed if compiled > 0 else jobs
-    return (total - compiled) / speed
+    return max(total - compiled, 0) / speed
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _cache_folder() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).expanduser()
