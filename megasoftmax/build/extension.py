@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 PACKAGE = Path(__file__).absolute().parents[1]  # not where a link leads: caches link single files
 CSRC = PACKAGE / "csrc"
-if not CSRC.is_dir():  # a checkout has it beside the package
+if not (CSRC / "common").is_dir():  # a checkout has it beside the package
     CSRC = PACKAGE.parent / "csrc"
 LIBRARY_NAME = "_C.abi3.so"
 
