@@ -1108,35 +1108,34 @@ def test_messages_of_merged_types(outputs, lses, message):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_both_ends_of_a_ring_agree(world, monkeypatch):
-    """Whatever is sent is received, in the same order; and all ranks begin, as NCCL wants it."""
-    operations: list[tuple[str, int, int]] = []
-    distributed = torch.distributed
-    monkeypatch.setattr(distributed, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(
-        distributed, "P2POp", lambda run, tensor, peer, _: (run.__name__, peer, tensor.numel())
-    )
-    monkeypatch.setattr(
-        distributed, "batch_isend_irecv", lambda each: operations.extend(each) or []
-    )
-    for lengths in itertools.product((0, 1, 5), repeat=world):
+    """Whatever is sent is received, in the same order: a rank and the next agree on each call."""
+    calls: list[tuple[list[int], list[int]]] = []
+
+    def all_to_all(received, sent, by, to, *, group, async_op):
+        assert (received.numel(), sent.numel()) == (sum(by), sum(to))
+        calls.append((by, to))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
+    for lengths, own_last in itertools.product(
+        itertools.product((0, 1, 5), repeat=world), (False, True)
+    ):
         ranks = []
         for rank in range(world):
-            operations.clear()
-            ring = context_parallel.Ring(
-                SimpleNamespace(rank=lambda rank=rank: rank), lengths, zigzag=False
-            )
+            calls.clear()
+            group = SimpleNamespace(rank=lambda rank=rank: rank)
+            ring = context_parallel.Ring(group, lengths, zigzag=False)
             keys = torch.zeros(2, 3, lengths[rank], 4)
-            owners = [owner for owner, _ in context_parallel._round(ring, keys, keys[..., :1])]
-            assert owners == [(rank - step) % world for step in range(world)]
-            assert bool(operations) == any(lengths)
-            ranks.append([*operations])
-        for rank, operations in enumerate(ranks):
+            held = context_parallel._round(ring, keys, keys[..., :1], own_last=own_last)
+            expected = [(rank - step) % world for step in range(world)]
+            assert [owner for owner, _ in held] == expected[own_last:] + expected[:own_last]
+            ranks.append([*calls])
+        for rank, calls_of_rank in enumerate(ranks):
             following = (rank + 1) % world
-            sent = [each[1:] for each in operations if each[0] == "isend"]
-            received = [each[1:] for each in ranks[following] if each[0] == "irecv"]
-            assert all(size > 0 for _, size in sent + received)
-            assert sent == [(following, size) for _, size in received]
-            assert received == [(rank, size) for _, size in sent]
+            others = {*range(world)} - {following}
+            for (_, to), (by, _) in zip(calls_of_rank, ranks[following], strict=True):
+                assert to[following] == by[rank]
+                assert not any(to[other] for other in others)
 
 
 @pytest.fixture

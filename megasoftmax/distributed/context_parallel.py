@@ -3,12 +3,17 @@
 Queries stay where they are; keys and values go round in a ring, from each rank to the next. What
 the queries of one part make of the keys of another, a block, is an output and a log-sum-exp; these
 are merged one after the other. The backward pass sends keys and values round once more, and their
-gradients with them, to which every rank adds its share. Beside its own, a rank has the keys of two
+gradients after them, to which every rank adds its share. There a rank takes its own keys last,
+while the gradients of its keys are on their way home. Beside its own, a rank has the keys of two
 ranks at a time.
 
 With w = exp(lse of the block - lse) a block's own weights P are w times too large, and what its
 backward pass takes, sum(dO O) - h for gradients dO and h of output and log-sum-exp, is linear in
 these. So a block is given w dO, w h and the merged output, and returns its share of the gradients.
+
+In zigzag order a rank has an early part a and a late part b of the sequence. Where nothing but
+causality tells which pairs see each other, each rank is one block with each other rank: causal with
+itself; all queries with part a of an earlier rank; the queries of b with all keys of a later one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -143,6 +148,12 @@ class Options(NamedTuple):
     relative: bool
     dropout: float
     tf32: bool
+    is_plain: bool = False  # no bias, mask, range or dropout
+
+    @property
+    def joins_parts(self) -> bool:
+        """Whether the two parts of a rank in zigzag order are computed as one."""
+        return self.is_plain and self.window_left < 0 and self.window_right <= 0
 
 
 def attention(
@@ -179,6 +190,9 @@ def attention(
     total = sum(ring.lengths)
     # Nothing overflows when the first key of a block is subtracted.
     first, end = (None if bound is None else bound.clamp(0, total) for bound in (first, end))
+    of_pairs = (bias, mask, first, end)
+    is_plain = options.dropout == 0 and all(each is None for each in of_pairs)
+    options = options._replace(is_plain=is_plain)
     return _RingFunction.apply(
         query, key, value, bias, mask, first, end, sink, seed, options, implementation, ring
     )
@@ -263,12 +277,32 @@ class _Block(NamedTuple):
 
 def _blocks(ring: Ring, owner: int, queries: int, options: Options) -> list[_Block]:
     """Of the queries of this rank and the keys of another, all in which some see each other."""
+    if ring.zigzag and options.joins_parts:
+        return [_joined_block(ring, owner, queries, options)]
     blocks = [
         _block(ring, of_queries, of_keys, options)
         for of_queries in ring.parts(ring.rank, queries)
         for of_keys in ring.parts(owner, ring.lengths[owner])
     ]
     return [block for block in blocks if block is not None]
+
+
+def _joined_block(ring: Ring, owner: int, queries: int, options: Options) -> _Block:
+    """Of both parts of this rank and both of another, as the beginning of this file says."""
+    half, is_causal = queries // 2, options.window_right == 0
+    is_earlier, is_later = is_causal and owner < ring.rank, is_causal and owner > ring.rank
+    return _Block(
+        first_query=half if is_later else 0,
+        queries=half if is_later else queries,
+        first_key=0,
+        keys=half if is_earlier else queries,
+        window_left=-1,
+        window_right=0 if is_causal and owner == ring.rank else -1,
+        # Of pairs there is nothing.
+        key_position=0,
+        first_entry=0,
+        number=0,
+    )
 
 
 def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _Block | None:
@@ -315,14 +349,11 @@ class _RingFunction(torch.autograd.Function):
         implementation: Implementation,
         ring: Ring,
     ) -> tuple[Tensor, Tensor]:
-        batches, heads, queries, _ = query.shape
         compute = reference.softmax.accumulation_dtype(query.dtype)
-        output = query.new_zeros((batches, queries, heads, value.shape[-1]), dtype=compute)
-        output = output.transpose(1, 2)
-        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
+        merged = _Merged(query, value.shape[-1], compute)
         statistics = []  # of the blocks
         for owner, held in _round(ring, key, value):
-            for block in _blocks(ring, owner, queries, options):
+            for block in _blocks(ring, owner, query.shape[2], options):
                 rows, columns = block.of_tokens
                 of_block, found = implementation.forward(
                     query[:, :, rows],
@@ -330,13 +361,9 @@ class _RingFunction(torch.autograd.Function):
                     *block.arguments(bias, mask, first, end, seed, options),
                 )
                 statistics.append(found)
-                output[:, :, rows], lse[:, :, rows] = merge_attention(
-                    (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
-                )
+                merged.add(rows, of_block, found[2])
         logit = reference.softmax.sink_logit(sink, options.sink_value, compute, query.device)
-        if logit is not None:
-            nothing = output.new_zeros(()).expand(output.shape)
-            output, lse = merge_attention((output, nothing), (lse, logit.expand(lse.shape)))
+        output, lse = merged.with_sink(logit)
         output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -361,20 +388,24 @@ class _RingFunction(torch.autograd.Function):
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
         wants_bias = bias is not None and ctx.needs_input_grad[3]
-        d_query = torch.zeros_like(query, dtype=compute)
+        d_query = _Shares(query, compute)
         d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
-        sums = [each.new_zeros(each.shape, dtype=compute) for each in (key, value)]
         found = iter(statistics)
-        coming = None
-        for owner, held in _round(ring, key, value):
-            shares_of_keys = []  # added when the sums have arrived
-            for block in _blocks(ring, owner, query.shape[2], options):
-                of_block = next(found)
+
+        def shares_of(owner: int, held: list[Tensor]) -> list[_Shares]:
+            """Of the gradients of the keys and values of a rank; others are added up."""
+            of_keys = [_Shares(each, compute) for each in held]
+            for block, of_block in zip(
+                _blocks(ring, owner, query.shape[2], options), of_rank[owner], strict=True
+            ):
                 rows, columns = block.of_tokens
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
+                d_output_of_rows = d_output[:, :, rows]
+                weighted = torch.empty_like(d_output_of_rows, dtype=query.dtype)  # rounded once
+                torch.mul(weights.unsqueeze(-1), d_output_of_rows, out=weighted)
                 shares = implementation.backward(
-                    (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
+                    weighted,
                     None if d_lse is None else weights * d_lse[:, :, rows],
                     query[:, :, rows],
                     *(each[:, :, columns] for each in held),
@@ -385,18 +416,28 @@ class _RingFunction(torch.autograd.Function):
                     False,
                     torch.are_deterministic_algorithms_enabled(),
                 )
-                d_query[:, :, rows] += shares[0]
+                d_query.add(rows, shares[0])
                 if d_bias is not None:
                     block.of_pairs(d_bias, options.relative).add_(shares[3])
-                shares_of_keys.append((columns, shares[1:3]))
+                for each, share in zip(of_keys, shares[1:3], strict=True):
+                    each.add(columns, share)
+            return of_keys
+
+        of_rank = {
+            owner: [next(found) for _ in _blocks(ring, owner, query.shape[2], options)]
+            for owner in _owners(ring)
+        }
+        # A share that is alone so far goes to the next rank as it is.
+        ranks, has_one_block = len(ring.lengths), not ring.zigzag or options.joins_parts
+        coming = None
+        for owner, held in _round(ring, key, value, own_last=True):
+            sums = shares_of(owner, held)
             if coming is not None:
-                sums = coming.wait()
-            for columns, of_keys in shares_of_keys:
-                for each, share in zip(sums, of_keys, strict=True):
-                    each[:, :, columns] += share
-            coming = _Exchange(ring, sums, owner)
-        assert coming is not None
-        d_key, d_value = coming.wait()
+                _add_to(sums, coming.wait())
+            if owner != ring.rank:
+                is_rounded = has_one_block and owner == (ring.rank - 1) % ranks
+                coming = _Exchange(ring, _contents(sums, is_rounded), owner)
+        d_key, d_value = (each.rounded() for each in sums)
         d_sink = None
         if sink is not None and ctx.needs_input_grad[7]:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
@@ -404,9 +445,9 @@ class _RingFunction(torch.autograd.Function):
             d_rows = reference.softmax.sink_gradient_of_rows(sink, options.sink_value, lse, d)
             d_sink = reference.softmax.sum_over_rows(d_rows, sink)
         return (
-            d_query.to(query.dtype),
-            d_key.to(key.dtype),
-            d_value.to(value.dtype),
+            d_query.rounded(),
+            d_key,
+            d_value,
             None if d_bias is None else d_bias.to(bias.dtype),
             None,
             None,
@@ -419,27 +460,162 @@ class _RingFunction(torch.autograd.Function):
         )
 
 
-def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """The keys and values of each rank, its own first; the next are on their way meanwhile.
+class _Shares:
+    """The sum of shares of a gradient, [..., rows, dim], each of some rows, rounded once.
+
+    Args:
+        like: the tensor whose gradient it is.
+        dtype: of sums; that of shares is the tensor's. Two shares are added without such a sum.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._sum: Tensor | None = None
+        self._second: tuple[slice, Tensor] | None = None  # not added yet
+
+    def add(self, rows: slice, share: Tensor) -> None:
+        if self._sum is None and share.shape == self._like.shape:
+            self._sum = share
+        elif self._sum is not None and self._second is None and self._sum.dtype != self._dtype:
+            self._second = rows, share
+        else:
+            self.exact()[:, :, rows] += share
+
+    def exact(self) -> Tensor:
+        """In the type of sums."""
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        self._sum = self._sum.to(self._dtype)
+        if self._second is not None:
+            rows, share = self._second
+            self._sum[:, :, rows] += share
+            self._second = None
+        return self._sum
+
+    def rounded(self) -> Tensor:
+        """In the type of the tensor."""
+        if self._second is not None:
+            assert self._sum is not None
+            rows, share = self._second
+            self._sum[:, :, rows] += share  # computed in float32
+            self._second = None
+        if self._sum is None:
+            return torch.zeros_like(self._like)
+        return self._sum.to(self._like.dtype)
+
+
+# Functions, so that no name of a loop keeps a tensor of an earlier rank.
+def _add_to(sums: list[_Shares], others: list[Tensor]) -> None:
+    for each, other in zip(sums, others, strict=True):
+        each.add(slice(None), other)
+
+
+def _contents(sums: list[_Shares], is_rounded: bool) -> list[Tensor]:
+    return [(each.rounded() if is_rounded else each.exact()).contiguous() for each in sums]
+
+
+class _Merged:
+    """Output and log-sum-exp of the blocks so far.
+
+    Changed in place: `merge_attention`, which is differentiable, makes a dozen tensors of the size
+    of the output. Two blocks, all that two ranks have, are merged without a sum in another type.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int, dtype: torch.dtype) -> None:
+        batches, heads, queries, _ = query.shape
+        self._query, self._shape = query, (batches, queries, heads, value_dim)
+        self._dtype = dtype  # of sums
+        self._output: Tensor | None = None  # a sum, or what the first block of all queries has
+        self._lse: Tensor | None = None
+        self._second: tuple[slice, Tensor, Tensor] | None = None  # not merged yet
+
+    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+        """What attention of these queries over other keys returned."""
+        if self._output is None and lse.shape == self._query.shape[:-1]:
+            self._output, self._lse = output, lse.clone()  # it is kept for the backward pass
+        elif self._second is None and self._output is not None and not self._has_sum():
+            self._second = rows, output, lse
+        else:
+            self._to_sum()
+            self._merge(rows, output, lse)
+
+    def with_sink(self, logit: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of all blocks, and of a logit that joins the denominator; the output as the query."""
+        if self._output is None or logit is not None:
+            self._to_sum()
+        if self._second is not None:
+            self._merge(*self._second)
+        assert self._output is not None
+        assert self._lse is not None
+        if logit is not None:
+            self._lse, kept, _ = _weights(self._lse, logit.expand(self._lse.shape))
+            self._output.mul_(kept)
+        return self._output.to(self._query.dtype), self._lse
+
+    def _has_sum(self) -> bool:
+        return self._output is not None and self._output.dtype == self._dtype
+
+    def _to_sum(self) -> None:
+        if self._output is None:
+            output = self._query.new_zeros(self._shape, dtype=self._dtype)
+            self._output = output.transpose(1, 2)
+            self._lse = output.new_full(self._query.shape[:-1], -torch.inf)
+        self._output = self._output.to(self._dtype)
+        if self._second is not None:
+            self._merge(*self._second)
+            self._second = None
+
+    def _merge(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+        assert self._output is not None
+        assert self._lse is not None
+        total, kept, share = _weights(self._lse[:, :, rows], lse)
+        self._lse[:, :, rows] = total
+        merged = self._output[:, :, rows]
+        torch.addcmul(merged * kept, output, share, out=merged)
+
+
+def _weights(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-sum-exp of both, and what the output of each counts: 0 where both are -inf."""
+    total = torch.logaddexp(lse, other)
+    base = total.masked_fill(total == -torch.inf, 0)
+    kept, share = (torch.exp(each - base).unsqueeze(-1) for each in (lse, other))
+    return total, kept, share
+
+
+def _owners(ring: Ring) -> Iterator[int]:
+    """The ranks whose keys come by, its own first."""
+    ranks = len(ring.lengths)
+    return ((ring.rank - step) % ranks for step in range(ranks))
+
+
+def _round(
+    ring: Ring, key: Tensor, value: Tensor, *, own_last: bool = False
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """The keys and values of each rank, its own first or last; the next are on their way meanwhile.
 
     It is one list that changes: who names what is in it keeps that of a third rank.
     """
-    ranks = len(ring.lengths)
+    own, *others = _owners(ring)
     held = [key.contiguous(), value.contiguous()]
-    for step in range(ranks):
-        owner = (ring.rank - step) % ranks
-        coming = _Exchange(ring, [*held], owner) if step + 1 < ranks else None
+    coming = _Exchange(ring, [*held], own) if others else None
+    if own_last:
+        kept = [*held]
+    else:
+        yield own, held
+    for i, owner in enumerate(others):
+        assert coming is not None
+        held[:] = coming.wait()
+        coming = _Exchange(ring, [*held], owner) if i + 1 < len(others) else None
         yield owner, held
-        if coming is not None:
-            held[:] = coming.wait()
+    if own_last:
+        yield own, kept
 
 
 class _Exchange:
     """Tensors of some rank's keys, [b, hk, n, ...], on their way from each rank to the next.
 
-    What is empty is neither sent nor received: both ends know all lengths. In each round every rank
-    sends or receives something, unless no rank has keys: NCCL begins when all ranks of a group have
-    called it.
+    One collective for each tensor takes the host a third of the time of a batch of sends and
+    receives.
 
     Args:
         sent: contiguous; not to be changed before `wait` returns.
@@ -447,33 +623,23 @@ class _Exchange:
     """
 
     def __init__(self, ring: Ring, sent: list[Tensor], owner: int) -> None:
-        distributed = torch.distributed
-        ranks = len(ring.lengths)
+        ranks, rank = len(ring.lengths), ring.rank
         length = ring.lengths[(owner - 1) % ranks]
         self.received = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in sent]
-        self.works: list[Work] = []
-        if ranks == 1:
-            self.received = sent
-            return
-        ends = ((distributed.isend, sent, 1), (distributed.irecv, self.received, -1))
-        operations = [
-            distributed.P2POp(
-                operation,
-                tensor,
-                distributed.get_global_rank(ring.group, (ring.rank + step) % ranks),
-                ring.group,
+        self._sent = sent  # kept until it has been sent
+        self._works: list[Work] = []
+        for each, coming in zip(sent, self.received, strict=True):
+            to, by = [0] * ranks, [0] * ranks
+            to[(rank + 1) % ranks], by[(rank - 1) % ranks] = each.numel(), coming.numel()
+            flat = coming.view(-1), each.view(-1)
+            work = torch.distributed.all_to_all_single(
+                *flat, by, to, group=ring.group, async_op=True
             )
-            for operation, tensors, step in ends
-            for tensor in tensors
-            if tensor.numel() > 0
-        ]
-        if operations:
-            self.works = distributed.batch_isend_irecv(operations)
-        self.sent = sent  # kept until it has been sent
+            self._works.append(work)
 
     def wait(self) -> list[Tensor]:
-        """What this rank received."""
-        for work in self.works:
+        """What this rank received. On a GPU the stream waits, and not the host."""
+        for work in self._works:
             work.wait()
-        self.works, self.sent = [], []
+        self._works, self._sent = [], []
         return self.received
