@@ -19,18 +19,19 @@ way to matmul, `megasoftmax.softmax`, dropout, matmul where
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
-`why_not_attention` tells which. "megasoftmax_softmax" takes this second way always.
+`why_not_attention` tells which. "megasoftmax_softmax" always takes these two products.
 
 Attention that runs fused drops inside its kernels, with a seed that torch's generator draws. The
-second way uses torch's dropout, which drops other entries at the same seed of the generator.
+products with a softmax use torch's dropout, which drops other entries at the same seed of the
+generator.
 
 Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
 and no [batch, 1, queries, keys] mask for causal, windowed, chunked, packed or bidirectional
 attention, padded or not, with any cache. `mask_functions` recognises these.
 Keys and values shared by a group of heads are not repeated. T5's relative bias (`position_bias`),
-or a float `attention_mask` as Swin's, gets its gradient. Under torch.compile, and of what is not
-recognised, the mask is the one that transformers builds for its "sdpa" implementation. Kernels note
-once per forward which of its tiles they may skip.
+or a float `attention_mask` as Swin's, gets its gradient. Under torch.compile, and for masks that
+are not recognised, the mask is the one that transformers builds for its "sdpa" implementation.
+Kernels make a block mask of it once per forward pass, which says which tiles they may skip.
 
 What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
@@ -43,8 +44,8 @@ What differs from "eager":
   `model(..., output_attentions=True)`; as with "eager", the result is after dropout. Training GPT-2
   with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
 
-As with every implementation, packed sequences are recognised by `position_ids`, and only without a
-cache (`use_cache=False`).
+Packed sequences are recognised by `position_ids`, and only without a cache (`use_cache=False`).
+This holds for every implementation.
 
 A model whose layers compute attention themselves raises ValueError when it is made or set to a
 name; docs/families.md lists them. The layers of `families` are served. A model that promises no
@@ -52,8 +53,8 @@ implementation but "eager" gets the mask of "eager", by the name "megasoftmax_ea
 configuration.
 
 With MEGASOFTMAX_DISABLE=1 in the environment, `register` lets both names compute what "eager" does,
-by the function in the model's own file. Not what "sdpa" does: that refuses or ignores softcap and
-sinks, and would give other results than megasoftmax.
+by the function in the model's own file. They do not compute what "sdpa" does, because that refuses
+or ignores softcap and sinks.
 """
 
 import inspect
@@ -87,8 +88,8 @@ from megasoftmax.integrations.products import between_products, capped, takes_at
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.tracing import is_traced
 
-# Models that compute with their mask, and so need a tensor, also where they do not ask for one:
-# of packed sequences, and Doge in transformers 5.17.
+# Models that compute with their mask and so need a tensor, but do not ask for one: with packed
+# sequences, or, for Doge in transformers 5.17, at all.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
 _READ_AS_TENSOR = (
@@ -105,9 +106,9 @@ class _Padding(NamedTuple):
     keys: int
     """How many keys it is made for."""
     window: Window | None = None
-    """As in `megasoftmax.attention`."""
+    """The window of `megasoftmax.attention`."""
     visible: Ranges | None = None
-    """As in `megasoftmax.attention`: int32 [batch or 1, 1, queries]."""
+    """The ranges of `megasoftmax.attention`, int32 [batch or 1, 1, queries]."""
 
 
 class PaddingMask(_Padding):
@@ -241,7 +242,7 @@ def make_mask(
 
 
 def _is_all_true(keep: torch.Tensor) -> bool:
-    """Whether there is no padding. Only a CPU tells without waiting."""
+    """Whether there is no padding. False on a GPU, where asking would wait for it."""
     return keep.is_cpu and not is_traced() and bool(keep.all())
 
 
@@ -310,7 +311,7 @@ def attention_forward(
 def softmax_attention_forward(
     *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `attention_forward`, always with the probabilities, in the type of value."""
+    """`attention_forward` that always returns the probabilities, in the type of value."""
     return attention_forward(*args, **(kwargs | {"output_attentions": True}))
 
 
@@ -476,7 +477,7 @@ def _against_attention(
 
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     """GPT-2's option to have scores in float32, whatever multiplies them."""
-    return vars(module).get("reorder_and_upcast_attn", False)  # nn.Module looks for long
+    return vars(module).get("reorder_and_upcast_attn", False)  # getattr is slow
 
 
 def _with_dense_rows(bias: Any) -> Any:

@@ -242,7 +242,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         if takes_attention(query, key, value, options):
             if (
                 mask is not None
-            ):  # forward and backward share its note; layers have no pass to share
+            ):  # forward and backward share its block mask; layers have no pass to share
                 options["mask"] = megasoftmax.TileMask(mask)
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
@@ -296,7 +296,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return self.attention_dropout.p if self.training else 0.0
 
     def _multiply(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores, scaled but for what the softmax multiplies by."""
+        """Scores, scaled except for the factor that the softmax applies."""
         scale = self.softmax_scale / self.score_divisor
         shape = query.shape[:2]
         query, key = query.flatten(0, 1), key.flatten(0, 1)
@@ -304,7 +304,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return scores.unflatten(0, shape)
 
     def _new_seed(self, device: torch.device) -> Tensor:
-        """Ranks have other heads, and drop other entries: from a generator that differs by rank.
+        """A seed by a generator that differs by rank, because ranks have different heads.
 
         That is one of the GPU, and under sequence parallelism the whole layer uses it already.
         """
