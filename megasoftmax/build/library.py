@@ -133,8 +133,8 @@ def host() -> Path:
             raise BuildError(f"{extension.CSRC / 'host'} has no sources")
         with extension.programs():
             # A file for each of at most two jobs includes the sources: reading torch's headers
-            # takes longer than compiling what follows. So names that are local to a source must
-            # differ from those of other sources.
+            # takes longer than compiling what follows. So names that the sources keep to
+            # themselves differ from each other.
             count = max(1, min(2, int(os.environ["MAX_JOBS"])))
             units = [folder / f"host{i}.cpp" for i in range(count)]
             for i, unit in enumerate(units):
