@@ -123,7 +123,7 @@ class PaddingMask(_Padding):
         return self
 
     def contiguous(self) -> Self:
-        """Itself: `generate` asks for it, and gives the mask on as a whole one, of 4 dimensions."""
+        """Itself: `generate` asks for it, and takes a mask of 4 dimensions for a complete one."""
         return self
 
     ndim = 4
@@ -185,7 +185,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask | torch.Tensor | None:
-    """What attention gets as `attention_mask`; transformers calls this once per forward.
+    """Makes what attention gets as `attention_mask`; transformers calls this once per forward pass.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -247,7 +247,7 @@ def _is_all_true(keep: torch.Tensor) -> bool:
 
 
 def _rule_of(mask_function: Any, aligned: bool) -> Rule | None:
-    """What can be said of the mask without a tensor. torch.compile reads no closures."""
+    """The mask as a Rule, without a tensor; None: it needs one. torch.compile reads no closures."""
     if not torch.compiler.is_compiling():
         return rule_of(mask_function)
     if mask_function is causal_mask_function and aligned:
@@ -354,7 +354,7 @@ def why_not_attention(
 def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What "eager" computes: the function that the module itself gives as a default."""
+    """What "eager" computes, by the function that the module itself has as its default."""
     _refuse(module, indices=kwargs.get("indices"), block_indices=kwargs.get("block_indices"))
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
@@ -476,14 +476,14 @@ def _against_attention(
 
 
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
-    """GPT-2's option to have scores in float32, whatever multiplies them."""
+    """GPT-2's option to compute scores in float32, whatever the type of query and key."""
     return vars(module).get("reorder_and_upcast_attn", False)  # getattr is slow
 
 
 def _with_dense_rows(bias: Any) -> Any:
-    """The bias with its keys side by side, copied once for all layers that share it.
+    """The bias with contiguous keys, copied once for all layers that share it.
 
-    T5's has its heads there; without this each layer would copy it, forward and backward.
+    T5's has heads last in memory. Without this copy each layer would copy, forward and backward.
     """
     if bias.stride(-1) == 1 or 0 in bias.stride() or not can_share(bias):
         return bias
@@ -491,7 +491,7 @@ def _with_dense_rows(bias: Any) -> Any:
 
 
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
-    """By an argument; or, as GPT-2 does not pass it on, by the hooks that will collect them."""
+    """Whether an argument asks for probabilities, or hooks will collect them, as for GPT-2."""
     if kwargs.get("output_attentions"):
         return True
     if torch.compiler.is_compiling() and not _active_collector.compiling:
