@@ -2,9 +2,9 @@
 GPT-J before transformers 5.24.
 
 Their layers compute attention themselves, whatever implementation is asked for. The subclasses here
-hand query, key, value and ALiBi to the function that was asked for, where it is megasoftmax's; they
-are the family's own in all else, and for every other implementation. ALiBi stays one number per
-key. `by_name` and `patching.patch_model` put them into models.
+pass query, key, value and ALiBi to the function that was asked for, if it is megasoftmax's. In
+everything else, and for every other implementation, they do what the family's class does. ALiBi
+stays one number per key. `by_name` and `patching.patch_model` put them into models.
 
 Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa", its default.
 
@@ -30,7 +30,7 @@ from megasoftmax.integrations.names import asked_name
 
 
 class _OrFamily:
-    """`attend` by the function that was asked for; the forward of the family where it is another.
+    """Calls `attend` if megasoftmax was asked for, else the forward of the family.
 
     Comes before the class of the family among the bases of a layer.
     """
@@ -236,7 +236,7 @@ def why_not_replaced(layer: torch.nn.Module) -> str | None:
 
 
 class _Asked(NamedTuple):
-    """A mask, and what methods of the family that pass it on would drop."""
+    """A mask together with a flag that methods of the family would not pass on."""
 
     mask: Any
     probabilities: bool

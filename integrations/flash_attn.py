@@ -111,11 +111,11 @@ def flash_attn_func(
             output, lse = _capped_attention(query, key, value, softcap, options)
         elif return_attn_probs:
             output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
-        else:  # which a CPU may leave to torch's own attention: that gives no log-sum-exp
+        else:  # a CPU may run torch's own attention, which returns no log-sum-exp
             output = megasoftmax.attention(query, key, value, **options)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
-    output = output.transpose(1, 2).contiguous()  # a copy with softcap alone
+    output = output.transpose(1, 2).contiguous()  # copies only with softcap
     return (output, lse, None) if return_attn_probs else output
 
 
@@ -145,7 +145,7 @@ def flash_attn_varlen_func(
         v: [key_tokens, key_heads, value_dim], of the same dtype.
         cu_seqlens_q: int32 or int64 [sequences + 1], where the queries of each sequence begin, and
             where those of the last end. See `megasoftmax.attention_varlen`.
-        cu_seqlens_k: the same of the keys.
+        cu_seqlens_k: likewise for the keys.
         max_seqlen_q, max_seqlen_k: of any value.
         dropout_p, softmax_scale, deterministic: as in `flash_attn_func`.
         causal, window_size: as in `flash_attn_func`, within each sequence.
@@ -326,7 +326,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _unpacked(name: str, packed: Tensor, leading: str, parts: int) -> tuple[Tensor, ...]:
-    """Views of the parts, which lie side by side before heads and their dimension."""
+    """Views of the parts, along the dimension before heads."""
     expected = f"[{leading}, {parts}, heads, dim]"
     checks.check_floating(name, packed)
     checks.check_rank(name, packed, leading.count(",") + 4, expected)

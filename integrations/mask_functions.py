@@ -47,8 +47,8 @@ class Rule(NamedTuple):
         Args:
             queries, keys: of the call.
             q_offset, kv_offset: positions of the first of each; q_offset may be a tensor.
-            aligned: the last query stands at the last key, so that causal and window say what
-                left and right do, and the ranges need not.
+            aligned: the last query stands at the last key. Then causal and window express left and
+                right, and the ranges leave them out.
         """
         left, right = (None, None) if aligned else (self.left, self.right)
         if all(piece is None for piece in (left, right, self.chunk, self.sequence)):
@@ -99,7 +99,7 @@ def _as_keys(
     kv_offset: int,
     keys: int,
 ) -> Tensor | None:
-    """The tightest of all, counted from the first key."""
+    """The tightest of the limits, counted from the first key."""
     if not limits:
         return None
     tightest = limits[0]
@@ -122,7 +122,7 @@ def _parts(function: Any) -> _Parts | None:
 
 
 def _of_all(mask_functions: tuple[Any, ...]) -> _Parts | None:
-    """Of and_masks."""
+    """The fields of all mask functions that and_masks combines."""
     every: _Parts = []
     for function in mask_functions:
         parts = _parts(function)

@@ -6,11 +6,13 @@
 
 `FusedScaleMaskSoftmax` of an unmodified Megatron fuses where it can import the extensions that apex
 brings: scaled_upper_triang_masked_softmax_cuda, scaled_masked_softmax_cuda and scaled_softmax_cuda.
-From here on it can, without apex. When it does so does not change: half precision, 17 to 4096 keys,
-sizes that are multiples of 4, no learnable offset; nor that it then forgets a window. For more see
-`megasoftmax.integrations.megatron`; this file imports nothing of Megatron, and serves its forks.
+With these modules it can, without apex. Its conditions stay the same: half precision, 17 to 4096
+keys, sizes that are multiples of 4, no learnable offset. It also still forgets a window when it
+fuses. `megasoftmax.integrations.megatron` does more. This file imports nothing of Megatron, so
+forks can use it.
 
-Unlike those of apex they leave incoming gradients alone and take any number of rows and keys.
+Unlike apex's extensions, they do not overwrite incoming gradients, and they take any number of rows
+and keys.
 """
 
 import sys
@@ -38,7 +40,7 @@ def install_extension_modules() -> Replaced:
     return Replaced([Change(sys.modules, name, module) for name, module in MODULES.items()])
 
 
-# Megatron hands the scale over as a tensor of one element, on the CPU.
+# Megatron passes the scale as a tensor of one element, on the CPU.
 
 
 def _forward(inputs: Tensor, scale: Tensor | float) -> Tensor:
@@ -47,12 +49,15 @@ def _forward(inputs: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _masked_forward(inputs: Tensor, mask: Tensor, scale: Tensor | float) -> Tensor:
-    """Of scores [batch, heads, queries, keys]; the mask broadcasts, bool or uint8, 1 = excluded."""
+    """Probabilities of scores [batch, heads, queries, keys].
+
+    The mask broadcasts, bool or uint8, 1 = excluded.
+    """
     return ScaledMaskedSoftmax.apply(inputs, mask.bool(), float(scale))
 
 
 def _causal_forward(inputs: Tensor, scale: Tensor | float) -> Tensor:
-    """Of scores [batch * heads, queries, keys]."""
+    """Probabilities of scores [batch * heads, queries, keys], with causality."""
     return ScaledUpperTriangMaskedSoftmax.apply(inputs, float(scale))
 
 
@@ -64,7 +69,7 @@ def _backward(output_grads: Tensor, softmax_results: Tensor, scale: Tensor | flo
 def _causal_backward(
     output_grads: Tensor, softmax_results: Tensor, scale: Tensor | float
 ) -> Tensor:
-    """The same, without reading what comes after a query."""
+    """The gradient of the scores, without reading keys after a query."""
     return softmax_backward(output_grads, softmax_results, scale=float(scale), causal=True)
 
 

@@ -9,7 +9,7 @@ _WITH_EAGER_MASK = "_eager_mask"
 
 
 def with_eager_mask(name: str) -> str:
-    """The same implementation for models that know the masks of "eager" alone."""
+    """The name of this implementation for models that only know the masks of "eager"."""
     return name + _WITH_EAGER_MASK
 
 

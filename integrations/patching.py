@@ -7,9 +7,9 @@
     with patch_model(model):            # or until the end of the block
         model(input_ids)
 
-One call does what there is to do: attention of all the models that the model consists of, also of
-those that `set_attn_implementation` passes by (T5's encoder and decoder before transformers 5.20);
-layers of the families that have no attention interface (`families`); routers (`routers`).
+One call switches the attention of all the models that the model consists of, also of those that
+`set_attn_implementation` skips (T5's encoder and decoder before transformers 5.20); layers of the
+families that have no attention interface (`families`); and routers (`routers`).
 
 `report` says of every attention layer and router what it runs. "attention" is fused and writes no
 scores; "SDPA" is `megasoftmax.attention` too, which takes torch's scaled_dot_product_attention on a
@@ -75,9 +75,8 @@ class PatchedModel(Patched):
     def report(self) -> dict[str, Served]:
         """What every attention layer and router of the model runs at present, by its name.
 
-        As far as can be told without a call: for calls in the type of the weights, or under the
-        autocast that is on now, without dropout or a bias that learns, that do not ask for
-        probabilities.
+        Found without a call. It holds for calls in the type of the weights, or under the autocast
+        that is on now, without dropout or a bias that learns, that do not ask for probabilities.
         """
         found = {
             layer.name: self._served(layer)
@@ -231,7 +230,7 @@ def _why_flagged(model: torch.nn.Module, flags: dict[str, bool]) -> dict[str, st
 def _changes_of_routers(
     model: torch.nn.Module, strict: bool
 ) -> tuple[list[Change], dict[str, str]]:
-    """What there is to set for routers, and the reason for each that is left as it is."""
+    """Changes of routers, and the reason for each router that is left as it is."""
     routers = find_routers(model)
     if not routers:
         return [], {}

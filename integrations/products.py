@@ -1,4 +1,4 @@
-"""Attention that writes its scores, for adapters: where it must, matmul, fused softmax, matmul."""
+"""Attention that writes its scores, for adapters: matmul, fused softmax, matmul."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
 
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether `megasoftmax.attention` is quicker than `between_products`: its reference is not.
+    """Whether `megasoftmax.attention` is quicker than `between_products`.
 
-    It is where it runs fused, or on a CPU by torch's own attention.
+    It is where it runs fused, or on a CPU by torch's own attention. Its reference is slower.
     """
     if query.is_cuda:
         return runs_fused(query, key, value, options)

@@ -1,4 +1,4 @@
-"""What one call has bound to something of megasoftmax, in other libraries or a model, and back."""
+"""Binds names of other libraries, or attributes of a model, to megasoftmax, and undoes it."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -60,7 +60,7 @@ class Replaced:
     """Names that one call has bound to something else, until `undo`; a context manager."""
 
     def __init__(self, changes: Iterable[Change]) -> None:
-        """Make the changes; names that are bound so already are left to whoever did it."""
+        """Make the changes; names that are bound to ours already are left to whoever bound them."""
         self._replaced: list[tuple[Change, Any]] = []
         for change in changes:
             original = change.bound
@@ -74,7 +74,7 @@ class Replaced:
         return tuple(change.name for change, _ in self._replaced)
 
     def undo(self) -> None:
-        """Bind what was there before, but where something else is bound since; harmless twice."""
+        """Restore what was bound before, unless something else was bound since; harmless twice."""
         for change, original in reversed(self._replaced):
             if change.bound == change.ours:
                 change.bind(original)
@@ -88,7 +88,7 @@ class Replaced:
 
 
 class Patched(Replaced):
-    """The same for parts of a model, where nothing may have been changed since."""
+    """Changes of parts of a model, which must not have been changed again when they are undone."""
 
     def unpatch(self) -> None:
         """Restore what was; calling it twice is harmless.

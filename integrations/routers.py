@@ -8,10 +8,10 @@
 
 The routers of Mixtral, Qwen-MoE and their kin take a softmax over all experts in float32, pick the
 K largest and may divide by their sum; that of gpt-oss takes a softmax over the K largest logits.
-Either is one `megasoftmax.softmax_topk`. Logits, scores and experts are the model's own, gradients
-too, but where two experts have the same probability: softmax_topk then decides by the logits, and
-between equal ones by the lower index, where torch.topk leaves it open. Parameters, hooks and what
-records router logits see no difference.
+Each is one `megasoftmax.softmax_topk`. Logits, scores, experts and gradients are those of the
+model, except where two experts have the same probability: softmax_topk then decides by the logits,
+and between equal logits by the lower index, while torch.topk leaves the choice open. Parameters,
+hooks and what records router logits see no difference.
 """
 
 from types import MethodType
@@ -129,7 +129,7 @@ def is_patched(router: torch.nn.Module) -> bool:
 
 
 def _rule_of(module: torch.nn.Module) -> _Rule | None:
-    """That of the class whose forward the module has: subclasses may bring their own."""
+    """The rule of the class whose forward the module has: subclasses may have their own."""
     if not _is_of_transformers(module):
         return None
     forward: Any = type(module).forward
@@ -137,7 +137,7 @@ def _rule_of(module: torch.nn.Module) -> _Rule | None:
 
 
 def _is_of_transformers(module: torch.nn.Module) -> bool:
-    """Whether its forward is; that of a scripted module is nobody's."""
+    """Whether its class has a forward of transformers; that of a scripted module has none."""
     forward = getattr(type(module), "forward", None)
     return getattr(forward, "__module__", "").startswith("transformers.models.")
 

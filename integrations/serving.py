@@ -1,4 +1,4 @@
-"""Which layers of a model of transformers megasoftmax serves, and what there is to set for it."""
+"""Which layers of a model of transformers megasoftmax serves, and what to set for that."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ class Layer(NamedTuple):
     models: list[PreTrainedModel]
     """All models around it, the outermost first."""
     why_not: str | None
-    """Why it cannot be served by itself."""
+    """Why the layer cannot be served; None: it can, as far as it alone decides."""
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """Its own and those of the models around it."""
+        """The configurations of the layer and of the models around it."""
         return [self.config, *(model.config for model in self.models)]
 
     @property
@@ -51,7 +51,7 @@ def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Whether it computes attention, rather than contains what does."""
+    """Whether the module itself computes attention, and not a module inside of it."""
     if _uses_interface(module):
         return True
     return _is_named_attention(module) and not any(
@@ -81,7 +81,7 @@ def _why_not(module: torch.nn.Module) -> str | None:
 
 
 def why_not_served(layers: list[Layer]) -> dict[str, str]:
-    """Layers that cannot be served, and the reason: their own, or that of one beside them.
+    """Layers that cannot be served, and the reason: their own, or that of a layer beside them.
 
     All layers of one of the FAMILIES that share a configuration get the same mask, which their own
     code does not know. Elsewhere a layer is served by itself.
@@ -122,7 +122,7 @@ def changes_for(
     why_not: dict[str, str],
     name_for: Callable[[PreTrainedConfig], str | None],
 ) -> list[Change]:
-    """What there is to set for attention.
+    """The changes that make layers run megasoftmax's attention.
 
     Args:
         layers, why_not: from `layers_of` and `why_not_served`.

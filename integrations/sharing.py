@@ -1,4 +1,4 @@
-"""What the layers of a model make of a tensor that they share, made once in a forward pass.
+"""Tensors that the layers of a model derive from one that they share, made once a forward pass.
 
 It is kept by the pass, never on the tensor: whoever owns that may change it between two passes in
 ways that leave no trace, such as `.data`, numpy, torch.distributed or a CUDA graph.
@@ -72,7 +72,7 @@ def can_share(tensor: Tensor) -> bool:
 
 
 def with_tiles(mask: Tensor, excluded: Callable[[Tensor], Tensor]) -> Tensor | megasoftmax.TileMask:
-    """A mask as attention takes it, with one note of its tiles for all layers that share it.
+    """A mask for attention, with one block mask for all layers that share it.
 
     Args:
         mask: bool, as the layers get it.

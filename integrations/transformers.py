@@ -19,18 +19,19 @@ way to matmul, `megasoftmax.softmax`, dropout, matmul where
 * scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
-`why_not_attention` tells which. "megasoftmax_softmax" takes this second way always.
+`why_not_attention` tells which. "megasoftmax_softmax" always takes these two products.
 
 Attention that runs fused drops inside its kernels, with a seed that torch's generator draws. The
-second way uses torch's dropout, which drops other entries at the same seed of the generator.
+products with a softmax use torch's dropout, which drops other entries at the same seed of the
+generator.
 
 Both apply scaling, causality, padding and biases themselves: no scaled copy of the scores is made,
 and no [batch, 1, queries, keys] mask for causal, windowed, chunked, packed or bidirectional
 attention, padded or not, with any cache. `mask_functions` recognises these.
 Keys and values shared by a group of heads are not repeated. T5's relative bias (`position_bias`),
-or a float `attention_mask` as Swin's, gets its gradient. Under torch.compile, and of what is not
-recognised, the mask is the one that transformers builds for its "sdpa" implementation. Kernels note
-once per forward which of its tiles they may skip.
+or a float `attention_mask` as Swin's, gets its gradient. Under torch.compile, and for masks that
+are not recognised, the mask is the one that transformers builds for its "sdpa" implementation.
+Kernels make a block mask of it once per forward pass, which says which tiles they may skip.
 
 What differs from "eager":
 * A query without a visible key (a padded position of a left-padded batch) gets zeros and no
@@ -43,8 +44,8 @@ What differs from "eager":
   `model(..., output_attentions=True)`; as with "eager", the result is after dropout. Training GPT-2
   with it, under activation checkpointing that is not reentrant, needs "megasoftmax_softmax".
 
-As with every implementation, packed sequences are recognised by `position_ids`, and only without a
-cache (`use_cache=False`).
+Packed sequences are recognised by `position_ids`, and only without a cache (`use_cache=False`).
+This holds for every implementation.
 
 A model whose layers compute attention themselves raises ValueError when it is made or set to a
 name; docs/families.md lists them. The layers of `families` are served. A model that promises no
@@ -52,8 +53,8 @@ implementation but "eager" gets the mask of "eager", by the name "megasoftmax_ea
 configuration.
 
 With MEGASOFTMAX_DISABLE=1 in the environment, `register` lets both names compute what "eager" does,
-by the function in the model's own file. Not what "sdpa" does: that refuses or ignores softcap and
-sinks, and would give other results than megasoftmax.
+by the function in the model's own file. They do not compute what "sdpa" does, because that refuses
+or ignores softcap and sinks.
 """
 
 import inspect
@@ -87,8 +88,8 @@ from megasoftmax.integrations.products import between_products, capped, takes_at
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.tracing import is_traced
 
-# Models that compute with their mask, and so need a tensor, also where they do not ask for one:
-# of packed sequences, and Doge in transformers 5.17.
+# Models that compute with their mask and so need a tensor, but do not ask for one: with packed
+# sequences, or, for Doge in transformers 5.17, at all.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
 _READ_AS_TENSOR = (
@@ -105,9 +106,9 @@ class _Padding(NamedTuple):
     keys: int
     """How many keys it is made for."""
     window: Window | None = None
-    """As in `megasoftmax.attention`."""
+    """The window of `megasoftmax.attention`."""
     visible: Ranges | None = None
-    """As in `megasoftmax.attention`: int32 [batch or 1, 1, queries]."""
+    """The ranges of `megasoftmax.attention`, int32 [batch or 1, 1, queries]."""
 
 
 class PaddingMask(_Padding):
@@ -122,7 +123,7 @@ class PaddingMask(_Padding):
         return self
 
     def contiguous(self) -> Self:
-        """Itself: `generate` asks for it, and gives the mask on as a whole one, of 4 dimensions."""
+        """Itself: `generate` asks for it, and takes a mask of 4 dimensions for a complete one."""
         return self
 
     ndim = 4
@@ -184,7 +185,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask | torch.Tensor | None:
-    """What attention gets as `attention_mask`; transformers calls this once per forward.
+    """Makes what attention gets as `attention_mask`; transformers calls this once per forward pass.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -241,12 +242,12 @@ def make_mask(
 
 
 def _is_all_true(keep: torch.Tensor) -> bool:
-    """Whether there is no padding. Only a CPU tells without waiting."""
+    """Whether there is no padding. False on a GPU, where asking would wait for it."""
     return keep.is_cpu and not is_traced() and bool(keep.all())
 
 
 def _rule_of(mask_function: Any, aligned: bool) -> Rule | None:
-    """What can be said of the mask without a tensor. torch.compile reads no closures."""
+    """The mask as a Rule, without a tensor; None: it needs one. torch.compile reads no closures."""
     if not torch.compiler.is_compiling():
         return rule_of(mask_function)
     if mask_function is causal_mask_function and aligned:
@@ -310,7 +311,7 @@ def attention_forward(
 def softmax_attention_forward(
     *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `attention_forward`, always with the probabilities, in the type of value."""
+    """`attention_forward` that always returns the probabilities, in the type of value."""
     return attention_forward(*args, **(kwargs | {"output_attentions": True}))
 
 
@@ -353,7 +354,7 @@ def why_not_attention(
 def _eager_forward(
     module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What "eager" computes: the function that the module itself gives as a default."""
+    """What "eager" computes, by the function that the module itself has as its default."""
     _refuse(module, indices=kwargs.get("indices"), block_indices=kwargs.get("block_indices"))
     forward = inspect.unwrap(type(module).forward)
     names = forward.__code__.co_names
@@ -475,14 +476,14 @@ def _against_attention(
 
 
 def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
-    """GPT-2's option to have scores in float32, whatever multiplies them."""
-    return vars(module).get("reorder_and_upcast_attn", False)  # nn.Module looks for long
+    """GPT-2's option to compute scores in float32, whatever the type of query and key."""
+    return vars(module).get("reorder_and_upcast_attn", False)  # getattr is slow
 
 
 def _with_dense_rows(bias: Any) -> Any:
-    """The bias with its keys side by side, copied once for all layers that share it.
+    """The bias with contiguous keys, copied once for all layers that share it.
 
-    T5's has its heads there; without this each layer would copy it, forward and backward.
+    T5's has heads last in memory. Without this copy each layer would copy, forward and backward.
     """
     if bias.stride(-1) == 1 or 0 in bias.stride() or not can_share(bias):
         return bias
@@ -490,7 +491,7 @@ def _with_dense_rows(bias: Any) -> Any:
 
 
 def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
-    """By an argument; or, as GPT-2 does not pass it on, by the hooks that will collect them."""
+    """Whether an argument asks for probabilities, or hooks will collect them, as for GPT-2."""
     if kwargs.get("output_attentions"):
         return True
     if torch.compiler.is_compiling() and not _active_collector.compiling:

@@ -1,4 +1,4 @@
-"""Who may import whom, as DESIGN.md draws it."""
+"""Who may import whom."""
 
 import ast
 import re

@@ -14,23 +14,25 @@ class, of Megatron-core 0.16, refuses:
   runs fused, and one after the other elsewhere.
 * Values of another dimension than keys (multi-latent attention), and a CPU.
 
-What it does otherwise:
+What that class does differently:
 * It writes scores and probabilities, [batch, heads, queries, keys]. Here nothing of that size
   exists where attention runs fused.
 * `config.window_size` replaces the mask and causality, a side of -1 hides a query's own key, and
-  fused there is no window. Here all hold together, and -1 lifts the limit of a side.
+  fused there is no window. Here all hold together, and -1 removes the limit of a side.
 * A mask replaces causality, and fused it is the other way round. Here both hold; so pass None for a
-  mask that says nothing but causality, which would be read. A call's `attn_mask_type` is honoured.
-* A masked score becomes -10000, which others may fall short of, and a query that sees no key gets
-  uniform weights. Here what is masked has weight 0, and such a query gets zeros and no gradient.
+  mask of causality alone, which would be read in vain. A call's `attn_mask_type` is honoured.
+* A masked score becomes -10000, although visible scores may be below that, and a query that sees no
+  key gets uniform weights. Here masked keys have weight 0, and such a query gets zeros and no
+  gradient.
 * The learnable offset of `config.softmax_type` starts alike on every tensor-parallel rank, and
   gradient norms count that of the first. Here it is sharded over heads, as weights are.
 
-Kernels note of a mask which tiles they may skip, once for all layers that get the same tensor.
-Attention runs fused, dropout too, where `megasoftmax.why_not_fused(core_attention, ...)` is
-empty. Elsewhere it is matmul, `megasoftmax.softmax` and matmul. The seed of dropout is drawn from
-Megatron's tensor-parallel generator. `config.masked_softmax_fusion` is about
-FusedScaleMaskSoftmax and makes no difference. Context parallelism is refused.
+Kernels make a block mask of a mask, which says which tiles they may skip, once for the forward and
+backward pass of a layer. Attention runs fused, dropout too, where
+`megasoftmax.why_not_fused(core_attention, ...)` is empty. Elsewhere it is matmul,
+`megasoftmax.softmax` and matmul. The seed of dropout is drawn from Megatron's tensor-parallel
+generator. `config.masked_softmax_fusion` is about FusedScaleMaskSoftmax and makes no difference.
+Context parallelism is refused.
 
     from megasoftmax.integrations.megatron import apply_megasoftmax_to_megatron
 

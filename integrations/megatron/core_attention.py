@@ -24,7 +24,7 @@ from megasoftmax.functional import as_autocast, new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
 
-# Of a config, what would change results and is not computed here, and the value it must have.
+# Fields of a config that change results and are not computed here, and the value they must have.
 _UNSUPPORTED = {
     "context_parallel_size": 1,
     "qk_clip": False,
@@ -99,7 +99,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         if config.softmax_type == "learnable":
             self.softmax_offset = self._new_offset()
         elif config.softmax_type == "off-by-one":
-            # Megatron's own is no part of a checkpoint either; its inference reads it.
+            # No part of checkpoints, as in Megatron, but a buffer, which its inference reads.
             self.register_buffer("softmax_offset", self._empty_offset().zero_(), persistent=False)
         elif config.softmax_type == "vanilla":
             self.softmax_offset = None
@@ -242,7 +242,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         if takes_attention(query, key, value, options):
             if (
                 mask is not None
-            ):  # forward and backward share its note; layers have no pass to share
+            ):  # forward and backward share its block mask; layers have no pass to share
                 options["mask"] = megasoftmax.TileMask(mask)
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
@@ -275,7 +275,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return attend_one_by_one(attend, query, key, value, *documents)
 
     def _settings(self, is_causal: bool) -> dict[str, Any]:
-        """What every call of attention gets, but for a seed."""
+        """The options of every call of attention, without a seed."""
         return {
             "scale": self.softmax_scale,
             "causal": is_causal,
@@ -296,7 +296,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return self.attention_dropout.p if self.training else 0.0
 
     def _multiply(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores, scaled but for what the softmax multiplies by."""
+        """Scores, scaled except for the factor that the softmax applies."""
         scale = self.softmax_scale / self.score_divisor
         shape = query.shape[:2]
         query, key = query.flatten(0, 1), key.flatten(0, 1)
@@ -304,7 +304,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         return scores.unflatten(0, shape)
 
     def _new_seed(self, device: torch.device) -> Tensor:
-        """Ranks have other heads, and drop other entries: from a generator that differs by rank.
+        """A seed by a generator that differs by rank, because ranks have different heads.
 
         That is one of the GPU, and under sequence parallelism the whole layer uses it already.
         """

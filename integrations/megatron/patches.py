@@ -50,8 +50,8 @@ class AppliedToMegatron(Replaced):
         """What Megatron's layers run at present, by the name that they call.
 
         A layer keeps the class of softmax that it was built with. So the first entry says what
-        layers get that are built now, and those that run something else have entries of their own.
-        Layers that `gc.freeze` has hidden are not found.
+        newly built layers get, and layers that run something else have entries of their own. Layers
+        that `gc.freeze` has hidden are not found.
         """
         found = {}
         for name, served in (
@@ -103,8 +103,8 @@ def apply_megasoftmax_to_megatron(
         router: `topk_routing_with_score_function` through `megasoftmax.softmax_topk`, where the
             score function is a softmax, before top-k or after, and experts are not chosen by
             groups, an own bias, a replay or TransformerEngine: those, and float64, remain
-            Megatron's. Of equal logits the first is chosen, where Megatron's leaves it open; and
-            where half-precision probabilities are equal after rounding, the logits decide.
+            Megatron's. Of equal logits the first is chosen, while Megatron's leaves the choice
+            open. Where half-precision probabilities are equal after rounding, the logits decide.
 
     Returns:
         What undoes what this call has done, and reports on it: `print(applied)`.

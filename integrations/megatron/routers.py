@@ -17,7 +17,7 @@ ROUTED_WHERE = "where scores are a softmax and they alone choose the experts; el
 
 
 def through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The routing function, which calls the original where another option than those is given."""
+    """The routing function; it calls the original for options that softmax_topk lacks."""
     if hasattr(original, "is_megasoftmax"):
         return original
     signature = inspect.signature(original)

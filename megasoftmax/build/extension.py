@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-PACKAGE = Path(__file__).absolute().parents[1]  # not where a link leads: caches link single files
+PACKAGE = Path(__file__).absolute().parents[1]  # links are not followed: caches link single files
 CSRC = PACKAGE / "csrc"
 if not (CSRC / "common").is_dir():  # a checkout has it beside the package
     CSRC = PACKAGE.parent / "csrc"
@@ -30,8 +30,8 @@ MIN_TORCH = (2, 11)  # the stable ABI that the bindings are compiled against
 MIN_NVCC = (12, 0)  # C++20
 MIN_CAPABILITY = (7, 5)  # the first that nvcc 13 knows
 
-# Architecture -> first nvcc that knows it. Each serves later GPUs of its major version too, but for
-# 9.0a, which serves its own alone. 7.5 has no kernels of attention.
+# Architecture -> first nvcc that knows it. Code for each runs on later GPUs of its major version
+# too, but code for 9.0a on 9.0 alone. 7.5 has no kernels of attention.
 DEFAULT_ARCHITECTURES = {
     "7.5": (12, 0),
     "8.0": (12, 0),
@@ -189,8 +189,8 @@ def architectures(nvcc_version: tuple[int, int], requested: str | None = None) -
     return tuple(chosen)
 
 
-# What files of kernels take on one core of a server, for one architecture, by their names without
-# the element type.
+# Seconds to compile files of kernels on one core of a server, for one architecture, by their names
+# without the element type.
 _SECONDS = {
     "attention_backward": 85,
     "attention_forward": 30,
@@ -211,14 +211,14 @@ _SECONDS = {
 
 
 def sources() -> list[Path]:
-    """The files to compile. Those that take longest come first, so that none is left for last."""
+    """The files to compile, the slowest first, so that no slow one is left for the end."""
     files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]
     files = sorted(path for path in files if path.parent != CSRC / "host")
     return sorted(files, key=seconds_to_compile, reverse=True)
 
 
 def seconds_to_compile(source: Path) -> float:
-    """Roughly: enough to say what is left."""
+    """A rough estimate, for the progress of a build."""
     if source.stem.startswith("host"):
         return 20
     if source.suffix != ".cu":

@@ -64,7 +64,7 @@ load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def status() -> Status:
-    """What `load` found, or as much as can be told without building or loading anything."""
+    """What `load` found, or what is known without building or loading anything."""
     if _loaded is not None:
         return _loaded
     try:
@@ -84,7 +84,7 @@ def capability(index: int) -> tuple[int, int] | None:
     """The compute capability whose kernels serve a GPU.
 
     It is not the GPU's own where the compiled part has code for 7.5 alone. None without a compiled
-    part, or where that is of other sources and does not tell.
+    part, or where that was compiled from other sources and does not tell.
     """
     found = load()
     if found.path is None:
@@ -99,14 +99,14 @@ def capability(index: int) -> tuple[int, int] | None:
 
 
 def plans() -> ctypes.CDLL:
-    """What tells how launches run: the compiled part, or its plans compiled alone, without CUDA.
+    """The library that plans launches: the compiled part, or its plans compiled without CUDA.
 
     Raises:
         BuildError: there is no compiled part and no C++ compiler, or no ninja.
     """
     compiled = status()
     if compiled.path is not None:
-        with suppress(OSError, AttributeError):  # it is of other sources
+        with suppress(OSError, AttributeError):  # it was compiled from other sources
             whole = ctypes.CDLL(str(compiled.path))
             for name in ("megasoftmax_explain", "megasoftmax_explain_attention"):
                 getattr(whole, name)
@@ -176,7 +176,7 @@ def _load() -> Status:
         path = _find() or _build_for_these_gpus()
         torch.ops.load_library(path)
         ctypes.CDLL(str(path)).megasoftmax_register(_PACKAGE_NAME.encode())
-    except (BuildError, OSError, AttributeError) as error:  # the last: of other sources
+    except (BuildError, OSError, AttributeError) as error:  # the last: compiled from other sources
         warnings.warn(
             "megasoftmax has no compiled kernels here, and CUDA tensors take the slow plain-torch "
             f"path: {error}. `python -m megasoftmax build` compiles them.",
@@ -333,7 +333,7 @@ def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
         while before is None or not ended.wait(1):
             files = [*folder.rglob("*.o")]
             if len(files) != before:
-                # Those of an earlier build say nothing of the speed of this one.
+                # Files of an earlier build do not show the speed of this one.
                 compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
                 rest = total - seconds_of(files) + compiled
                 left = seconds_left(time.time() - start, compiled, rest, jobs)
@@ -359,7 +359,7 @@ def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
 
 
 def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
-    """How long a build still takes, from the seconds that its files are known to take.
+    """How long a build still takes, from the seconds that its files usually take.
 
     Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
     """

@@ -1,7 +1,7 @@
 """Which kernels serve a call, over which grid, what they move, and what that should take.
 
-Needs no GPU. The plans are those of csrc/kernels themselves: the compiled part answers, or the
-explain*.cpp files compiled alone where there is none.
+Needs no GPU. The plans are those of csrc itself: the compiled part answers, or the explain*.cpp
+files compiled alone where there is none.
 """
 
 from megasoftmax.explain.attention import AttentionExplanation, explain_attention

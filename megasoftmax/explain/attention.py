@@ -42,11 +42,11 @@ class AttentionExplanation:
     tile_queries: int  # of a block; of "decode", rows of all heads that share keys
     tile_keys: int  # that a block takes at a time; of "decode", a warp
     tile_head_dim: int  # what the head dimension of queries and keys is filled up to
-    tile_value_dim: int  # the same of values
+    tile_value_dim: int  # what the dimension of values is filled up to
     splits: int  # of the keys among blocks, forward; parts wait in the workspace
     slices: int  # blocks with the same keys, each for some columns of the gradients
     threads: int  # of a block
-    shared_bytes: int | None  # of a block; None for Hopper's kernels, which it does not choose
+    shared_bytes: int | None  # of a block; None for Hopper's kernels
     blocks: int
     workspace_bytes: int
     pairs: int  # of queries and keys that see each other, over batches and heads
@@ -68,9 +68,9 @@ class AttentionExplanation:
 
     @property
     def share(self) -> float:
-        """Of the nominal rate of 16-bit matrix products, what such kernels reached on an H200.
+        """The share of the nominal 16-bit rate that such kernels reached on an H200.
 
-        Of float32 without TF32.
+        For float32, the share of kernels without TF32.
         """
         if self.hopper:
             return HOPPER_BACKWARD_SHARE if self.backward else HOPPER_FORWARD_SHARE

@@ -21,7 +21,7 @@ def plans() -> ctypes.CDLL:
 
 
 class Moved:
-    """An explanation of a call that takes as long as what it moves."""
+    """An explanation of a call whose time is that of the bytes that it moves."""
 
     bytes_read: int
     bytes_written: int
@@ -33,7 +33,7 @@ class Moved:
 
 
 def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1, -1)) -> None:
-    """What every explanation refuses."""
+    """Raises a ValueError for arguments that every explanation refuses."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")

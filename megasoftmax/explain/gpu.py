@@ -37,7 +37,7 @@ class Gpu:
     flops_source: str
 
     def with_rates(self, terabytes: float | None, teraflops: float | None) -> "Gpu":
-        """The same with rates that the caller knows, in TB/s and TFLOP/s."""
+        """This GPU with rates that the caller knows, in TB/s and TFLOP/s."""
         changes: dict[str, float | str] = {}
         if terabytes is not None:
             changes |= {"bytes_per_second": 1e12 * terabytes, "bandwidth_source": "as given"}

@@ -6,9 +6,9 @@ over the keys, in float32, or float64 for float64 queries, and P exactly 0 for e
 `attention_forward` and `attention_backward` have the signatures of the ops and are pure, without
 autograd. `autograd.attention` makes one differentiable function of any such pair.
 
-P exists for a block of batches, heads and queries at a time; the backward pass makes it again.
-What is done to a block is plain torch that autograd and vmap see through, without changes in place:
-so the backward function is differentiable itself, as often as wanted.
+P exists for one block of batches, heads and queries at a time; the backward pass computes it again.
+A block is computed in plain torch without changes in place. So autograd and vmap work on it, and
+the backward function is differentiable itself, as often as wanted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +31,8 @@ from megasoftmax.reference.softmax import (
     union,
 )
 
-# The most logits at a time, if it holds those of one query and the heads that share a key head:
-# 16 MiB. On a CPU 64 MiB took 1.7 times as long, for memory that is touched for the first time.
+# The most logits of a block, 16 MiB, if those of one query and the heads that share a key head fit.
+# On a CPU 64 MiB took 1.7 times as long, because more memory is touched for the first time.
 BLOCK = 2**22
 
 
@@ -71,11 +71,12 @@ def attention_forward(
         relative: bias is [bb, bh, m + n - 1], and pair (i, j) takes its entry j - i + m - 1.
         first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
             What lies outside of [0, n] is cut.
-        note: what `megasoftmax::tile_note` made of the mask, or None. Serves kernels alone.
+        note: the block mask that `megasoftmax::tile_note` made of the mask, or None. Only kernels
+            use it.
         block: 1, or a multiple of 64: the mask then has an entry for each block x block pairs,
             [b or 1, h or 1, ceil(m / block), ceil(n / block)].
-        dropout: the probability to drop an entry of P, where it weighs the values: it counts as 0,
-            and what is kept as `dropout.factor` times P.
+        dropout: the probability to drop an entry of P in the product with the values: a dropped
+            entry counts as 0, a kept one as `dropout.factor` times P.
         seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
         tf32: whether kernels round factors of float32 products to TF32. Torch has settings of its
             own for the products of the reference.
@@ -83,12 +84,12 @@ def attention_forward(
     Returns:
         Output [b, h, m, dv], in the dtype of the query; in memory [b, m, h, dv], contiguous.
         Statistics [3, b, h, m], float32 (float64 for float64 queries), contiguous: the largest z of
-        the row, from kernels one near it; the logarithm of the denominator relative to it, sink
-        included; and that of the denominator, the log-sum-exp.
+        the row, or from kernels a number near it; the logarithm of the denominator relative to
+        that, sink included; and the log-sum-exp, the logarithm of the denominator.
 
-        A row with nothing left has output 0 where mask, bias, causality, a window, first, end or a
-        sink is given, and where there are no keys, else NaN; its statistics are 0 and twice the
-        sink or -inf. A visible NaN or +inf makes NaN of its row.
+        A row without a visible key has output 0 where mask, bias, causality, a window, first, end
+        or a sink is given, and where there are no keys, else NaN; its statistics are 0 and twice
+        the sink or -inf. A visible NaN or +inf makes NaN of its row.
     """
     given = ForwardArguments(
         *(query, key, value, bias, mask, scale, causal, window_left, window_right),
@@ -105,7 +106,7 @@ def attention_forward(
         output, statistics = _in_blocks(
             forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
         )
-    # A copy: autograd lets no output that is a view be changed in place.
+    # A copy, because autograd forbids changes in place of an output that is a view.
     output = output.transpose(1, 2).contiguous().transpose(1, 2).to(query.dtype, copy=True)
     return output, statistics.movedim(-1, 0).contiguous()
 
@@ -150,9 +151,9 @@ def attention_backward(
     Args:
         d_output: of the output, with its shape and dtype, any strides.
         d_lse: of the log-sum-exp, statistics[2], with its shape and dtype; or None.
-        output, statistics: what `attention_forward` returned. Statistics serve kernels alone.
+        output, statistics: what `attention_forward` returned. Only kernels use the statistics.
         bias_gradient, sink_gradient: whether these are asked for.
-        deterministic: whether the same bits are asked for every time; here they always come.
+        deterministic: whether every run must give the same bits; the reference always does.
         The others: as in `attention_forward`.
 
     Returns:
@@ -220,8 +221,8 @@ def _full_precision(device_type: str) -> AbstractContextManager[Any]:
 class _Block(NamedTuple):
     """What the logits of some batches, heads and queries are made from, shaped as in the ops.
 
-    Query i of the block stands at key i + diagonal. It is query i + first_query of all, and so with
-    batches and heads.
+    Query i of the block stands at key i + diagonal. Its number among all queries is i +
+    first_query; batches and heads are counted likewise.
     """
 
     query: Tensor
@@ -242,20 +243,20 @@ class _Block(NamedTuple):
     d_lse: Tensor | None = None
 
 
-# The dimensions along which a result consists of those of blocks; over the others it is their sum.
+# Dimensions along which results of blocks are concatenated; over the others they are summed.
 _EVERYWHERE = (0, 1, 2)
 _BATCHES_AND_HEADS = (0, 1)
 
 
 def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
-    """Blocks have parts of the batches, heads and queries of a bias, but each a whole table."""
+    """The dimensions along which blocks cut a bias; of a table batches and heads alone."""
     if bias is None:
         return ()
     return tuple(dim for dim in range(bias.dim() - 1) if bias.shape[dim] != 1)
 
 
 def _block(given: Any) -> _Block:
-    """All of it."""
+    """The block of all batches, heads and queries."""
     diagonal = given.key.shape[-2] - given.query.shape[-2]
     return _Block(
         *(given.query, given.key, given.value, given.bias, given.mask, given.sink),
@@ -271,7 +272,7 @@ def _in_blocks(
     """function(block), from blocks of at most BLOCK logits.
 
     Args:
-        cuts: for each result, the dimensions along which those of parts follow each other.
+        cuts: for each result, the dimensions along which results of parts are concatenated.
     """
     cut = _cut(block)
     if cut is None:
@@ -281,7 +282,7 @@ def _in_blocks(
 
 
 def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
-    """The dimension along which a block must be cut, and its parts; None where it may stay."""
+    """The dimension along which a block is cut, and its parts; None where it stays whole."""
     batches, heads, queries, _ = block.query.shape
     logits = batches * heads * queries * block.key.shape[-2]
     if logits <= BLOCK:
@@ -306,7 +307,7 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
     size = block.query.shape[dim]
 
     def part(tensor: Tensor | None, dim: int = dim) -> Any:
-        """Of what has as many entries as the query there, fewer that divide them, or 1."""
+        """The part of a tensor with as many entries as the query there, a divisor of that, or 1."""
         if tensor is None or tensor.shape[dim] == 1:
             return tensor
         count = tensor.shape[dim]
@@ -336,7 +337,7 @@ def _part(block: _Block, dim: int, start: int, length: int) -> _Block:
 def _joined(
     parts: Iterable[Sequence[Tensor]], dim: int, cuts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Each result of all blocks, from those of blocks that follow each other along a dimension."""
+    """Each result of the whole, from those of the blocks along a dimension."""
     found: list[list[Tensor]] = []
     for part in parts:
         if not found:
@@ -356,8 +357,8 @@ def _joined(
 def _weights(
     block: _Block, given: Any, compute: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where nothing is left; the logarithm
-    of the denominator relative to it; and the log-sum-exp."""
+    """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where no key is visible; the
+    logarithm of the denominator relative to it; and the log-sum-exp."""
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
@@ -387,7 +388,7 @@ def _weights(
     if excluded is not None or block.bias is not None or logit is not None:
         divisor = total.masked_fill(nothing, 1)
     p = p / divisor.unsqueeze(-1)
-    if excluded is not None:  # in rows that are NaN, too
+    if excluded is not None:  # in rows of NaN, too
         p = p.masked_fill(excluded, 0)
     log_total = divisor.log().masked_fill(nothing, -torch.inf)
     return p, largest, log_total + (highest - largest), log_total + highest
@@ -447,7 +448,7 @@ def mask_of_blocks(blocks: Tensor, size: int, queries: int, keys: int) -> Tensor
 
 
 def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
-    """Batches and heads by the entry [bb, bh] of the bias that they share."""
+    """Logits with batches and heads grouped by the entry [bb, bh] of the bias that they share."""
     (batches, heads), (bb, bh) = logits.shape[:2], bias.shape[:2]
     pattern = "(bb batches) (bh heads) m n -> bb batches bh heads m n"
     sizes = {"bb": bb, "batches": batches // max(bb, 1), "bh": bh, "heads": heads // max(bh, 1)}
@@ -455,14 +456,14 @@ def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
 
 
 def _bias_of_pairs(block: _Block) -> Tensor:
-    """[bb, bh, m or 1, n or 1]; a table's entries for this block, if it is one."""
+    """The bias of this block, [bb, bh, m or 1, n or 1]; from a table's entries if it is one."""
     assert block.bias is not None
     if block.bias.dim() == 4:
         return block.bias
     queries, keys = block.query.shape[2], block.key.shape[2]
     length = queries + keys - 1
     entries = block.bias.narrow(-1, _first_entry(queries, keys, block.diagonal), length)
-    # Repeated, and cut into rows one longer: each begins one entry later than the last.
+    # Repeated, and cut into rows that are one entry longer, so that each begins one entry later.
     repeated = repeat(entries, "bb bh length -> bb bh (times length)", times=queries + 1)
     cut = repeated[..., : queries * (length + 1)]
     rows = rearrange(cut, "bb bh (rows length) -> bb bh rows length", rows=queries)
@@ -470,19 +471,19 @@ def _bias_of_pairs(block: _Block) -> Tensor:
 
 
 def _first_entry(queries: int, keys: int, diagonal: int) -> int:
-    """Of a table: that of the last query and the first key."""
+    """The entry of a table for the last query and the first key."""
     return keys - diagonal - queries
 
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
-    """From those of z, [b, h, m, n], in the shape of the bias."""
+    """The gradient of the bias, in its shape, from that of z, [b, h, m, n]."""
     summed = reduce(_grouped(dz, bias), "bb batches bh heads m n -> bb bh m n", "sum")
     if bias.dim() == 4:
         return summed.sum_to_size(bias.shape)
     queries, keys = dz.shape[2:]
     if dz.numel() == 0:
         return dz.new_zeros(bias.shape)
-    # The way of `_bias_of_pairs` back: with zeros after the keys, cut into rows one shorter.
+    # The reverse of `_bias_of_pairs`: zeros after the keys, then rows that are one entry shorter.
     length = queries + keys - 1
     padded = torch.nn.functional.pad(summed.flip(-2), (0, queries))
     cut = rearrange(padded, "bb bh m n -> bb bh (m n)")[..., : queries * length]

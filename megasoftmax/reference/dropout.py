@@ -1,7 +1,7 @@
 """Which entries dropout drops: a function of the seed and of where an entry is.
 
-Everything that drops, kernels and plain torch, forward and backward, gets the same entries from the
-same seed, whatever it computes at a time.
+Kernels and plain torch, forward and backward, drop the same entries for the same seed, whatever the
+size of their blocks.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # what each round adds to the key
 _ROUNDS = 7
 _MASK = 2**32 - 1
-_HALVES = ((0, 0x7FFF), (16, 0x7FFF0000))  # of a word: where one begins, and its bits
+_HALVES = ((0, 0x7FFF), (16, 0x7FFF0000))  # of a word: the shift of each half, and its bits
 
-# The most entries at a time and thread on a CPU: what is made of them then stays in a cache.
+# The most entries at a time for each thread of a CPU: intermediate results stay in a cache.
 _PART = 2**18
 
 
@@ -30,18 +30,18 @@ def threshold(dropout: float) -> int:
 
 
 def factor(dropout: float) -> float:
-    """Of what is kept: 1 over the probability that 15 bits are not below the threshold; or 0."""
+    """The factor of kept entries: 1 over their share of the 15-bit values; 0 where none is kept."""
     kept = STEPS - threshold(dropout)
     return STEPS / kept if kept > 0 else 0.0
 
 
 def dropped(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
-    """factor * weights where they are kept, else 0, NaN or not."""
+    """factor * weights where entries are kept; else 0, also in place of NaN."""
     return torch.where(keep, weights * factor(dropout), 0)
 
 
 def drop_(weights: Tensor, keep: Tensor, dropout: float) -> Tensor:
-    """The same in place."""
+    """`dropped`, in place."""
     weights.mul_(factor(dropout))
     if refuses_out(weights):
         return weights.copy_(torch.where(keep, weights, 0))
@@ -64,7 +64,7 @@ def kept(
 
     Args:
         seed: int64, one element.
-        dropout: the probability to drop an entry, which 15 bits round.
+        dropout: the probability to drop an entry, which is rounded to a multiple of 2**-15.
         heads: int64, any shape: the number of each head, batch * heads + head.
         first_query: the number of the first query.
         queries, keys: how many.
@@ -87,7 +87,7 @@ def kept(
 
 
 def kept_of_scores(seed: Tensor, dropout: float, scores: Tensor) -> Tensor:
-    """Of all entries of scores [..., queries, keys]: heads are counted over what comes before."""
+    """`kept` for scores [..., queries, keys]; heads count all dimensions before queries."""
     queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
     heads = torch.arange(scores.shape[:-2].numel(), device=seed.device)
     return kept(seed, dropout, heads, 0, queries, keys).view(scores.shape)
@@ -96,7 +96,7 @@ def kept_of_scores(seed: Tensor, dropout: float, scores: Tensor) -> Tensor:
 def _in_parts(
     part: Callable[[Tensor, Tensor], Tensor], numbers: Tensor, rows: Tensor, columns: int
 ) -> Tensor:
-    """part(numbers, rows), on a CPU from parts of at most _PART entries where there are several."""
+    """part(numbers, rows), on a CPU cut into parts of at most _PART entries for each thread."""
     entries_of_row = 16 * 32 * columns
     entries_of_head = entries_of_row * len(rows)
     if not _is_eager_on_cpu(numbers):
@@ -116,9 +116,9 @@ def _is_eager_on_cpu(tensor: Tensor) -> bool:
 
 
 def _next(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
-    """The high half of a product, a word and a key, exclusive or, in 32 bits.
+    """The exclusive or of the high half of a product, a word and a key, in 32 bits.
 
-    In place where all of them have the size of the result, which is one of many.
+    In place where operands have the size of the result, and that is large.
     """
     high, word = product >> 32, word ^ key
     if high.shape != word.shape or high.numel() < 2**12 or not _is_eager_on_cpu(high):
@@ -131,9 +131,9 @@ def _kept(
 ) -> Tensor:
     """Bool [heads, 16 * rows, 32 * columns].
 
-    The words lie as [heads, rows, i % 8, columns, j % 8]. In the first rounds they do not yet
-    depend on all of these; sizes of 1 save the work. In 64 bits: of a product both halves are
-    needed. What only goes into an exclusive or is not cut to 32 bits before.
+    The words lie as [heads, rows, i % 8, columns, j % 8]. In the first rounds they do not depend on
+    all of these dimensions yet: those have size 1, which saves work. Words are int64, because both
+    halves of a product are needed. Operands of an exclusive or are not cut to 32 bits before it.
     """
     device = heads.device
     eight = torch.arange(8, device=device)
@@ -147,8 +147,8 @@ def _kept(
         c1, c3 = right, left
     words = (c0, c1, c2, c3)
     halves = [(word & bits) >= (least << shift) for word in words for shift, bits in _HALVES]
-    # 8 neighbours at a time, which lie together in the result too: [heads, rows, i % 8, columns].
-    # torch.vmap has no rule for such views before torch 2.13, nor torch.compile in 2.11.
+    # Moves 8 neighbours at a time, which lie together in the result too, as one int64. torch.vmap
+    # has no rule for such views before torch 2.13, nor torch.compile in 2.11.
     in_eights = not is_traced()
     if in_eights:
         halves = [half.view(torch.int64) for half in halves]

@@ -56,7 +56,7 @@ def excluded_by_window(
 
 
 def excluded_by_ranges(first: Tensor | None, end: Tensor | None, keys: int) -> Tensor | None:
-    """Bool [..., keys], True = before `first` or from `end` on; None when both are.
+    """Bool [..., keys], True = before `first` or from `end` on; None when both limits are None.
 
     first, end: integers [...].
     """
@@ -73,7 +73,7 @@ def excluded_by_ranges(first: Tensor | None, end: Tensor | None, keys: int) -> T
 
 
 def union(*parts: Tensor | None) -> Tensor | None:
-    """What is True in any of them; None where all are."""
+    """The union of masks: True where any mask is True; None where all masks are None."""
     found = None
     for part in parts:
         if part is not None:
@@ -144,9 +144,9 @@ def softmax_forward(
         window_right: and up to i + keys - queries + window_right; -1 = up to the last.
         first: int32, broadcastable to [..., heads, queries]: each query sees keys from there on; or
             None, from 0 on. What lies outside of [0, keys] is cut.
-        end: likewise, and keys before it; None: up to the last.
+        end: likewise: each query sees keys before it; or None, up to the last.
         sink: [heads] or one element, a logit that joins the denominator; or None.
-        sink_value: the same as a number; at most one of the two.
+        sink_value: the sink as a number; at most one of sink and sink_value is given.
         dtype: of the probabilities.
         return_lse: False saves the work of the log-sum-exp.
         dropout: the probability to drop an entry: it becomes 0, and what is kept is multiplied by
@@ -157,12 +157,12 @@ def softmax_forward(
         Probabilities, contiguous, of the shape of scores, in `dtype`. Log-sum-exp, natural, sink
         included, [..., heads, queries], float32 (float64 for float64 scores), or (0,).
 
-        Excluded entries are 0. A row with nothing left is 0 where mask, bias, causality, a window,
-        first, end or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A visible NaN
-        or +inf makes the visible part of a row NaN.
+        Excluded entries are 0. A row without a visible entry is 0 where mask, bias, causality, a
+        window, first, end or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A
+        visible NaN or +inf makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
-    # Without a bias it is differences of scores that are scaled: so no product overflows.
+    # Without a bias, differences of scores are scaled, so no product overflows.
     before, after = scale, 1.0
     if bias is None and scale != 0:
         before, after = (1.0, scale) if scale > 0 else (-1.0, -scale)
@@ -176,7 +176,7 @@ def softmax_forward(
     if bias is not None:
         z.add_(bias)
     highest = None
-    if excluded is not None:  # passes over z without a branch per entry: masked_fill_ has one
+    if excluded is not None:  # no branch per entry, which masked_fill_ has
         highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
         _clear_(z, keep=highest)
         z.clamp_max_(highest)
@@ -186,7 +186,7 @@ def softmax_forward(
         empty = largest == -torch.inf
     if after != 1:
         z.sub_(largest.unsqueeze(-1)).mul_(after)
-    # On a CPU torch reads a row, several times, before it writes it: the result can take its place.
+    # On a CPU torch reads a row several times before it writes it, so the result can overwrite it.
     in_place = is_copied and z.is_cpu and not refuses_out(z)
     probabilities = torch.softmax(z, -1, out=z) if in_place else z.softmax(-1)
 
@@ -202,7 +202,7 @@ def softmax_forward(
         lse = torch.logaddexp(lse, logit)
         empty &= logit >= -torch.inf  # not for NaN
 
-    # What is excluded is 0 already, but in rows that are NaN throughout.
+    # Excluded entries are 0 already, except in rows of NaN.
     if can_be_empty:
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
@@ -212,7 +212,7 @@ def softmax_forward(
         drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
     lse = lse.to(compute) if return_lse else z.new_empty(0)
     probabilities = probabilities.to(dtype)
-    if torch.compiler.is_compiling():  # torch 2.11 loses gradients of what was changed in place
+    if torch.compiler.is_compiling():  # torch 2.11 loses gradients of tensors changed in place
         probabilities, lse = probabilities.clone(), lse.clone()
     return probabilities, lse
 
@@ -249,8 +249,8 @@ def softmax_backward(
         lse: what `softmax_forward` returned; needed for the gradient of the sink only.
         scale: as in `softmax_forward`.
         bias: read for its shape and dtype only.
-        causal, window_left, window_right, first, end: as in `softmax_forward`. What they exclude
-            has probability 0, so that nothing depends on them here; kernels skip it.
+        causal, window_left, window_right, first, end: as in `softmax_forward`. Entries that they
+            exclude have probability 0, so nothing depends on them here. Kernels skip such entries.
         sink, sink_value: as in `softmax_forward`.
         dtype: of the scores and of their gradient.
         bias_gradient, sink_gradient: whether these are asked for.
@@ -282,7 +282,7 @@ def _backward_(
     bias_gradient: bool,
     sink_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward` in place of dz, which is g where p is not 0, else 0."""
+    """`softmax_backward`, computed in place in dz, which holds g where p is not 0, else 0."""
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
@@ -338,7 +338,7 @@ def softmax_dropout_backward(
         The others: as in `softmax_forward`.
 
     Returns:
-        As `softmax_backward`.
+        The gradients that `softmax_backward` returns.
     """
     given = ForwardArguments(
         *(scores, scale, mask, bias, causal, window_left, window_right, first, end),
@@ -522,7 +522,7 @@ def softmax_tangents(
 
 
 def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
-    """What the rows [..., heads, queries] that share a sink add up to, in its shape and dtype."""
+    """The sum of the rows [..., heads, queries] that share a sink, in its shape and dtype."""
     if sink.numel() == 1:
         return rows.sum().reshape(sink.shape).to(sink.dtype)
     others = [dim for dim in range(rows.dim()) if dim != rows.dim() - 2]
@@ -530,14 +530,14 @@ def sum_over_rows(rows: Tensor, sink: Tensor) -> Tensor:
 
 
 def largest_of_rows(z: Tensor, of_nothing: float) -> Tensor:
-    """The maximum over the last dimension, which may have no elements."""
+    """The maximum over the last dimension; `of_nothing` where that has no elements."""
     return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
 
 
 def _clear_(values: Tensor, keep: Tensor) -> None:
-    """Sets to 0, NaN too, what is not to be kept: where `keep` is not positive.
+    """Sets values to 0, NaN too, where `keep` is not positive.
 
-    In one pass, which is the one that the gradient of relu takes.
+    This takes one pass, by the kernel of relu's gradient.
     """
     if refuses_out(values):
         values.copy_(torch.ops.aten.threshold_backward(values, keep, 0))
@@ -571,7 +571,7 @@ def _logit_beside(
 def arguments_of(function: Callable[..., Any]) -> Any:
     """A named tuple with a field for each parameter of a function, None by default.
 
-    It has something for each: its value, its dimension under vmap, or its gradient.
+    A field holds the value of the parameter, its dimension under vmap, or its gradient.
     """
     names = inspect.signature(function).parameters
     return namedtuple(f"{function.__name__}_arguments", names, defaults=[None] * len(names))

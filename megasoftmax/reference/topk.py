@@ -5,9 +5,9 @@
 `softmax_topk_forward` and `softmax_topk_backward` have the signatures of the ops and are pure,
 without autograd. `autograd.topk` makes one differentiable function of any such pair.
 
-What is selected follows from comparisons alone. Without a bias raw logits are compared (negated
-for a negative scale), for products with the scale could round to the same number; with one, z as a
-fused multiply-add rounds it. That takes no arithmetic in which GPU and CPU could differ.
+What is selected follows from comparisons alone. Without a bias raw logits are compared (negated for
+a negative scale), because products with the scale could round to the same number. With a bias z is
+compared, as a fused multiply-add rounds it. GPU and CPU cannot differ in this arithmetic.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def softmax_topk_forward(
         if mask is not None:
             values = values.masked_fill(mask.expand(logits.shape).gather(-1, indices), 0)
     values, statistics = values.to(dtype).contiguous(), statistics.to(compute)
-    if torch.compiler.is_compiling():  # as softmax_forward: torch 2.11 loses gradients
+    if torch.compiler.is_compiling():  # torch 2.11 loses gradients, see softmax_forward
         values, statistics = values.clone(), statistics.clone()
     return values, indices, statistics
 
@@ -253,15 +253,15 @@ def _probabilities(
         statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
     maximum, log_sum, lse = statistics.double().unsqueeze(-1)
     z = (y.double() - maximum.detach()) * rounded(factor, compute, logits.device)
-    # Autograd knows the log-sum-exp alone.
+    # Autograd sees the log-sum-exp alone.
     p = (z - log_sum.detach() - (lse - lse.detach())).to(compute).exp()
-    return p if mask is None else p.masked_fill(mask, 0)  # in a row that is NaN, too
+    return p if mask is None else p.masked_fill(mask, 0)  # in a row of NaN, too
 
 
 def _weighted(
     gradient: Tensor, probabilities: Tensor, compute: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Both in the accumulation type, the gradient 0 where the probability is."""
+    """Gradient and probabilities in the accumulation type; the first is 0 where the second is."""
     q = probabilities.to(compute)
     return torch.where(q == 0, 0, gradient.to(compute)), q
 

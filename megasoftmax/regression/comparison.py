@@ -7,31 +7,31 @@
 Three models train side by side on the same batches, from the same weights, each with an AdamW of
 its own, without dropout unless it is asked for: the *baseline*, the *candidate*, and the
 *reference*, which is the baseline in a higher precision: float32 for bfloat16, float64 for float32,
-for what a model computes in float32 by itself too. The reference is taken as the truth, and the
+also where the model itself asks for float32. The reference is taken as the truth, and the
 baseline's distance from it as the rounding that the user has accepted. The candidate may be no
 further away than that times a factor, plus a floor:
 
 * **From equal weights**, at a few steps spread over the training. The baseline's weights of that
-  moment, which a higher precision holds exactly, are lent to the other two, so that what differs is
-  this step and nothing before it. Compared are the loss and the gradient of every parameter. This
-  is strict (`FACTOR`, `FLOOR`), and finds faults.
+  moment, which a higher precision holds exactly, are lent to the other two, so that only this step
+  differs. The loss and the gradient of every parameter are compared. This is strict (`FACTOR`,
+  `FLOOR`), and finds faults.
 * **Running free**, at every step the loss, and at the end the parameters, all together. Training
-  amplifies rounding, by how much is a matter of chance, so this is loose (`FREE_FACTOR`,
-  `FREE_LOSS`, `FREE_PARAMETERS`). It finds what goes wrong in other steps.
+  amplifies rounding by a random amount, so this is loose (`FREE_FACTOR`, `FREE_LOSS`,
+  `FREE_PARAMETERS`). It finds what goes wrong in other steps.
 
-A gradient's distance is the root mean square of its difference, relative to the largest gradient
-in the same layer; but at least to a quarter of the largest one of that name in the block around,
-such as the weights of a transformer's layer or their biases, and to a thousandth of the whole
-model's. Rounding is as large as the numbers it happens to: where the true gradient is zero, as that
-of the bias of a key projection, or next to nothing, as those of queries and keys while attention
-is uniform, it is measured against the gradients beside. For parameters of few elements a single
-distance is a matter of luck: the candidate is held to the baseline's largest among the chosen steps
-and the layers alike, those whose names differ in numbers only.
+A gradient's distance is the root mean square of its difference, relative to the largest of three
+numbers: the largest gradient in the same layer, a quarter of the largest gradient of a parameter of
+that name in the surrounding block, such as a layer of a transformer, and a thousandth of the
+gradient of the whole model. Rounding errors grow with the numbers that are added. So where the true
+gradient is zero, as for the bias of a key projection, or tiny, as for queries and keys while
+attention is uniform, the gradients beside it are the measure. For parameters of few elements a
+single distance is random. So the candidate is compared with the baseline's largest distance among
+the chosen steps and similar layers, whose names differ in numbers only.
 
 A rectifier or a router of experts may decide by the last bit of a number, and then a step is far
 off without a fault. A step that is too far off is therefore repeated from other weights close by,
 and a distance counts only if it is too large each time. `Report.repeated` names such steps. In
-bfloat16 this happens all the time, in the baseline too, and is part of what it is allowed.
+bfloat16 this happens all the time, in the baseline too, and the allowed distance includes it.
 
 With `dropout=True` the model keeps its dropout. The same seed is set before each step of all
 models, so that dropout of hidden states drops the same entries in each. What dropout of attention
@@ -48,8 +48,8 @@ drops depends on the implementation:
 
 Layers and paths that are dropped as a whole are never dropped here.
 
-What bfloat16 rounds away is not seen, such as a scale that was rounded to bfloat16; with float32
-it is.
+In bfloat16 a fault within its rounding is not found, such as a scale that was rounded to bfloat16.
+In float32 it is found.
 """
 
 import math
@@ -86,26 +86,27 @@ from megasoftmax.regression.training import (
 )
 
 FACTOR = 3.0
-"""Of the baseline's distance, from equal weights. Attention that does not write probabilities, that
-of torch too, takes a sum of its backward pass from the rounded output: in half precision gradients
-of queries and keys of tiny models were up to 3.3 times as far off as those of "eager"."""
+"""The allowed multiple of the baseline's distance, from equal weights. Attention that does not
+write probabilities, torch's too, takes a sum of its backward pass from the rounded output. In half
+precision, gradients of queries and keys of tiny models were up to 3.3 times as far off as those of
+"eager"."""
 FLOOR = 4.0
-"""In units of the last place of 1 in `dtype`, from equal weights."""
+"""Always allowed from equal weights, in units of the last place of 1 in `dtype`."""
 FREE_FACTOR = 8.0
-"""Of the baseline's distance, running free."""
+"""The allowed multiple of the baseline's distance, running free."""
 FREE_LOSS = 0.01
-"""Of the reference's loss."""
+"""Always allowed for the loss, running free, relative to the reference's loss."""
 FREE_PARAMETERS = 0.1
-"""Of the way that the reference's parameters have come."""
+"""Always allowed for the parameters, relative to how far the reference's have moved."""
 
 NOTHING_DROPPED = "none in this model"
 SAME_ENTRIES = "the same entries dropped"
 OTHER_ENTRIES = "means compared"
 
 REPETITIONS = 3
-"""Of a step that is too far off, at most."""
+"""How often a step that is too far off is repeated, at most."""
 NEARBY = 0.01
-"""How far weights are changed for it, relative to each."""
+"""How far the weights are changed for a repetition, relative to each weight."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,14 @@ class Check:
     step: int
     parameter: str | None
     baseline: float
-    """The largest one that the candidate is held to; over seeds, the standard error."""
+    """The baseline's largest distance, which sets `allowed`; over seeds, the standard error."""
     candidate: float
     """Over seeds, how far the candidate's mean is from the baseline's."""
     allowed: float
 
     @property
     def passed(self) -> bool:
-        return self.candidate <= self.allowed < math.inf  # False for what is no number
+        return self.candidate <= self.allowed < math.inf  # False for NaN
 
     @property
     def excess(self) -> float:
@@ -222,7 +223,7 @@ class Report:
         return statistics.median(training.peak_bytes) / 2**20 if training.peak_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it; what is no finite number becomes a string."""
+        """The report as JSON has it; numbers that are not finite become strings."""
         costs = {
             name: {
                 f"{self.items}_per_second": self.speed(training),
@@ -295,7 +296,7 @@ def run(
 
     Raises:
         RegressionError: wrong arguments; a model that cannot be built, switched or run; losses or
-            gradients of baseline or reference that are no numbers.
+            gradients of baseline or reference that are not finite.
 
     All three models and their moments stay on the device; while gradients are compared, up to
     three more copies of the weights, and no more than two models' gradients.
@@ -426,21 +427,21 @@ def _how_dropped(trainees: list[Trainee], batch: Batch) -> str:
 
 
 def _chosen_steps(steps: int, checks: int) -> set[int]:
-    """The first, the second, the last and others between them; as many as there are to have."""
+    """The first, the second, the last and others between them; at most `checks`."""
     last = steps - 1
     between = [1 + round(i * (last - 1) / max(checks - 2, 1)) for i in range(checks - 1)]
     return {min(step, last) for step in [0, *between]}
 
 
 def _count(batch: Batch) -> tuple[str, int]:
-    """What a batch has, and how many of it."""
+    """What a batch consists of, tokens or samples, and how many."""
     if "input_ids" in batch:
         return "tokens", batch["input_ids"].numel()
     return "samples", len(next(iter(batch.values())))
 
 
 class _Comparison:
-    """The chosen steps, from equal weights."""
+    """Compares the chosen steps, from equal weights."""
 
     def __init__(self, epsilon: float) -> None:
         self.floor = FLOOR * epsilon
@@ -449,7 +450,7 @@ class _Comparison:
         self._largest: dict[str | None, float] = defaultdict(float)  # of the baseline, by kind
 
     def add(self, step: int, batch: Batch, trainees: list[Trainee], seed: int | None) -> None:
-        """Measure a step; again, from weights close to the baseline's, while it is too far off.
+        """Measure a step; repeat it from weights close to the baseline's while it is too far off.
 
         `seed` of dropout; None: switched off.
         """
@@ -475,7 +476,7 @@ class _Comparison:
         self._measured += [(step, found) for found in closest]
 
     def judge(self) -> Iterator[Check]:
-        """What was measured, held to the baseline's largest of all steps and layers alike."""
+        """A check for each measured distance, by the baseline's largest of its kind."""
         for step, found in self._measured:
             yield Check(
                 "loss from equal weights" if found.parameter is None else "gradient",
@@ -506,12 +507,12 @@ class _Comparison:
 
 
 def _kind(parameter: str | None) -> str | None:
-    """What the layers have in common in its name."""
+    """The parameter's name without numbers, which similar layers share."""
     return None if parameter is None else re.sub(r"\d+", "*", parameter)
 
 
 def _judge_losses(baseline: Training, candidate: Training, reference: Training) -> Iterator[Check]:
-    """Hold the candidate to the baseline's largest distance up to the same step."""
+    """Compare the candidate with the baseline's largest distance up to the same step."""
     largest = 0.0
     curves = zip(baseline.losses, candidate.losses, reference.losses, strict=True)
     for step, (of_baseline, of_candidate, truth) in enumerate(curves):

@@ -10,7 +10,7 @@ differ by
 plus what the two sides differ by without dropout, plus the floor of rounding. t is the quantile of
 Student's distribution with seeds - 1 degrees of freedom, the fewest that a test of two means with
 unequal variances can have. All tests together have the stated confidence: Bonferroni's correction
-divides what is left of it among them.
+divides the remaining probability among them.
 """
 
 import math
@@ -24,9 +24,9 @@ from megasoftmax.regression.models import Batch
 from megasoftmax.regression.training import Trainee, gradient_scales, relative
 
 FEWEST_SEEDS = 16
-"""Of each side; with fewer, `quantile` is too small."""
+"""The fewest seeds of each side; with fewer, `quantile` is too small."""
 CONFIDENCE = 0.999
-"""That an honest implementation passes all tests of a model."""
+"""The probability that a correct implementation passes all tests of a model."""
 LOSS, NORM, GRADIENT = "loss over seeds", "gradient norm over seeds", "gradient over seeds"
 QUANTITIES = (LOSS, NORM, GRADIENT)
 
@@ -91,7 +91,7 @@ def compare_over_seeds(
 
 
 def _gradients(trainee: Trainee) -> dict[str, torch.Tensor]:
-    """In float64; a gradient that is missing is zero."""
+    """The gradients in float64; a missing gradient is zero."""
     return {
         name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.double()
         for name, p in trainee.parameters.items()

@@ -19,7 +19,7 @@ from megasoftmax.integrations.transformers import attention_forward, make_mask, 
 
 Batch = Mapping[str, torch.Tensor]
 Build = Callable[[str], torch.nn.Module]
-"""From the name of an attention implementation to a model that attends by it."""
+"""Makes a model that runs the attention implementation of a name."""
 
 UNFUSED = "megasoftmax_unfused"
 """Attention of "megasoftmax" in plain torch, in every type; drops what the kernels drop."""
@@ -27,7 +27,7 @@ UNFUSED = "megasoftmax_unfused"
 TEXT_BYTES = 2_000_000
 BYTES = 256  # a byte is a token
 IGNORED = -100  # a label without a loss
-PAD, MASK = 0, 1  # bytes that text has not
+PAD, MASK = 0, 1  # bytes that do not occur in text
 MASKED_SHARE = 0.15  # of the tokens of masked language models
 WINDOW = 20
 
@@ -112,7 +112,7 @@ class RegressionError(Exception):
 
 
 def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
-    """What builds the model of that name, folder, import path, or by that callable.
+    """A function that builds the model of that name, folder or import path, or by that callable.
 
     Args:
         model: a key of `TINY`; a folder with a config.json and, if its weights are wanted,
@@ -121,7 +121,8 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
             PreTrainedModel, which is switched.
 
     Raises:
-        RegressionError: there is none; or, when it is called, it is not to be switched.
+        RegressionError: there is no such model; or, when the function is called, it cannot be
+        switched.
     """
     register()
     AttentionInterface.register(UNFUSED, partial(attention_forward, fused=False))
@@ -208,7 +209,7 @@ def _switched(model: transformers.PreTrainedModel, name: str) -> transformers.Pr
     """The model, with that attention implementation in all of its parts."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
-            # Before transformers 5.20 a model passes T5's encoder and decoder by.
+            # Before transformers 5.20 a model skips T5's encoder and decoder.
             try:
                 part.set_attn_implementation(name)
             except (ImportError, ValueError) as error:
@@ -233,8 +234,8 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
 
     Args:
         model: its head decides what a batch has: labels for the next byte, for masked bytes, for
-            the next piece of text, or for images, whose pixels are bytes. A module of one's own
-            gets `input_ids`, `attention_mask` and `labels` as a causal language model does.
+            the next piece of text, or for images, whose pixels are bytes. A module of the user's
+            own gets `input_ids`, `attention_mask` and `labels` as a causal language model does.
         batch, length: sequences of a batch, and tokens of a sequence.
         seed: decides which pieces of the text.
 

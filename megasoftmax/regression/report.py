@@ -145,7 +145,7 @@ def _title(report: Report) -> str:
 
 
 def _worst(report: Report, quantities: Sequence[str] = (*QUANTITIES, *OVER_SEEDS)) -> list[Check]:
-    """Of each of these quantities that was compared."""
+    """The worst check of each of these quantities that was compared."""
     compared = {check.quantity for check in report.checks}
     return [report.worst(quantity) for quantity in quantities if quantity in compared]
 
@@ -164,7 +164,7 @@ def _verdict_of_check(check: Check) -> str:
 
 
 def _verdict(report: Report) -> str:
-    """With "same", what that says of kernels and dropout."""
+    """The verdict, with whether kernels were tested and how dropout was compared."""
     return (SAME if report.passed else DIFFERS) + _qualified(report)
 
 

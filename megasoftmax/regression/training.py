@@ -24,7 +24,7 @@ class Precision(NamedTuple):
     weights: torch.dtype
     autocast: torch.dtype | None
     reference: torch.dtype
-    """Of the reference's weights, which has no autocast."""
+    """The type of the reference's weights; the reference has no autocast."""
     meaning: str
 
     @property
@@ -42,7 +42,8 @@ PRECISIONS = {
 
 SHARE_OF_BLOCK = 0.25
 SHARE_OF_MODEL = 1e-3
-"""Of the largest gradient of that name around, and of the whole model's: see `regression`."""
+"""Shares of the largest gradient of that name in the block, and of the whole model's gradient; see
+`regression.comparison`."""
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Trainee:
         """Take over all parameters and buffers.
 
         Raises:
-            RegressionError: they are not the same ones.
+            RegressionError: the two models have different ones.
         """
         try:
             self.model.load_state_dict(other.model.state_dict())
@@ -167,7 +168,7 @@ class Trainee:
 
     @contextmanager
     def _dropping(self, seed: int) -> Iterator[None]:
-        """Dropout for a while, by a generator whose own state comes back."""
+        """Dropout until the block ends; then the generator has its old state again."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), _SameDropout() as dropout:
             torch.manual_seed(seed)
@@ -184,7 +185,7 @@ class Trainee:
 
     @contextmanager
     def lent(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Have other weights for a while, and no gradients afterwards."""
+        """Have other weights until the block ends, and no gradients afterwards."""
         own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self._set(weights)
         yield
@@ -218,7 +219,7 @@ Draw = tuple[str, int]
 
 
 class _SameDropout(TorchFunctionMode):
-    """The same seed drops the same entries in every precision, and `draws` tells what was drawn.
+    """Makes a seed drop the same entries in every precision; `draws` tells what was drawn.
 
     torch's dropout takes other random numbers for other types. Here they are float32 always.
     """
@@ -293,10 +294,10 @@ class _KernelCounter(TorchDispatchMode):
 
 
 class Distance(NamedTuple):
-    """Of baseline and candidate from the reference, at equal weights."""
+    """Distances of baseline and candidate from the reference, at equal weights."""
 
     parameter: str | None
-    """Whose gradient; None: of the loss."""
+    """The parameter whose gradient was compared; None: the loss was."""
     baseline: float
     candidate: float
 
@@ -341,7 +342,7 @@ def compare(
 
 
 def relative(distance: float, scale: float) -> float:
-    """Their ratio without a sign; nothing is no distance even from nothing."""
+    """The ratio without a sign; 0 where the distance is 0, even for a scale of 0."""
     if distance == 0:
         return 0.0
     return abs(distance / scale) if scale else math.inf
@@ -374,7 +375,7 @@ def _layer(parameter: str) -> str:
 
 
 def _block(parameter: str) -> tuple[str, str]:
-    """What is in front of and in its name's last number, if it has one; its name in its layer."""
+    """The name up to its last number, "" without one; and the parameter's name in its layer."""
     numbered = re.match(r"(.*\.\d+)\.", parameter)
     return numbered[1] if numbered else "", parameter.rpartition(".")[2]
 
@@ -382,7 +383,7 @@ def _block(parameter: str) -> tuple[str, str]:
 def _differences(
     parameters: Mapping[str, torch.nn.Parameter], reference: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, float]:
-    """Root mean square of each gradient's difference; a gradient that is missing is zero."""
+    """Root mean square of each gradient's difference; a missing gradient is zero."""
     differences: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
         actual, expected = parameter.grad, reference[name].grad
@@ -394,7 +395,7 @@ def _differences(
 
 
 def _mean_squares(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
-    """Of None, 0. Waits for the device once."""
+    """The mean square of each tensor, 0 for None. Waits for the device once."""
     device = next((t.device for t in tensors.values() if t is not None), None)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     means = [zero if t is None else t.double().square().mean() for t in tensors.values()]
