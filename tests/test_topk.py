@@ -2,8 +2,10 @@
 
 import ctypes
 import functools
+import math
 import re
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import oracle
@@ -24,6 +26,7 @@ from torch import Tensor
 import megasoftmax
 from megasoftmax.build import extension, library
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference import topk as reference_topk
 
 SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
@@ -750,3 +753,19 @@ def test_oracle_agrees_with_autograd() -> None:
         torch.testing.assert_close(expected.dense.lse, lse.detach())
         found = oracle_topk.gradient_of_z(expected, g, h, renormalize=renormalize)
         torch.testing.assert_close(0.7 * found.value, wanted)
+
+
+def test_selection_on_a_cpu_is_that_of_a_stable_sort():
+    """torch.topk takes any of equals, also at the end of the K; these are repaired."""
+    random = Random(0)
+    torch.manual_seed(0)
+    for _ in range(2000):
+        shape = random.choice([(7,), (3, 9), (2, 3, 17), (5, 64), (0, 4), (3, 1)])
+        dtype = random.choice([torch.float32, torch.float64])
+        values = torch.randint(-2, random.choice([0, 3, 50]), shape).to(dtype)
+        if random.random() < 0.5:
+            planted = random.choice([math.nan, math.inf, -math.inf, -0.0])
+            values = values.masked_fill(torch.rand(shape) < 0.3, planted)
+        k = random.randint(0, shape[-1])
+        ordered = values.sort(stable=True, dim=-1, descending=True).indices
+        assert reference_topk.select(values, k).equal(ordered[..., :k])
