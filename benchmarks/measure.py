@@ -28,6 +28,7 @@ from measured import OURS, RESULTS
 from rich.progress import track
 from torch import Tensor
 
+Commit = Annotated[str, typer.Option(help="Of a copy without git.")]
 Function = Callable[[], object]
 Timer = Callable[[Function], float]
 Row = dict[str, object]
@@ -272,7 +273,7 @@ class Run:
     only: Annotated[str, typer.Option(help="A regular expression of cases.")] = ""
     quick: Annotated[bool, typer.Option(help="Small sizes, one round.")] = False
     resume: Annotated[bool, typer.Option(help="Leave out cases that the file has.")] = False
-    commit: Annotated[str, typer.Option(help="Of a copy without git.")] = ""
+    commit: Commit = ""
     listed: Annotated[bool, typer.Option("--list", help="Print the names of the cases.")] = False
     measures_host: bool = field(default=False, kw_only=True)  # whether a CPU is what it is for
 
