@@ -144,7 +144,7 @@ def main(
             for columns in measure.beside_copy(times, 2 * case.bytes, fewest[direction]):
                 yield {"pass": direction, "timing": timing, **columns}
 
-    run.cases(table(dim0), rows_of)
+    run.cases(table(dim0), rows_of, stream=measure.own_stream)
 
 
 if __name__ == "__main__":

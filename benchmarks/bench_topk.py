@@ -136,7 +136,7 @@ def main(run: measure.Run) -> None:
             for columns in measure.beside_copy(times, 2 * case.bytes, case.fewest[direction]):
                 yield {"pass": direction, "timing": timing, **columns}
 
-    run.cases(CASES, rows_of)
+    run.cases(CASES, rows_of, stream=measure.own_stream)
 
 
 if __name__ == "__main__":

@@ -207,9 +207,10 @@ def gpu_timer(head_start: int = HEAD_START) -> Timer:
     return microseconds
 
 
-def own_stream() -> torch.cuda.StreamContext:
+def own_stream() -> AbstractContextManager:
     """Graphs cannot capture the default stream, on which backward passes would run otherwise."""
-    return torch.cuda.stream(torch.cuda.Stream())
+    has_streams = torch.cuda.is_available()
+    return torch.cuda.stream(torch.cuda.Stream()) if has_streams else nullcontext()
 
 
 def captured(function: Function, calls: int) -> Function:
@@ -255,11 +256,14 @@ class Case:
 
     def described(self) -> Row:
         """The columns of the case."""
-        values = {name: getattr(self, name) for name in self.written}
-        return {
-            name: dtype_name(value) if isinstance(value, torch.dtype) else value
-            for name, value in values.items()
-        } or {"case": str(self)}
+
+        def shown(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return dtype_name(value)
+            return int(value) if isinstance(value, bool) else value
+
+        found = {name: shown(getattr(self, name)) for name in self.written}
+        return found or {"case": str(self)}
 
 
 @dataclass(frozen=True)
@@ -328,20 +332,21 @@ class Run:
         fields: Iterable[str] = (),
         common: Mapping[str, object] | None = None,
         before: Callable[[list[Any]], Iterable[Row]] = lambda chosen: (),
+        stream: Context = nullcontext,
     ) -> None:
-        """Writes the rows of all cases that were chosen, on a stream that graphs can capture.
+        """Writes the rows of all cases that were chosen.
 
         Args:
             fields: columns beside those in common; by default those of the first row.
             common: in place of `provenance`.
             before: has the first rows, which are of no case.
+            stream: on which all runs, such as `own_stream`.
         """
         chosen = self.chosen(cases)
         if self.listed:
             return
         done = _rows(self.path) if self.resume else []
-        on_stream = own_stream if self.device == "cuda" else nullcontext
-        with self.writer(common, fields) as write, on_stream():
+        with self.writer(common, fields) as write, stream():
             for row in before(chosen) if not done else ():
                 write(row)
             for case in track(chosen, self.file.removesuffix(".csv")):

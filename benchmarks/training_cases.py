@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import measure
 import torch
 from torch import Tensor
 from transformers import (
@@ -41,7 +42,7 @@ SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
     """A training step: forward, backward, AdamW.
 
     name: the model, with what differs from the published one.
@@ -53,6 +54,8 @@ class Case:
     documents: of equal lengths in each example, told by position ids.
     compiled: by torch.compile, in every implementation.
     """
+
+    written = (*("case", "layers", "width", "heads", "batch", "length", "targets", "checkpointed"),)
 
     name: str
     model: type[PreTrainedModel]
@@ -139,6 +142,10 @@ class Case:
             positions = torch.arange(self.length // self.documents).repeat(self.documents)
             found["position_ids"] = positions.expand(self.batch, -1)
         return found
+
+    @property
+    def case(self) -> str:
+        return self.name
 
     def __str__(self) -> str:
         return self.name

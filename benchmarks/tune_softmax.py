@@ -14,6 +14,7 @@ in a CUDA graph of 10 calls, of which each counts for a tenth.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -224,7 +225,8 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     gpu, force = H200 if run.device == "cpu" else current_gpu(), force_regimes(run)
-    run.cases(table(DTYPES[dtype]), lambda case: run_case(run, case, force, gpu), FIELDS)
+    rows_of = functools.partial(run_case, run, force=force, gpu=gpu)
+    run.cases(table(DTYPES[dtype]), rows_of, FIELDS, stream=measure.own_stream)
 
 
 if __name__ == "__main__":
