@@ -1,17 +1,23 @@
 """Makes pages of what lies outside of docs/: README, DESIGN, CONTRIBUTING, docstrings, CSV files.
 
+Pictures of the results are drawn for the site.
+
 Pages link to those files by their paths in the repository, so that links work without the site too.
 Here such a link becomes one to the page that has the text.
 """
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+from pictures import PICTURES  # noqa: E402
+
 RESULTS = "benchmarks/results"
 HEADINGS = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]*)(#[^)]*)?\)")
@@ -42,6 +48,10 @@ SOURCES = {posixpath.normpath(f"docs/{path}"): name for name, path in reversed(O
 def on_files(files, config):
     for page, (text, _) in PAGES.items():
         files.append(File.generated(config, page, content=text))
+    for name, svg in PICTURES.items():
+        if found := files.get_file_from_path(name):  # drawn before, or that of README
+            files.remove(found)
+        files.append(File.generated(config, name, content=svg()))
     for path in sorted((ROOT / RESULTS).glob("*.csv")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
