@@ -25,6 +25,11 @@ class Case(measure.Case):
     flex: beside FlexAttention, which compiles for seconds.
     """
 
+    written = (
+        *("case", "batch", "heads", "key_heads", "queries", "keys", "head_dim", "dtype"),
+        *("masking", "bias", "gradient", "sink", "decode"),
+    )
+
     batch: int
     heads: int
     queries: int
@@ -79,15 +84,7 @@ class Case(measure.Case):
         return 2 * self.batch * self.groups * self.keys * self.head_dim * self.dtype.itemsize
 
     def described(self) -> measure.Row:
-        sizes = ("batch", "heads", "queries", "keys", "head_dim", "masking")
-        return {
-            "case": str(self),
-            **{name: getattr(self, name) for name in sizes},
-            "key_heads": self.groups,
-            "dtype": measure.dtype_name(self.dtype),
-            "bias": self.bias or "",
-            **{name: int(getattr(self, name)) for name in ("gradient", "sink", "decode")},
-        }
+        return super().described() | {"key_heads": self.groups, "bias": self.bias or ""}
 
     def __str__(self) -> str:
         heads = str(self.heads) if self.groups == self.heads else f"{self.heads}/{self.groups}"

@@ -38,9 +38,8 @@ import megasoftmax
 from megasoftmax.build import library
 
 FIELDS = [
-    *("kind", "case", "batch", "heads", "key_heads", "queries", "keys", "head_dim", "dtype"),
-    *("masking", "bias", "gradient", "sink", "decode", "pass", "implementation", "microseconds"),
-    *("tflops", "bytes", "percent_of_read", "peak_mib", "error_max", "error_rms", "note"),
+    *("kind", *Case.written, "pass", "implementation", "microseconds", "tflops", "bytes"),
+    *("percent_of_read", "peak_mib", "error_max", "error_rms", "note"),
 ]
 READ = 4.37  # TB/s that a kernel which only reads reaches on an H200
 WRONG = 0.02  # relative error, ten times what rounding to bfloat16 costs
@@ -118,26 +117,19 @@ def implementations(
         )
 
     def flex_attention() -> measure.Way:
-        sizes, last, score_mod, block_mask = (case.queries, case.keys), case.queries - 1, None, None
-        if table is not None:
+        sizes, last, block_mask = (case.queries, case.keys), case.queries - 1, None
+        is_of_batch = case.bias == "b,h"
 
-            def score_mod(score, b, h, i, j):
+        def add(score, b, h, i, j):
+            if table is not None:
                 return score + table[h, j - i + last]
-
-        elif case.bias == "1,h":
-
-            def score_mod(score, b, h, i, j):
-                return score + bias[0, h, i, j]
-
-        elif case.bias:
-
-            def score_mod(score, b, h, i, j):
-                return score + bias[b, h, i, j]
+            return score + bias[b if is_of_batch else 0, h, i, j]
 
         if case.causal:
-            device = inputs.query.device
-            block_mask = create_block_mask(visible(case.window), None, None, *sizes, device=device)
-        options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": is_grouped}
+            device, seen = inputs.query.device, visible(case.window)
+            block_mask = create_block_mask(seen, None, None, *sizes, device=device)
+        options = {"block_mask": block_mask, "enable_gqa": is_grouped}
+        options["score_mod"] = add if case.bias else None
         if inputs.sink is not None:
             return way(peers.flex_with_sink(inputs.sink, **options), either)
         return way(peers.flex(**options), either)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 import megasoftmax
 
-SIZES = ("batch", "heads", "group", "queries", "keys", "head_dim", "window")
+SIZES = ("case", "batch", "heads", "group", "queries", "keys", "head_dim", "window")
 FIELDS = [
-    *("case", *SIZES, "implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
+    *(*SIZES, "implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
     *("error_rms", "note"),
 ]
 BAR = 0.95  # of the fastest backend's speed
@@ -35,6 +35,8 @@ MOST = 9e9  # bytes of keys and values
 @dataclass(frozen=True)
 class Case(measure.Case):
     """A causal call; `window`: of so many keys, the query's own among them; 0: of all."""
+
+    written = SIZES
 
     batch: int
     group: int
@@ -56,9 +58,6 @@ class Case(measure.Case):
     def key_bytes(self, keys: int) -> int:
         """Of keys and values, so many of each head."""
         return 4 * self.batch * self.key_heads * keys * self.head_dim
-
-    def described(self) -> measure.Row:
-        return {"case": str(self), **{name: getattr(self, name) for name in SIZES}}
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""

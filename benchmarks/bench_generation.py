@@ -37,6 +37,8 @@ BAR = 1.1  # of sdpa's tokens per second, not compiled
 class Case(measure.Case):
     """Llama 1B, or some of its layers: compiling all would take minutes."""
 
+    written = ("case", "layers", "prompt", "tokens")
+
     layers: int
     prompt: int
     static: bool = False
@@ -45,10 +47,6 @@ class Case(measure.Case):
     def tiny(self) -> "Case":
         """Its name stays; `build` makes a tiny model."""
         return self
-
-    def described(self) -> measure.Row:
-        sizes = {name: getattr(self, name) for name in ("layers", "prompt", "tokens")}
-        return {"case": str(self), **sizes}
 
     def build(self, quick: bool) -> PreTrainedModel:
         (llama,) = (each for each in models() if each.name == "Llama 1B, 2048 tokens")

@@ -235,7 +235,7 @@ MOST["size"] = 8
 class Case:
     """What a benchmark times: a dataclass, of which `written` names columns of the file."""
 
-    written = ()
+    written = ("case",)
 
     def tiny(self) -> "Case":
         """With sizes that a CPU computes in no time; what is odd stays odd."""
@@ -254,6 +254,10 @@ class Case:
                 changes[each.name] = tuple(map(small, names, value))
         return replace(self, **changes)
 
+    @property
+    def case(self) -> str:
+        return str(self)
+
     def described(self) -> Row:
         """The columns of the case."""
 
@@ -262,8 +266,7 @@ class Case:
                 return dtype_name(value)
             return int(value) if isinstance(value, bool) else value
 
-        found = {name: shown(getattr(self, name)) for name in self.written}
-        return found or {"case": str(self)}
+        return {name: shown(getattr(self, name)) for name in self.written}
 
 
 @dataclass(frozen=True)
@@ -398,18 +401,16 @@ class Run:
             del output
         timer = self.timer(head_start)
         for direction in passes:
-            calls = {name: found[direction] for name, found in ready.items() if direction in found}
-            calls = (beside or {}) | calls
+            of_pass = {n: calls[direction] for n, calls in ready.items() if direction in calls}
+            calls = (beside or {}) | of_pass
             with forward_mode() if direction == "forward" else nullcontext():
-                yield direction, "call", interleaved(calls, self.turns, timer, warm_up=2)
+                found = {"call": interleaved(calls, self.turns, timer, warm_up=2)}
                 if graph_calls:
                     graphs = self.captured(calls, graph_calls)
                     totals = interleaved(graphs, self.turns, timer)
-                    yield (
-                        direction,
-                        "graph",
-                        {n: total / graph_calls for n, total in totals.items()},
-                    )
+                    found["graph"] = {n: total / graph_calls for n, total in totals.items()}
+            for timing, times in found.items():
+                yield direction, timing, times
 
     def captured(self, functions: Calls, calls: int) -> Calls:
         """Their graphs, of those that can be captured; on a CPU the functions."""
@@ -515,25 +516,24 @@ def prepare(
         return {}, None, refusal
     calls: Calls = {"forward": forward}
     wanted = [name for name in passes if way.passes is None or name in way.passes]
-    if {"backward", BOTH} & set(wanted):
-        incoming = gradient(output)
+    incoming = gradient(output) if {"backward", BOTH} & set(wanted) else None
+    if BOTH in wanted:
 
         def both() -> object:
             return torch.autograd.grad(way.call(), way.leaves, incoming)
 
-        if BOTH in wanted:
-            calls[BOTH] = within(way.during, both)
-        if "backward" in wanted:
-            kept, refusal = attempt(forward)
+        calls[BOTH] = within(way.during, both)
+        _, refusal = attempt(calls[BOTH])
+    if "backward" in wanted and not refusal:
+        kept, refusal = attempt(forward)
 
-            def backward() -> object:
-                return torch.autograd.grad(kept, way.leaves, incoming, retain_graph=True)
+        def backward() -> object:
+            return torch.autograd.grad(kept, way.leaves, incoming, retain_graph=True)
 
-            calls["backward"] = within(way.during, backward)
-        for name in {"backward", BOTH} & calls.keys():
-            found, refusal = attempt(calls[name])
-            if found is None:
-                del calls[name]
+        calls["backward"] = within(way.during, backward)
+        refusal = refusal or attempt(calls["backward"])[1]
+    if refusal:
+        calls = {"forward": forward}
     return {name: calls[name] for name in wanted if name in calls}, output.detach(), refusal
 
 

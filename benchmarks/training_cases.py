@@ -121,10 +121,6 @@ class Case(measure.Case):
             found["position_ids"] = positions.expand(self.batch, -1)
         return found
 
-    @property
-    def case(self) -> str:
-        return self.name
-
     def __str__(self) -> str:
         return self.name
 
