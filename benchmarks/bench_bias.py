@@ -23,6 +23,8 @@ from measured import OURS
 from torch import Tensor
 from torch.nn.functional import pad
 
+import megasoftmax
+
 FIELDS = ["case", "pass", "implementation", "microseconds", "error", "note"]
 PASSES = ("forward", measure.BOTH)
 MEM_EFFICIENT = "SDPA mem-efficient"
@@ -70,20 +72,15 @@ class Inputs:
     def bias_gradient(self) -> Tensor:
         """In float32, some rows at a time."""
         total = torch.zeros_like(self.bias, dtype=torch.float64)
-        bias = self.bias.detach().float()
+        bias = self.bias.detach().float().requires_grad_()
         step = max(1, (1 << 28) // bias.numel())
         for begin in range(0, len(self.gradient), step):
-            query, key, value, gradient = (
-                each[begin : begin + step].detach().float()
-                for each in (*self.tensors, self.gradient)
-            )
-            scores = query @ key.mT * query.shape[-1] ** -0.5 + bias
-            if self.mask is not None:
-                scores.masked_fill_(self.mask[begin : begin + step], -torch.inf)
-            weights = scores.softmax(-1)
-            of_weights = gradient @ value.mT
-            of_weights -= (of_weights * weights).sum(-1, keepdim=True)
-            total += (of_weights * weights).sum(0, keepdim=True, dtype=torch.float64)
+            part = slice(begin, begin + step)
+            tensors = (each[part].detach().float() for each in self.tensors)
+            mask = None if self.mask is None else self.mask[part]
+            output = megasoftmax.attention(*tensors, bias=bias, mask=mask, fused=False)
+            (found,) = torch.autograd.grad(output, bias, self.gradient[part].float())
+            total += found
         return total
 
     def padded_bias(self) -> Tensor:
@@ -159,10 +156,9 @@ def main(
             refuse=refusals.__setitem__,
         )
         for direction, _, times in timed:
-            for name, microseconds in times.items():
-                row = {"pass": direction, "implementation": name}
-                row |= {"microseconds": round(microseconds, 1)}
-                yield row | ({} if direction == "forward" else {"error": errors.get(name, "")})
+            for row in measure.rows_of_times(direction, times):
+                error = errors.get(row["implementation"], "") if direction != "forward" else ""
+                yield row | {"error": error}
         for name, refusal in refusals.items():
             note = {"note": refusal[:100]}
             yield {"pass": measure.BOTH, "implementation": name, **note}

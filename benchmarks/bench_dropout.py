@@ -99,10 +99,10 @@ def main(run: measure.Run) -> None:
         with run.on_device():
             ways = attention(case) if case.head_dim else softmax(case)
         for direction, _, times in run.time_ways(ways, ("forward", measure.BOTH)):
-            for way, microseconds in times.items():
-                name, _, rate = way.partition("|")
-                row = {"pass": direction, "implementation": name, "dropout": rate}
-                yield row | {"microseconds": round(microseconds, 1)}
+            for row in measure.rows_of_times(direction, times):
+                name, _, rate = row["implementation"].partition("|")
+                microseconds = row.pop("microseconds")
+                yield row | {"implementation": name, "dropout": rate, "microseconds": microseconds}
 
     run.cases(CASES, rows_of)
 

@@ -174,13 +174,9 @@ def notes(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         "TileMask of blocks": lambda: ops.attention.tile_note(excluded, BLOCK, *sizes),
         "TileMask": lambda: ops.attention.tile_note(keep, 1, *sizes),
     }
-    yield from rows("note", measure.interleaved(calls, run.turns, run.timer(), warm_up=2))
-
-
-def rows(direction: str, times: dict[str, float]) -> Iterator[measure.Row]:
-    for name, microseconds in times.items():
-        place = {"pass": direction, "implementation": name}
-        yield place | {"microseconds": round(microseconds, 1)}
+    yield from measure.rows_of_times(
+        "note", measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
+    )
 
 
 def softmax(run: measure.Run, case: Case) -> Iterator[measure.Row]:
@@ -198,8 +194,9 @@ def softmax(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     }
     seen = {"copy": 1.0, "visible": 1 / DOCUMENTS, "visible, causal": 1 / (2 * DOCUMENTS)}
     times = measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
-    for row, (name, microseconds) in zip(rows("forward", times), times.items(), strict=True):
-        share = (1 + seen[name]) / 2 * times["copy"] / microseconds
+    for row in measure.rows_of_times("forward", times):
+        name = row["implementation"]
+        share = (1 + seen[name]) / 2 * times["copy"] / times[name]
         yield row | {"percent_of_copy": round(100 * share, 1)}
 
 
@@ -220,7 +217,7 @@ def time_ways(
 
     ways = {name: lambda build=build: way(build) for name, build in attends.items()}
     for direction, _, times in run.time_ways(ways, passes, look=look):
-        yield from rows(direction, times)
+        yield from measure.rows_of_times(direction, times)
 
 
 @measure.benchmark("ranges.csv", rounds=10)

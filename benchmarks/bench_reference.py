@@ -11,17 +11,10 @@ import measure
 import peers
 import torch
 import typer
-from torch import Tensor
 
 import megasoftmax
 
 SCALE = 0.125
-
-
-def eager(scores: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    logits = (scores * SCALE).masked_fill(mask, torch.finfo(scores.dtype).min)
-    probabilities = logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
-    return torch.nn.functional.dropout(probabilities, dropout) if dropout else probabilities
 
 
 @measure.benchmark("reference_cpu.csv", rounds=15, device="cpu", measures_host=True)
@@ -43,7 +36,7 @@ def main(run: measure.Run, threads: int = 2) -> None:
             scores = torch.randn(shape).to(dtype).requires_grad_()
             gradient, dropout = torch.randn(shape).to(dtype), arguments.get("dropout", 0.0)
             calls = {
-                "eager": peers.rows(eager, scores, mask, dropout),
+                "eager": peers.rows(peers.eager(SCALE, mask, dropout=dropout), scores),
                 "ours": peers.rows(megasoftmax.softmax, scores, scale=SCALE, **arguments),
             }
             for direction in ("forward", measure.BOTH):

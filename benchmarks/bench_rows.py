@@ -131,18 +131,14 @@ def main(
     def rows_of(case: Case) -> Iterator[measure.Row]:
         with run.on_device():
             scores = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
-        gradient, target, source = torch.randn_like(scores), torch.empty_like(scores), scores.data
-        fewest = {"forward": 2 * case.bytes, "backward": 3 * case.bytes}
-        for direction, timing, times in run.time_ways(
+        gradient = torch.randn_like(scores)
+        yield from run.beside_copy(
             implementations(case, scores),
-            PASSES,
-            beside={"copy": lambda: target.copy_(source)},
+            scores,
+            {"forward": 2 * case.bytes, "backward": 3 * case.bytes},
             gradient=lambda output: gradient,
-            forward_mode=torch.no_grad,
             graph_calls=CALLS if 2 * case.bytes < SMALL else 0,
-        ):
-            for columns in measure.beside_copy(times, 2 * case.bytes, fewest[direction]):
-                yield {"pass": direction, "timing": timing, **columns}
+        )
 
     run.cases(table(dim0), rows_of, stream=measure.own_stream)
 

@@ -6,7 +6,7 @@ The variants of a case are timed in turn, round after round, with the L2 cache f
 each call; a figure is the median over the rounds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from megasoftmax.explain.common import Window, visible_entries, window_of
 from megasoftmax.reference.softmax import excluded_by_window
 
 SCALE = 0.125
-PASSES = ("forward", "backward", measure.BOTH)
 USUAL = ("causal", "masked", "scaled")
 TABLE = [
     *((shape, USUAL) for shape in ((8, 32, 2048, 2048), (4, 16, 1024, 1024), (32, 16, 512, 512))),
@@ -76,31 +75,13 @@ class Case(measure.Case):
 CASES = [Case(shape, variant) for shape, variants in TABLE for variant in variants]
 
 
-def eager(arguments: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """What a model without fused kernels runs: scale, bias, masked_fill, softmax, cast."""
-    bias, sink, excluded = (arguments.get(name) for name in ("bias", "sink", "mask"))
-
-    def softmax(scores: Tensor) -> Tensor:
-        logits = scores * SCALE
-        if bias is not None:
-            logits = logits + bias
-        if excluded is not None:
-            logits = logits.masked_fill(excluded, torch.finfo(logits.dtype).min)
-        if sink is None:
-            return logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
-        joined = torch.cat([logits, column], -1).softmax(-1, dtype=torch.float32)
-        return joined[..., :-1].to(scores.dtype)
-
-    return softmax
-
-
 def implementations(
     case: Case, scores: Tensor, arguments: dict[str, Any], limits: Window
 ) -> dict[str, measure.Build]:
     """Every softmax that takes the case: ours, eager torch, torch.compile, and installed ones."""
     excluded = excluded_by_window(*case.shape[-2:], False, *limits, scores.device)
-    plain = eager({"mask": excluded} | arguments)
+    of_eager = {name: arguments.get(name) for name in ("bias", "sink")}
+    plain = peers.eager(SCALE, arguments.get("mask", excluded), **of_eager)
     options = arguments | {"scale": SCALE, "fused": scores.is_cuda or None}
     ways: dict[str, measure.Build] = {
         OURS: lambda: peers.rows(megasoftmax.softmax, scores, **options),
@@ -137,16 +118,9 @@ def main(
         fewest["backward"] = round((1 + 2 * share) * size)
         fewest[measure.BOTH] = sum(fewest.values())
         ways = implementations(case, scores, arguments, limits)
-        gradient, target, source = torch.randn_like(scores), torch.empty_like(scores), scores.data
-        for direction, _, times in run.time_ways(
-            ways if others else {OURS: ways[OURS]},
-            PASSES,
-            beside={"copy": lambda: target.copy_(source)},
-            gradient=lambda output: gradient,
-            forward_mode=torch.no_grad,
-        ):
-            for columns in measure.beside_copy(times, 2 * size, fewest[direction]):
-                yield {"pass": direction, **columns}
+        gradient = torch.randn_like(scores)
+        ways = ways if others else {OURS: ways[OURS]}
+        yield from run.beside_copy(ways, scores, fewest, gradient=lambda output: gradient)
 
     run.cases(CASES, rows_of)
 

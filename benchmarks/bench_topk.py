@@ -49,7 +49,8 @@ class Case(measure.Case):
     def fewest(self) -> dict[str, int]:
         """By pass."""
         result = self.rows * (self.k * (self.dtype.itemsize + 8) + STATISTICS)
-        return {"forward": self.bytes + result, "backward": 2 * self.bytes}
+        forward = {"forward": self.bytes + result}
+        return forward | ({"backward": 2 * self.bytes} if self.backward else {})
 
     def logits(self) -> Tensor:
         """On the default device."""
@@ -125,16 +126,9 @@ def main(run: measure.Run) -> None:
     def rows_of(case: Case) -> Iterator[measure.Row]:
         with run.on_device():
             logits = case.logits().requires_grad_()
-        target, source = torch.empty_like(logits), logits.data
-        for direction, timing, times in run.time_ways(
-            implementations(case, logits),
-            ("forward", "backward") if case.backward else ("forward",),
-            beside={"copy": lambda: target.copy_(source)},
-            forward_mode=torch.no_grad,
-            graph_calls=CALLS if case.bytes < SMALL else 0,
-        ):
-            for columns in measure.beside_copy(times, 2 * case.bytes, case.fewest[direction]):
-                yield {"pass": direction, "timing": timing, **columns}
+        graph_calls = CALLS if case.bytes < SMALL else 0
+        ways = implementations(case, logits)
+        yield from run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
 
     run.cases(CASES, rows_of, stream=measure.own_stream)
 

@@ -101,23 +101,11 @@ def results(
             begin(fields)
 
 
-def beside_copy(times: dict[str, float], copied: int, fewest: int) -> Iterator[dict[str, object]]:
-    """The columns of each implementation, from microseconds of a call; one of them is "copy".
-
-    Args:
-        times: by implementation.
-        copied: bytes that the copy reads and writes.
-        fewest: bytes that the others have to read and write.
-    """
+def rows_of_times(direction: str, times: Mapping[str, float]) -> Iterator[Row]:
+    """A row for each implementation, to a tenth of a microsecond."""
     for name, microseconds in times.items():
-        moved = copied if name == "copy" else fewest
-        share = moved / copied * times["copy"] / microseconds
-        yield {
-            "implementation": name,
-            "microseconds": f"{microseconds:.2f}",
-            "bytes": moved,
-            "percent_of_copy": f"{100 * share:.1f}",
-        }
+        place = {"pass": direction, "implementation": name}
+        yield place | {"microseconds": round(microseconds, 1)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -411,6 +399,37 @@ class Run:
                     found["graph"] = {n: total / graph_calls for n, total in totals.items()}
             for timing, times in found.items():
                 yield direction, timing, times
+
+    def beside_copy(
+        self,
+        ways: "Mapping[str, Build]",
+        source: Tensor,
+        fewest: Mapping[str, int],
+        *,
+        graph_calls: int | None = None,
+        **options: Any,
+    ) -> Iterator[Row]:
+        """Rows of passes with their shares of the bandwidth that a copy of a tensor reaches.
+
+        Args:
+            fewest: bytes that each pass has to read and write.
+            graph_calls, options: of `time_ways`. None: rows have no column "timing".
+        """
+        copied, target, plain = 2 * source.nbytes, torch.empty_like(source), source.detach()
+        options |= {"beside": {"copy": lambda: target.copy_(plain)}, "forward_mode": torch.no_grad}
+        timed = self.time_ways(ways, tuple(fewest), graph_calls=graph_calls or 0, **options)
+        for direction, timing, times in timed:
+            place = {"pass": direction} | ({} if graph_calls is None else {"timing": timing})
+            for name, microseconds in times.items():
+                moved = copied if name == "copy" else fewest[direction]
+                share = moved / copied * times["copy"] / microseconds
+                yield {
+                    **place,
+                    "implementation": name,
+                    "microseconds": f"{microseconds:.2f}",
+                    "bytes": moved,
+                    "percent_of_copy": f"{100 * share:.1f}",
+                }
 
     def captured(self, functions: Calls, calls: int) -> Calls:
         """Their graphs, of those that can be captured; on a CPU the functions."""

@@ -74,6 +74,31 @@ def rows(
     return Way(lambda: function(scores, *args, **options), (scores,), passes=passes)
 
 
+def eager(
+    scale: float,
+    excluded: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Callable[[Tensor], Tensor]:
+    """What a model without fused kernels runs: scale, bias, masked_fill, softmax, cast, drop."""
+
+    def softmax(scores: Tensor) -> Tensor:
+        logits = scores * scale
+        if bias is not None:
+            logits = logits + bias
+        if excluded is not None:
+            logits = logits.masked_fill(excluded, torch.finfo(logits.dtype).min)
+        if sink is not None:
+            column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], -1)
+        p = logits.softmax(-1, dtype=torch.float32)
+        p = (p if sink is None else p[..., :-1]).to(scores.dtype)
+        return torch.nn.functional.dropout(p, dropout) if dropout else p
+
+    return softmax
+
+
 def liger() -> Callable[[Tensor], Tensor]:
     return importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply
 
