@@ -111,10 +111,11 @@ def main(
     tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64,
 ) -> None:
     """Times the tokens that a model generates."""
-    if run.device == "cuda":
+    on_gpu = run.device == "cuda" and not run.listed
+    if on_gpu:
         check_fused()
     register()
-    place = torch.cuda.get_device_name() if run.device == "cuda" else platform.machine()
+    place = torch.cuda.get_device_name() if on_gpu else platform.machine()
     common = measure.provenance(run.commit, place) | {"transformers": transformers.__version__}
 
     def rows_of(case: Case) -> Iterator[measure.Row]:

@@ -97,6 +97,10 @@ def main(
     """Times the host."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
+    found = cases("cpu" if run.listed else run.device)
+    chosen = run.chosen(found)
+    if run.listed:
+        return
     place = torch.cuda.get_device_name() if run.device == "cuda" else "CPU"
     common = measure.provenance(run.commit, f"{place}, host {measure.host_name()}")
     measured = {name: common[name] for name in ("device", "commit")}
@@ -106,8 +110,8 @@ def main(
         for row in earlier:
             if not measured.items() <= row.items():
                 write(row)
-        for case, (tensors, ways) in cases(run.device).items():
-            for which, calls in passes(tensors, ways).items():
+        for case in chosen:
+            for which, calls in passes(*found[case]).items():
                 times = measure.interleaved(calls, run.turns, timer, warm_up=3, choose=min)
                 for implementation, microseconds in times.items():
                     row = {"case": case, "pass": which, "implementation": implementation}

@@ -30,8 +30,14 @@ def main(run: measure.Run, threads: int = 2) -> None:
         "causal, dropout": (causal, {"causal": True, "dropout": 0.1}),
     }
     common = measure.provenance(run.commit, f"{platform.machine()}, {threads} threads")
+    pairs = itertools.product((torch.float32, torch.bfloat16), variants)
+    cases = {f"{measure.dtype_name(dtype)} {variant}": (dtype, variant) for dtype, variant in pairs}
+    chosen = run.chosen(cases)
+    if run.listed:
+        return
     with run.writer(common) as write:
-        for dtype, variant in itertools.product((torch.float32, torch.bfloat16), variants):
+        for case in chosen:
+            dtype, variant = cases[case]
             mask, arguments = variants[variant]
             scores = torch.randn(shape).to(dtype).requires_grad_()
             gradient, dropout = torch.randn(shape).to(dtype), arguments.get("dropout", 0.0)
@@ -51,7 +57,7 @@ def main(run: measure.Run, threads: int = 2) -> None:
                     times = measure.interleaved(
                         ready, run.turns, measure.host_milliseconds, warm_up=2
                     )
-                name = f"{list(shape)} {measure.dtype_name(dtype)} {variant} {direction}"
+                name = f"{list(shape)} {case} {direction}"
                 theirs, ours = times["eager"], times["ours"]
                 row = {"case": name, "eager_ms": f"{theirs:.2f}", "reference_ms": f"{ours:.2f}"}
                 write(row | {"ratio": f"{ours / theirs:.2f}"})

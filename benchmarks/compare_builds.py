@@ -7,6 +7,7 @@ processes of its own, in turn; of each case the fewest microseconds count. `rati
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,8 @@ def times_of(run: measure.Run, library: Path) -> Times:
             return next(cases, None)
 
     for name, way in iter(made, None):
+        if not re.search(run.only, name):
+            continue
         passes, _, refusal = measure.prepare(lambda way=way: way, ("forward", "backward"))
         if refusal:
             raise SystemExit(f"{name}: {refusal}")
@@ -164,11 +167,15 @@ def main(
     ] = None,
 ) -> None:
     """Compare the kernels of two libraries, in as many processes for each as there are rounds."""
+    if run.listed:
+        with torch.device("meta"):
+            print(*(name for name, _ in ways(is_small=False)), sep="\n")
+        return
     if new is None:
         print(json.dumps(times_of(run, old)))
         return
     fewest: dict[Path, Times] = {old: {}, new: {}}
-    options = ["--device", run.device, *(["--quick"] if run.is_small else [])]
+    options = ["--device", run.device, *(["--quick"] if run.is_small else []), "--only", run.only]
     for _ in range(run.turns):
         for library, times in fewest.items():
             command = [sys.executable, __file__, str(library), *options]

@@ -294,13 +294,15 @@ class Run:
         """Makes tensors there."""
         return torch.device(self.device)
 
-    def chosen(self, cases: Iterable[Case]) -> list[Case]:
-        """The cases that `only` names. `listed` prints them instead."""
+    def chosen(self, cases: Iterable[Any]) -> list[Any]:
+        """The cases, or names of them, that `only` names. `listed` prints them instead."""
         found = [case for case in cases if re.search(self.only, str(case))]
         if self.listed:
             print(*found, sep="\n")
             return []
-        return [case.tiny() for case in found] if self.is_small else found
+        if not self.is_small:
+            return found
+        return [case.tiny() if isinstance(case, Case) else case for case in found]
 
     @contextmanager
     def writer(

@@ -105,7 +105,7 @@ def table(dtype: torch.dtype) -> list[Case]:
 
 def force_regimes(run: measure.Run) -> Force:
     """What forces rows of the tables, forward and backward, on every later call; -1: none."""
-    if run.device == "cpu":
+    if run.device == "cpu" or run.listed:
         return lambda forward, backward: None
     status = library.load()
     if status.path is None:
@@ -224,7 +224,8 @@ def main(
     """Times every regime."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    gpu, force = H200 if run.device == "cpu" else current_gpu(), force_regimes(run)
+    on_gpu = run.device == "cuda" and not run.listed
+    gpu, force = current_gpu() if on_gpu else H200, force_regimes(run)
     rows_of = functools.partial(run_case, run, force=force, gpu=gpu)
     run.cases(table(DTYPES[dtype]), rows_of, FIELDS, stream=measure.own_stream)
 
