@@ -86,7 +86,7 @@ class Case(measure.Case):
         return self.batch * self.length**2 if has_mask else 0
 
     def tiny(self) -> "Case":
-        """The same with sizes that a CPU computes in no time; windows still exclude keys.
+        """This case with sizes that a CPU computes in no time; windows still exclude keys.
 
         Not compiled: that takes long whatever the sizes are.
         """
