@@ -11,106 +11,141 @@ A row is of one `kind`: "time"; "memory", the most that a call holds beyond its 
 the forward against float64 for some queries of one head; "ceiling", what the card reaches at a
 matrix product and at a read. What an implementation refuses is a row too, and `note` says why.
 Kernels of FlexAttention, and of FlashAttention-4 where it is installed, are compiled in processes
-beside each other before anything is timed.
+beside each other before anything is timed. Outside of what is timed are FlexAttention's block masks
+and the mask of a window. SDPA has no causal mask beside a bias: each call fills the bias with -inf.
 """
 
+import ctypes
+import functools
 import multiprocessing
 import os
-import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
-from typing import Annotated, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Annotated
 
-import attention_peers as peers
 import measure
+import peers
 import torch
 import typer
-from attention_cases import DEVICE, Case, Inputs, cases
-from measured import OURS
+from attention_cases import Case, Inputs, cases, visible
+from measured import DENSE, OURS
 from rich.progress import track
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
-RESULTS = Path(__file__).parent / "results" / "attention.csv"
-CASE_FIELDS = [
-    *("case", "batch", "heads", "key_heads", "queries", "keys", "head_dim", "dtype"),
-    *("masking", "bias", "gradient", "sink", "decode"),
-]
-FIGURES = [
-    *("microseconds", "tflops", "bytes", "percent_of_read"),
-    *("peak_mib", "error_max", "error_rms"),
-]
+import megasoftmax
+from megasoftmax.build import library
+
 FIELDS = [
-    *("kind", *CASE_FIELDS),
-    *("pass", "implementation", *FIGURES, "note"),
+    *("kind", *Case.written, "pass", "implementation", "microseconds", "tflops", "bytes"),
+    *("percent_of_read", "peak_mib", "error_max", "error_rms", "note"),
 ]
 READ = 4.37  # TB/s that a kernel which only reads reaches on an H200
-HEAD_START = 4_000_000  # GPU cycles, about 2 ms: autograd and compiled code need the host for long
-QUICK_ROUNDS = 3
 WRONG = 0.02  # relative error, ten times what rounding to bfloat16 costs
 WORKERS = min(8, (os.cpu_count() or 1) // 2)
 
-Calls = dict[str, measure.Function]  # by pass
-Result = TypeVar("Result")
+
+@contextmanager
+def gpu_like(capability: str) -> Iterator[None]:
+    """Kernels are chosen as on a GPU of common/limits.h."""
+    act_as = ctypes.CDLL(str(library.load().path)).megasoftmax_act_as
+    if not act_as(*map(int, capability.split("."))):
+        raise ValueError(f"common/limits.h has no GPU of compute capability {capability}")
+    try:
+        yield
+    finally:
+        act_as(0, 0)
 
 
-def reason(error: Exception, caught: list[warnings.WarningMessage]) -> str:
-    """Why a call failed, in one line: SDPA says it in warnings, others in the error."""
-    texts = [str(warning.message) for warning in caught]
-    said = [text.split("(Triggered")[0].strip() for text in texts if "sdp_utils" in text]
-    said = [text for text in said if "disabled" not in text and not text.endswith("because:")]
-    text = " ".join([*dict.fromkeys(said), f"{type(error).__name__}: {error}"])
-    return " ".join(text.split())[:300]
+def has_flash_attention(case: Case) -> bool:
+    """Whether the package is there and has the case: 16 bits, and no gradient of a bias."""
+    is_taken = not (case.gradient or case.sink or case.decode) and case.dtype.itemsize == 2
+    return is_taken and peers.is_there(peers.FLASH)
 
 
-def attempt(function: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What it returns, or None and why it does not."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            result = function()
-            torch.cuda.synchronize()
-        except Exception as error:
-            return None, reason(error, caught)
-        return result, ""
+def implementations(
+    inputs: Inputs, flex: bool, like: Sequence[str] = ()
+) -> dict[str, measure.Build]:
+    """By name; building, as well as calling, may fail: that is a refusal.
 
+    Args:
+        flex: FlexAttention too, where the case has it.
+        like: compute capabilities whose kernels megasoftmax takes besides, such as "8.6".
+    """
+    case, bias, table, excluded = inputs.case, inputs.bias, inputs.table, inputs.excluded
+    either = bias if table is None else table
+    is_grouped = case.groups != case.heads
 
-def passes(case: Case) -> tuple[str, ...]:
-    """A gradient of the bias leaves the forward as it is."""
-    if case.decode:
-        return ("forward",)
-    return ("forward+backward",) if case.gradient else ("forward", "forward+backward")
+    def way(attend: peers.Attend, read: Tensor | None = bias, **rest) -> measure.Way:
+        tensors = (inputs.query, inputs.key, inputs.value)
+        return measure.Way(lambda: attend(*tensors), inputs.leaves(read), **rest)
 
+    def ours(table: Tensor | None = table, capability: str | None = None) -> measure.Way:
+        window = None if case.window is None else (case.window, 0)
 
-def prepare(inputs: Inputs, build: peers.Build) -> tuple[Calls, Tensor | None, str]:
-    """The passes of an implementation, each of which has run; an output; why some are missing."""
-    case = inputs.case
-    implementation, refusal = attempt(lambda: build(inputs))
-    if implementation is None:
-        return {}, None, refusal
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            added = bias if table is None else megasoftmax.RelativeBias(table)
+            return megasoftmax.attention(
+                *(q, k, v),
+                bias=added,
+                causal=case.causal,
+                window=window,
+                sink=inputs.sink,
+                fused=q.is_cuda or None,
+            )
 
-    def forward() -> Tensor:
-        with implementation.during():
-            return implementation.forward()
+        during = functools.partial(gpu_like, capability) if capability else None
+        return way(attend, bias if table is None else table, during=during)
 
-    output, refusal = attempt(forward)
-    if output is None:
-        return {}, None, refusal
-    calls: Calls = {"forward": forward}
-    if not case.decode:
-        # As the output lies in memory, so that no implementation copies it.
-        gradient = torch.empty_like(output).copy_(inputs.d_output)
+    def sdpa(name: str) -> measure.Way:
+        seen = None if case.window is None or excluded is None else ~excluded
 
-        def backward() -> object:
-            with implementation.during():
-                output = implementation.forward()
-                return torch.autograd.grad(output, implementation.leaves, gradient)
+        def mask() -> Tensor | None:
+            if bias is None:
+                return seen
+            return bias if excluded is None else bias.masked_fill(excluded, -torch.inf)
 
-        found, refusal = attempt(backward)
-        if found is not None:
-            calls["forward+backward"] = backward
-    return {name: calls[name] for name in passes(case) if name in calls}, output.detach(), refusal
+        is_causal = case.causal and bias is None and seen is None
+        options = {"is_causal": is_causal, "enable_gqa": is_grouped}
+        return way(peers.sdpa(peers.BACKENDS[name], mask, **options))
+
+    def flash() -> measure.Way:
+        is_table = table is not None
+        return way(
+            peers.flash_attention(case.causal, case.window, either, is_table, case.queries - 1)
+        )
+
+    def flex_attention() -> measure.Way:
+        sizes, last, block_mask = (case.queries, case.keys), case.queries - 1, None
+        is_of_batch = case.bias == "b,h"
+
+        def add(score, b, h, i, j):
+            if table is not None:
+                return score + table[h, j - i + last]
+            return score + bias[b if is_of_batch else 0, h, i, j]
+
+        if case.causal:
+            device, seen = inputs.query.device, visible(case.window)
+            block_mask = create_block_mask(seen, None, None, *sizes, device=device)
+        options = {"block_mask": block_mask, "enable_gqa": is_grouped}
+        options["score_mod"] = add if case.bias else None
+        if inputs.sink is not None:
+            return way(peers.flex_with_sink(inputs.sink, **options), either)
+        return way(peers.flex(**options), either)
+
+    found: dict[str, measure.Build] = {OURS: ours}
+    for capability in like:
+        found[f"{OURS} as on {capability}"] = functools.partial(ours, capability=capability)
+    if case.bias == "table":
+        found[DENSE] = functools.partial(ours, None)
+    if not case.sink:  # SDPA has none
+        found |= {name: functools.partial(sdpa, name) for name in peers.BACKENDS}
+    if has_flash_attention(case):
+        found[peers.FLASH] = flash
+    if flex and case.flex:
+        found[peers.FLEX] = flex_attention
+    return found
 
 
 def peak_mib(function: measure.Function) -> float:
@@ -123,30 +158,18 @@ def peak_mib(function: measure.Function) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def described(case: Case) -> dict:
-    """The fields of a case."""
-    return {
-        "case": str(case),
-        **{name: getattr(case, name) for name in ("batch", "heads", "queries", "keys", "head_dim")},
-        "key_heads": case.groups,
-        "dtype": measure.dtype_name(case.dtype),
-        "masking": case.masking,
-        "bias": case.bias or "",
-        **{name: int(getattr(case, name)) for name in ("gradient", "sink", "decode")},
-    }
-
-
 def run_case(
-    case: Case, rounds: int, timer: measure.Timer, flex: bool, like: list[str], read: float
-) -> Iterator[dict]:
+    run: measure.Run, case: Case, flex: bool, like: list[str], read: float
+) -> Iterator[measure.Row]:
     """The rows of one case, without what all rows share."""
-    inputs = Inputs(case)
-    expected = inputs.expected()
-    ready: dict[str, Calls] = {}
-    for name, build in peers.builders(inputs, flex, like).items():
-        with torch.inference_mode(case.decode):
-            ready[name], output, refusal = prepare(inputs, build)
-        for direction in passes(case):
+    with run.on_device():
+        inputs = Inputs(case)
+    expected, timer = inputs.expected(), run.timer(measure.LONG_START)
+    mode = torch.inference_mode if case.decode else nullcontext
+    ready: dict[str, measure.Calls] = {}
+    for name, build in implementations(inputs, flex, like).items():
+        ready[name], output, refusal = prepare(inputs, build)
+        for direction in case.passes:
             if direction not in ready[name]:
                 yield row("time", direction, name, note=refusal)
         if output is not None and not case.gradient:
@@ -154,11 +177,12 @@ def run_case(
             relative = (error.square().mean() / expected.square().mean()).sqrt()
             figures = {"error_max": f"{error.abs().max():.3e}", "error_rms": f"{relative:.3e}"}
             yield row("error", "forward", name, **figures)
-    for direction in passes(case):
+    for direction in case.passes:
         calls = {name: found[direction] for name, found in ready.items() if direction in found}
-        with torch.inference_mode(case.decode):
-            memory = {name: peak_mib(call) for name, call in calls.items()}
-            times = measure.interleaved(calls, rounds, timer)
+        with mode():
+            on_gpu = run.device == "cuda"
+            memory = {name: peak_mib(call) for name, call in calls.items() if on_gpu}
+            times = measure.interleaved(calls, run.turns, timer)
         for name, microseconds in times.items():
             tflops = case.flops[direction] / microseconds / 1e6
             figures = {"microseconds": f"{microseconds:.2f}", "tflops": f"{tflops:.1f}"}
@@ -166,20 +190,31 @@ def run_case(
                 percent = case.key_bytes / microseconds / read / 1e4
                 figures |= {"bytes": str(case.key_bytes), "percent_of_read": f"{percent:.1f}"}
             yield row("time", direction, name, **figures)
-            yield row("memory", direction, name, peak_mib=f"{memory[name]:.1f}")
+            if name in memory:
+                yield row("memory", direction, name, peak_mib=f"{memory[name]:.1f}")
 
 
-def row(kind: str, direction: str, implementation: str, **figures: str) -> dict[str, str]:
+def prepare(inputs: Inputs, build: measure.Build) -> tuple[measure.Calls, Tensor | None, str]:
+    """Gradients lie as the output lies in memory, so that no implementation copies them."""
+
+    def gradient(output: Tensor) -> Tensor:
+        return torch.empty_like(output).copy_(inputs.d_output)
+
+    mode = torch.inference_mode if inputs.case.decode else nullcontext
+    return measure.prepare(build, inputs.case.passes, gradient, mode)
+
+
+def row(kind: str, direction: str, implementation: str, **figures: str) -> measure.Row:
     return {"kind": kind, "pass": direction, "implementation": implementation, **figures}
 
 
-def ceilings(rounds: int, timer: measure.Timer) -> Iterator[dict]:
+def ceilings(run: measure.Run) -> Iterator[measure.Row]:
     """What the card reaches: torch's product of 8192 x 8192 matrices, and its sum of 8 GiB."""
-    size = 8192
-    matrix = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
-    values = torch.zeros(2 * 2**30, device=DEVICE)
+    size, count = (64, 2**10) if run.is_small else (8192, 2 * 2**30)
+    with run.on_device():
+        matrix, values = torch.randn(size, size, dtype=torch.bfloat16), torch.zeros(count)
     calls = {"matrix product": lambda: matrix @ matrix, "read": values.sum}
-    times = measure.interleaved(calls, rounds, timer)
+    times = measure.interleaved(calls, run.turns, run.timer(measure.LONG_START))
     for name, microseconds in times.items():
         figures = {"microseconds": f"{microseconds:.2f}"}
         if name == "matrix product":
@@ -191,11 +226,11 @@ def ceilings(rounds: int, timer: measure.Timer) -> Iterator[dict]:
 
 def compile_case(case: Case) -> None:
     """Leaves kernels of peers in the caches of their compilers; runs in a process of its own."""
-    inputs = Inputs(case)
-    for name, build in peers.builders(inputs, flex=True).items():
+    with torch.device("cuda"):
+        inputs = Inputs(case)
+    for name, build in implementations(inputs, flex=True).items():
         if name in (peers.FLEX, peers.FLASH):
-            with torch.inference_mode(case.decode):
-                prepare(inputs, build)
+            prepare(inputs, build)
     del inputs
     measure.release()
 
@@ -212,11 +247,9 @@ def compile_ahead(chosen: list[Case], workers: int) -> None:
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
 
+@measure.benchmark("attention.csv", rounds=9)
 def main(
-    rounds: measure.Rounds = 9,
-    out: measure.Out = RESULTS,
-    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
-    quick: Annotated[bool, typer.Option(help="Few cases and rounds.")] = False,
+    run: measure.Run,
     flex: Annotated[bool, typer.Option(help="FlexAttention too.")] = True,
     like: Annotated[
         list[str] | None,
@@ -230,38 +263,30 @@ def main(
     workers: Annotated[
         int, typer.Option(help="Compile for FlexAttention and FlashAttention-4.")
     ] = WORKERS,
-    commit: measure.Commit = "",
-    listed: measure.Listed = False,
 ) -> None:
-    """Runs the cases."""
-    chosen = [case for case in cases() if re.search(only, str(case)) and (case.quick or not quick)]
-    rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
-    if listed:
-        print(*chosen, sep="\n")
-        return
-    compiled = [case for case in chosen if case.flex or peers.has_flash_attention(case)]
-    if flex and workers > 1 and len(compiled) > 1:
-        compile_ahead(compiled, workers)
-    timer = measure.gpu_timer(HEAD_START)
+    """Times attention."""
     failures = []
-    with measure.results(out, measure.provenance(commit), FIELDS) as write:
-        for line in ceilings(rounds, timer):
-            write(line)
-        for case in track(chosen, "attention"):
-            try:
-                measure.release()
-                for line in run_case(case, rounds, timer, flex, like or [], read):
-                    write(described(case) | line)
-                    is_ours = line["implementation"].startswith(OURS)
-                    if is_ours and line["kind"] in ("time", "error"):
-                        print(case, *line.values())
-                        failures += [f"{case}: {line['note']}"] if "note" in line else []
-                    if line["kind"] == "error" and not float(line["error_rms"]) < WRONG:
-                        failures.append(f"{case}: {line['implementation']} is wrong")
-            except Exception as error:  # of the inputs or the timing: the other cases go on
-                line = row("time", "forward", "all", note=reason(error, []))
-                write(described(case) | line)
-                failures.append(f"{case}: {line['note']}")
+
+    def rows_of(case: Case | None) -> Iterator[measure.Row]:
+        try:
+            for line in run_case(run, case, flex, like or [], read):
+                yield line
+                if line["implementation"].startswith(OURS) and "note" in line:
+                    failures.append(f"{case}: {line['note']}")
+                if line["kind"] == "error" and not float(line["error_rms"]) < WRONG:
+                    failures.append(f"{case}: {line['implementation']} is wrong")
+        except Exception as error:  # of the inputs or the timing: the other cases go on
+            line = row("time", "forward", "all", note=measure.reason(error, []))
+            failures.append(f"{case}: {line['note']}")
+            yield line
+
+    def before(chosen: list[Case]) -> Iterator[measure.Row]:
+        compiled = [case for case in chosen if case.flex or has_flash_attention(case)]
+        if flex and workers > 1 and len(compiled) > 1 and run.device == "cuda":
+            compile_ahead(compiled, workers)
+        yield from ceilings(run)
+
+    run.cases(cases(), rows_of, FIELDS, before=before)
     print(*(f"failed: {failure}" for failure in failures), sep="\n")
 
 

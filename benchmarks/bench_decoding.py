@@ -8,40 +8,35 @@ query allows. `error_rms`, relative, is against float64, of one head. What a bac
 row without a time.
 """
 
-import re
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import measure
+import peers
 import torch
 import typer
-from attention_peers import BACKENDS
-from bench_attention import attempt
 from measured import OURS
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "decoding.csv"
+SIZES = ("case", "batch", "heads", "group", "queries", "keys", "head_dim", "window")
 FIELDS = [
-    *("case", "batch", "heads", "group", "queries", "keys", "head_dim", "window"),
-    *("implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
+    *(*SIZES, "implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
     *("error_rms", "note"),
 ]
-HEADS = 32
 BAR = 0.95  # of the fastest backend's speed
 COPY = 4.27  # TB/s that a copy reaches on an H200
 MOST = 9e9  # bytes of keys and values
-QUICK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
     """A causal call; `window`: of so many keys, the query's own among them; 0: of all."""
+
+    written = SIZES
 
     batch: int
     group: int
@@ -49,10 +44,11 @@ class Case:
     keys: int
     head_dim: int
     window: int = 0
+    heads: int = 32
 
     @property
     def key_heads(self) -> int:
-        return HEADS // self.group
+        return max(self.heads // self.group, 1)
 
     @property
     def seen(self) -> int:
@@ -65,10 +61,8 @@ class Case:
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
-        return (
-            f"{self.batch}x{HEADS}/{self.key_heads}x{self.queries}x{self.keys}x{self.head_dim}"
-            + window
-        )
+        heads = f"{self.heads}/{self.key_heads}"
+        return f"{self.batch}x{heads}x{self.queries}x{self.keys}x{self.head_dim}{window}"
 
 
 def cases() -> list[Case]:
@@ -90,115 +84,75 @@ def cases() -> list[Case]:
     return [case for case in found if case.key_bytes(case.keys) <= MOST]
 
 
-def is_quick(case: Case) -> bool:
-    if case.window:
-        return case.batch == 1
-    return case.group == 4 and case.head_dim == 128 and case.batch == 1
+def implementations(case: Case, tensors: list[Tensor]) -> dict[str, measure.Build]:
+    """Backends have causality from the first key on: more queries see all keys."""
+    query, *of_keys = tensors
 
+    def way(attend: peers.Attend, *of_keys: Tensor) -> measure.Way:
+        return measure.Way(lambda: attend(query, *of_keys))
 
-def backend_call(
-    backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Tensor
-) -> measure.Function:
-    """One backend of torch's. Its causality begins at the first key: more queries see all keys."""
-    if case.window:
-        key, value = key[:, :, -case.window :], value[:, :, -case.window :]
-
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, key, value, enable_gqa=case.group > 1)
-
-    return call
-
-
-def expected(case: Case, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """[queries, head_dim] of the last head, in float64."""
-    query, key, value = (tensor[-1:, -1:].double() for tensor in (query, key, value))
-    return megasoftmax.attention(query, key, value, **limits(case, causal), fused=False)[0, 0]
-
-
-def limits(case: Case, causal: bool) -> dict[str, object]:
-    if case.window:
-        return {"window": (case.window - 1, 0)}
-    return {"causal": causal}
-
-
-def run_case(case: Case, rounds: int, timer: measure.Timer, copy: float) -> Iterator[dict]:
-    def normal(heads: int, length: int) -> Tensor:
-        shape = (case.batch, heads, length, case.head_dim)
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    query, key, value = (
-        normal(heads, length)
-        for heads, length in (
-            (HEADS, case.queries),
-            (case.key_heads, case.keys),
-            (case.key_heads, case.keys),
-        )
-    )
-    calls: dict[str, measure.Function] = {
-        OURS: lambda: megasoftmax.attention(query, key, value, **limits(case, True), fused=True)
-    }
+    ways: dict[str, measure.Build] = {OURS: lambda: way(peers.ours(**limits(case)), *of_keys)}
     if not case.window or case.queries == 1:
-        calls |= {
-            name: backend_call(backend, case, query, key, value)
-            for name, backend in BACKENDS.items()
-        }
-    errors: dict[str, float] = {}
-    for name, call in list(calls.items()):
-        output, refusal = attempt(call)
-        if output is None:
-            del calls[name]
-            yield {"implementation": name, "note": refusal}
-            continue
-        wanted = expected(case, query, key, value, causal=name == OURS)
-        error = output[-1, -1].double() - wanted
-        errors[name] = float((error.square().mean() / wanted.square().mean()).sqrt())
-    times = measure.interleaved(calls, rounds, timer)
-    best = min((time for name, time in times.items() if name != OURS), default=None)
-    operations = 4 * case.batch * HEADS * case.queries * case.seen * case.head_dim
-    for name, microseconds in times.items():
-        percent = case.key_bytes(case.seen) / microseconds / copy / 1e4
-        yield {
-            "implementation": name,
-            "microseconds": f"{microseconds:.2f}",
-            "percent_of_copy": f"{percent:.1f}",
-            "tflops": f"{operations / microseconds / 1e6:.1f}",
-            "of_best": "" if best is None else f"{best / microseconds:.3f}",
-            "error_rms": f"{errors[name]:.3e}",
-        }
+        seen = [each[:, :, -case.window :] for each in of_keys]
+        for name, backend in peers.BACKENDS.items():
+            attend = peers.sdpa(backend, enable_gqa=case.group > 1)
+            ways[name] = functools.partial(way, attend, *seen)
+    return ways
 
 
+def limits(case: Case, causal: bool = True) -> dict[str, object]:
+    return {"window": (case.window - 1, 0)} if case.window else {"causal": causal}
+
+
+@measure.benchmark("decoding.csv", rounds=7)
 def main(
-    rounds: measure.Rounds = 7,
-    out: measure.Out = RESULTS,
-    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
-    quick: Annotated[bool, typer.Option(help="Few cases and rounds.")] = False,
+    run: measure.Run,
     copy: Annotated[float, typer.Option(help="The bandwidth of a copy, in TB/s.")] = COPY,
-    commit: measure.Commit = "",
-    listed: measure.Listed = False,
 ) -> None:
     """Times steps of decoding."""
-    chosen = [
-        case for case in cases() if re.search(only, str(case)) and (is_quick(case) or not quick)
-    ]
-    if listed:
-        print(*chosen, sep="\n")
-        return
-    torch.manual_seed(0)
-    rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
-    common, timer = measure.provenance(commit), measure.gpu_timer()
-    with torch.inference_mode(), measure.results(out, common, FIELDS) as write:
-        for case in chosen:
-            names = ("batch", "group", "queries", "keys", "head_dim", "window")
-            described = {"case": str(case), "heads": HEADS}
-            described |= {name: getattr(case, name) for name in names}
-            for row in run_case(case, rounds, timer, copy):
-                write(described | row)
-                is_short = row["implementation"] == OURS and float(row.get("of_best") or 1) < BAR
-                figures = [row.get(name, "") for name in ("microseconds", "percent_of_copy")]
-                figures += [row.get("of_best", ""), f"short of {BAR}" if is_short else ""]
-                print(f"{case!s:44} {row['implementation']:20}", *figures)
-            measure.release()
+
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        places = ((case.heads, case.queries), *[(case.key_heads, case.keys)] * 2)
+        with run.on_device():
+            tensors = [
+                torch.randn(case.batch, heads, length, case.head_dim, dtype=torch.bfloat16)
+                for heads, length in places
+            ]
+        refusals, errors = {}, {}
+
+        def look(name: str, output: Tensor, calls: measure.Calls) -> None:
+            given = [each[-1:, -1:].double() for each in tensors]  # of the last head
+            options = limits(case, causal=name == OURS)
+            wanted = megasoftmax.attention(*given, **options, fused=False)[0, 0]
+            error = output[-1, -1].double() - wanted
+            errors[name] = float((error.square().mean() / wanted.square().mean()).sqrt())
+
+        ((_, _, times),) = run.time_ways(
+            implementations(case, tensors),
+            ("forward",),
+            forward_mode=torch.inference_mode,
+            look=look,
+            refuse=refusals.__setitem__,
+        )
+        for name, refusal in refusals.items():
+            yield {"implementation": name, "note": refusal}
+        best = min((time for name, time in times.items() if name != OURS), default=None)
+        operations = 4 * case.batch * case.heads * case.queries * case.seen * case.head_dim
+        for name, microseconds in times.items():
+            of_best = None if best is None else best / microseconds
+            percent = case.key_bytes(case.seen) / microseconds / copy / 1e4
+            yield {
+                "implementation": name,
+                "microseconds": f"{microseconds:.2f}",
+                "percent_of_copy": f"{percent:.1f}",
+                "tflops": f"{operations / microseconds / 1e6:.1f}",
+                "of_best": "" if of_best is None else f"{of_best:.3f}",
+                "error_rms": f"{errors[name]:.3e}",
+            }
+            if name == OURS and of_best is not None and of_best < BAR:
+                print(f"{case}: short of {BAR}")
+
+    run.cases(cases(), rows_of, FIELDS)
 
 
 if __name__ == "__main__":

@@ -5,94 +5,106 @@ bfloat16. forward+backward is one call and the gradients of query, key, value an
 one, the bias; or of the scores. Of causal softmax, torch adds a mask of -inf first.
 """
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import bench_ranges
 import measure
+import peers
 import torch
 import typer
+from measured import OURS
 from torch import Tensor
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "dropout.csv"
-# Batch, heads, tokens, head dimension, causal, a bias [1, heads, tokens, tokens].
+RATES = (0.0, 0.1)
+
+
+@dataclass(frozen=True)
+class Case(measure.Case):
+    """Attention of a head dimension; or, without one, softmax of tokens x tokens."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int | None
+    causal: bool
+    bias: bool = False  # [1, heads, tokens, tokens]
+
+    def __str__(self) -> str:
+        kind, last = ("", self.head_dim) if self.head_dim else ("softmax ", self.tokens)
+        masking = "causal" if self.causal else "full"
+        name = f"{kind}{self.batch}x{self.heads}x{self.tokens}x{last} {masking}"
+        return f"{name} bias [1,h] gradient" if self.bias else name
+
+
 CASES = [
-    (8, 16, 1024, 64, True, False),
-    (4, 16, 4096, 128, True, False),
-    (4, 16, 4096, 64, False, False),
-    (4, 16, 4096, 64, False, True),
+    Case(8, 16, 1024, 64, True),
+    Case(4, 16, 4096, 128, True),
+    Case(4, 16, 4096, 64, False),
+    Case(4, 16, 4096, 64, False, True),
+    Case(8, 16, 1024, None, True),
+    Case(8, 16, 1024, None, False),
+    Case(4, 16, 4096, None, True),
 ]
 
-# Batch, heads, queries and keys, causal.
-SOFTMAX_CASES = [(8, 16, 1024, True), (8, 16, 1024, False), (4, 16, 4096, True)]
 
-
-def torch_softmax(scores: Tensor, causal: Tensor | None, dropout: float) -> Tensor:
-    p = (scores if causal is None else scores + causal).softmax(-1)
-    return torch.nn.functional.dropout(p, dropout) if dropout else p
-
-
-def softmax_ways(tokens: int, causal: bool) -> dict[str, Callable[..., Tensor]]:
-    hidden = None
-    if causal:
-        lowest = torch.full((tokens, tokens), -torch.inf, device="cuda", dtype=torch.bfloat16)
-        hidden = lowest.triu(1)
-    ways: dict[str, Callable[..., Tensor]] = {}
-    for dropout in (0.0, 0.1):
-        options = {"causal": causal, "dropout": dropout, "fused": True}
-        ways[f"megasoftmax|{dropout}"] = lambda x, options=options: megasoftmax.softmax(
-            x, **options
-        )
-        ways[f"torch|{dropout}"] = lambda x, dropout=dropout: torch_softmax(x, hidden, dropout)
+def attention(case: Case) -> dict[str, measure.Build]:
+    """Ways by "implementation|rate", on the default device."""
+    tensors = peers.projected(case.heads, case.head_dim, [case.tokens] * 3, case.batch)
+    leaves, options = tensors, {"causal": case.causal}
+    if case.bias:
+        bias = torch.randn(1, case.heads, case.tokens, case.tokens, dtype=torch.bfloat16)
+        options["bias"] = bias.requires_grad_()
+        leaves = [*tensors, bias]
+    ways: dict[str, measure.Build] = {}
+    for rate in RATES:
+        calls = {OURS: peers.ours(dropout=rate, **options)}
+        if not case.bias:
+            backend = peers.BACKENDS["SDPA flash"]
+            calls["SDPA flash"] = peers.sdpa(backend, is_causal=case.causal, dropout_p=rate)
+        for name, attend in calls.items():
+            way = measure.Way(lambda attend=attend: attend(*tensors), leaves)
+            ways[f"{name}|{rate}"] = lambda way=way: way
     return ways
 
 
-def main(
-    rounds: measure.Rounds = 10, out: measure.Out = RESULTS, commit: measure.Commit = ""
-) -> None:
-    """Time dropout."""
-    torch.manual_seed(0)
-    with measure.results(out, measure.provenance(commit)) as write_row:
+def softmax(case: Case) -> dict[str, measure.Build]:
+    tokens = case.tokens
+    scores = torch.randn(case.batch, case.heads, tokens, tokens, dtype=torch.bfloat16)
+    scores.requires_grad_()
+    lowest = torch.full((tokens, tokens), -torch.inf, dtype=torch.bfloat16) if case.causal else None
+    hidden = None if lowest is None else lowest.triu(1)
+    options = {"causal": case.causal, "fused": scores.is_cuda or None}
 
-        def write(
-            name: str, leaves: tuple[Tensor, ...], ways: dict[str, Callable[..., Tensor]]
-        ) -> None:
-            for row in bench_ranges.time_ways(name, leaves, ways, rounds, compare=False):
-                implementation, _, dropout = str(row["implementation"]).partition("|")
-                row = {
-                    "case": row["case"],
-                    "pass": row["pass"],
-                    "implementation": implementation,
-                    "dropout": dropout,
-                    "microseconds": row["microseconds"],
-                }
-                write_row(row)
-                print(*row.values(), sep="  ")
+    def torchs(scores: Tensor, rate: float) -> Tensor:
+        p = (scores if hidden is None else scores + hidden).softmax(-1)
+        return torch.nn.functional.dropout(p, rate) if rate else p
 
-        for batch, heads, tokens, dim, causal, has_bias in CASES:
-            leaves: tuple[Tensor, ...] = bench_ranges.leaves_of(batch, heads, tokens, tokens, dim)
-            options: dict[str, object] = {}
-            if has_bias:
-                bias = torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)
-                options["bias"] = bias.requires_grad_()
-                leaves = (*leaves, bias)
-            ways: dict[str, Callable[..., Tensor]] = {}
-            for dropout in (0.0, 0.1):
-                ours = bench_ranges.ours(causal=causal, dropout=dropout, **options)
-                ways[f"megasoftmax|{dropout}"] = lambda q, k, v, *_, call=ours: call(q, k, v)
-                if not has_bias:
-                    flash = bench_ranges.flash(is_causal=causal, dropout_p=dropout)
-                    ways[f"SDPA flash|{dropout}"] = flash
-            name = f"{batch}x{heads}x{tokens}x{dim} {'causal' if causal else 'full'}"
-            name += " bias [1,h] gradient" if has_bias else ""
-            write(name, leaves, ways)
-        for batch, heads, tokens, causal in SOFTMAX_CASES:
-            shape = (batch, heads, tokens, tokens)
-            scores = torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-            name = f"softmax {'x'.join(map(str, shape))} {'causal' if causal else 'full'}"
-            write(name, (scores,), softmax_ways(tokens, causal))
+    def ours(scores: Tensor, rate: float) -> Tensor:
+        return megasoftmax.softmax(scores, dropout=rate, **options)
+
+    return {
+        f"{name}|{rate}": lambda function=function, rate=rate: peers.rows(function, scores, rate)
+        for rate in RATES
+        for name, function in ((OURS, ours), ("torch", torchs))
+    }
+
+
+@measure.benchmark("dropout.csv", rounds=10)
+def main(run: measure.Run) -> None:
+    """Times dropout."""
+
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        with run.on_device():
+            ways = attention(case) if case.head_dim else softmax(case)
+        for direction, _, times in run.time_ways(ways, ("forward", measure.BOTH)):
+            for row in measure.rows_of_times(direction, times):
+                name, _, rate = row["implementation"].partition("|")
+                microseconds = row.pop("microseconds")
+                yield row | {"implementation": name, "dropout": rate, "microseconds": microseconds}
+
+    run.cases(CASES, rows_of)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ token is left out. "compiled, static cache" is `cache_implementation="static"`, 
 transformers compiles the decoding step with mode="reduce-overhead" on a GPU.
 
 python benchmarks/bench_generation.py                                      # one GPU
-python benchmarks/bench_generation.py --device cpu --quick --out new.csv   # a tiny model
+python benchmarks/bench_generation.py --device cpu   # a tiny model
 """
 
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import measure
@@ -29,18 +29,24 @@ from transformers.generation.streamers import BaseStreamer
 
 from megasoftmax.integrations.transformers import NAME, register
 
-RESULTS = Path(__file__).parent / "results" / "generation.csv"
 IMPLEMENTATIONS = ("sdpa", NAME)
 BAR = 1.1  # of sdpa's tokens per second, not compiled
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
     """Llama 1B, or some of its layers: compiling all would take minutes."""
+
+    written = ("case", "layers", "prompt", "tokens")
 
     layers: int
     prompt: int
     static: bool = False
+    tokens: int = 0
+
+    def tiny(self) -> "Case":
+        """Its name stays; `build` makes a tiny model."""
+        return self
 
     def build(self, quick: bool) -> PreTrainedModel:
         (llama,) = (each for each in models() if each.name == "Llama 1B, 2048 tokens")
@@ -80,52 +86,47 @@ def seconds_per_token(
     return (last - first) / (tokens - 1)
 
 
-def run_case(
-    case: Case, device: str, tokens: int, rounds: int, quick: bool
-) -> dict[str, dict[str, str]]:
-    """The figures of each implementation, which take turns."""
+def run_case(run: measure.Run, case: Case, tokens: int) -> dict[str, float]:
+    """Tokens per second of each implementation, which take turns."""
     torch.manual_seed(0)
     torch.compiler.reset()
-    length = 24 if quick else case.prompt
+    length = 24 if run.is_small else case.prompt
     options: dict[str, Any] = {"do_sample": False, "use_cache": True}
     if case.static:
         options["cache_implementation"] = "static"
     calls: dict[str, measure.Function] = {}
-    with torch.device(device):
+    with run.on_device():
         prompt = torch.randint(1000, (1, length))
         for name in IMPLEMENTATIONS:  # one model each, so that none is compiled for both
-            model = case.build(quick)
+            model = case.build(run.is_small)
             model.set_attn_implementation(name)
             calls[name] = partial(seconds_per_token, model, prompt, tokens, options)
-    times = measure.interleaved(calls, rounds, lambda call: call(), warm_up=1, choose=min)
-    return {name: {"tokens_per_second": f"{1 / time:.1f}"} for name, time in times.items()}
+    times = measure.interleaved(calls, run.turns, lambda call: call(), warm_up=1, choose=min)
+    return {name: 1 / time for name, time in times.items()}
 
 
+@measure.benchmark("generation.csv", rounds=5)
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    run: measure.Run,
     tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64,
-    rounds: measure.Rounds = 5,
-    quick: Annotated[bool, typer.Option(help="A tiny model, for one round.")] = False,
-    only: Annotated[str, typer.Option(help="Cases whose name has it.")] = "",
-    out: measure.Out = RESULTS,
-    commit: measure.Commit = "",
 ) -> None:
-    """Runs the cases."""
-    if device == "cuda":
+    """Times the tokens that a model generates."""
+    on_gpu = run.device == "cuda" and not run.listed
+    if on_gpu:
         check_fused()
     register()
-    place = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    common = measure.provenance(commit, place) | {"transformers": transformers.__version__}
-    with measure.results(out, common) as write:
-        for case in (case for case in CASES if only in str(case)):
-            rows = run_case(case, device, tokens, 1 if quick else rounds, quick)
-            sizes = {"layers": case.layers, "prompt": case.prompt, "tokens": tokens}
-            for name, row in rows.items():
-                write({"case": str(case), **sizes, "implementation": name, **row})
-                print(case, name, row["tokens_per_second"], sep=", ")
-            ours, sdpa = (float(rows[name]["tokens_per_second"]) for name in (NAME, "sdpa"))
-            bar = "" if case.static else f", bar {BAR}x"
-            print(f"{case}: {NAME} over sdpa {ours / sdpa:.2f}x{bar}", flush=True)
+    place = torch.cuda.get_device_name() if on_gpu else platform.machine()
+    common = measure.provenance(run.commit, place) | {"transformers": transformers.__version__}
+
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        speeds = run_case(run, case, tokens)
+        for name, speed in speeds.items():
+            yield {"implementation": name, "tokens_per_second": f"{speed:.1f}"}
+        bar = "" if case.static else f", bar {BAR}x"
+        print(f"{case}: {NAME} over sdpa {speeds[NAME] / speeds['sdpa']:.2f}x{bar}", flush=True)
+
+    cases = [replace(case, tokens=tokens) for case in CASES]
+    run.cases(cases, rows_of, common=common)
 
 
 if __name__ == "__main__":

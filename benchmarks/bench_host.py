@@ -6,7 +6,6 @@ its device and commit.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import measure
@@ -19,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import megasoftmax
 from megasoftmax.integrations.transformers import attention_forward
 
-RESULTS = Path(__file__).parent / "results" / "host.csv"
 CALLS = 50  # of a round; with a backward pass about 1000 launches, for which a GPU's queue has room
 
 Ways = dict[str, Callable[..., object]]
@@ -91,31 +89,35 @@ def passes(tensors: tuple[Tensor, ...], ways: Ways) -> dict[str, dict[str, measu
     }
 
 
+@measure.benchmark("host.csv", rounds=200, device="cpu", measures_host=True)
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: measure.Rounds = 200,
+    run: measure.Run,
     threads: Annotated[int, typer.Option(help="Of the CPU's kernels.")] = 1,
-    out: measure.Out = RESULTS,
-    commit: measure.Commit = "",
 ) -> None:
-    """Time the host."""
+    """Times the host."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    place = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    common = measure.provenance(commit, f"{place}, host {measure.host_name()}")
+    found = cases("cpu" if run.listed else run.device)
+    chosen = run.chosen(found)
+    if run.listed:
+        return
+    place = torch.cuda.get_device_name() if run.device == "cuda" else "CPU"
+    common = measure.provenance(run.commit, f"{place}, host {measure.host_name()}")
     measured = {name: common[name] for name in ("device", "commit")}
-    rows = [row for row in read(out.name) if not measured.items() <= row.items()]
-    timer = measure.host_timer(CALLS, device)
-    for case, (tensors, ways) in cases(device).items():
-        for which, calls in passes(tensors, ways).items():
-            times = measure.interleaved(calls, rounds, timer, warm_up=3, choose=min)
-            for implementation, microseconds in times.items():
-                row = {"case": case, "pass": which, "implementation": implementation}
-                rows.append({**common, **row, "microseconds": f"{microseconds:.1f}"})
-                print(*rows[-1].values(), sep="  ")
-    with measure.results(out, {}) as write:
-        for row in rows:
-            write(row)
+    earlier = [] if run.path is None else read(run.path.name)
+    timer = measure.host_timer(1 if run.quick else CALLS, run.device)
+    with measure.results(run.path, {}) as write:
+        for row in earlier:
+            if not measured.items() <= row.items():
+                write(row)
+        for case in chosen:
+            for which, calls in passes(*found[case]).items():
+                times = measure.interleaved(calls, run.turns, timer, warm_up=3, choose=min)
+                for implementation, microseconds in times.items():
+                    row = {"case": case, "pass": which, "implementation": implementation}
+                    row = {**common, **row, "microseconds": f"{microseconds:.1f}"}
+                    write(row)
+                    print(*row.values(), sep="  ")
 
 
 if __name__ == "__main__":

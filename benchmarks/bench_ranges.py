@@ -9,272 +9,235 @@ scores reaches in the same run.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
 import measure
+import peers
 import torch
 import typer
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import megasoftmax
 from megasoftmax import TileMask, ops, ranges
 
-RESULTS = Path(__file__).parent / "results" / "ranges.csv"
 FIELDS = ["case", "pass", "implementation", "microseconds", "percent_of_copy"]
 BLOCK = 128  # of the block-sparse pattern, and of FlexAttention
+DOCUMENTS = 8
 
-Leaves = tuple[Tensor, Tensor, Tensor]
-Ways = dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
-Rows = Iterator[dict[str, object]]
-
-
-def leaves_of(batch: int, heads: int, queries: int, keys: int, dim: int) -> Leaves:
-    """Query, key and value as a projection lays them out."""
-
-    def normal(length: int) -> Tensor:
-        made = torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
-        return made.transpose(1, 2).requires_grad_()
-
-    return normal(queries), normal(keys), normal(keys)
+Ways = dict[str, Callable[[], peers.Attend]]
 
 
-def ours(**options: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: megasoftmax.attention(q, k, v, fused=True, **options)
+@dataclass(frozen=True)
+class Case(measure.Case):
+    """A pattern of [batch, heads, queries, dim] and as many keys, or more."""
+
+    pattern: Callable[["Case"], Ways] | None
+    name: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int = 128
+    size: int = 0  # of a window
+
+    def __str__(self) -> str:
+        length = f"{self.queries}" if self.queries == self.keys else f"1 of {self.keys}"
+        last = self.head_dim if self.pattern else self.keys
+        return f"{self.name} [{self.batch}, {self.heads}, {length}, {last}]"
 
 
-def sdpa(**options: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
+def flex_of(visible: Callable[..., Tensor], case: Case) -> Ways:
+    """By FlexAttention, from its function of batch, head, query and key."""
+    sizes, device = (None, None, case.queries, case.keys), torch.get_default_device()
+    blocks = create_block_mask(visible, *sizes, BLOCK_SIZE=BLOCK, device=device)
+    return {peers.FLEX: lambda: peers.flex(block_mask=blocks)}
 
 
-def flash(**options: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, **options)
-
-    return call
-
-
-def flex(blocks: BlockMask) -> Ways:
-    """By FlexAttention."""
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return {"FlexAttention": lambda q, k, v: compiled(q, k, v, block_mask=blocks)}
+def masks(excluded: Tensor) -> Ways:
+    """The ways of a bool mask."""
+    tiles = TileMask(excluded)
+    return {
+        "mask": lambda: peers.ours(mask=excluded),
+        "TileMask": lambda: peers.ours(mask=tiles),
+        "SDPA, mask": lambda: peers.sdpa(attn_mask=~excluded),
+    }
 
 
-def flex_of(visible: Callable[..., Tensor], tokens: int) -> Ways:
-    """The same from its function of batch, head, query and key."""
-    return flex(create_block_mask(visible, None, None, tokens, tokens, BLOCK_SIZE=BLOCK))
-
-
-def time_ways(
-    case: str,
-    leaves: tuple[Tensor, ...],
-    ways: dict[str, Callable[..., Tensor]],
-    rounds: int,
-    *,
-    backward: bool = True,
-    compare: bool = True,
-) -> Rows:
-    """Each forward, and with the gradients; tells which outputs differ from the first."""
-    timer = measure.gpu_timer()
-    passes: dict[str, measure.Function] = {}
-    outputs: dict[str, Tensor] = {}
-    for name, call in ways.items():
-        try:
-            outputs[name] = call(*leaves).detach()
-        except RuntimeError as error:
-            print(f"{case}, {name}: {str(error).splitlines()[0][:150]}")
-            continue
-        passes[f"forward|{name}"] = lambda call=call: call(*leaves)
-        if backward:
-            gradient = torch.randn_like(outputs[name])
-            passes[f"forward+backward|{name}"] = lambda call=call, gradient=gradient: (
-                torch.autograd.grad(call(*leaves), leaves, gradient)
-            )
-    first, *others = outputs.items()
-    for name, output in others if compare else []:
-        if output.shape == first[1].shape and (output - first[1]).abs().max() > 0.05:
-            print(f"{case}: {name} and {first[0]} differ")
-    del outputs, first, others
-    for name, microseconds in measure.interleaved(passes, rounds, timer, warm_up=2).items():
-        which, _, implementation = name.partition("|")
-        yield {
-            "case": case,
-            "pass": which,
-            "implementation": implementation,
-            "microseconds": round(microseconds, 1),
-        }
-
-
-def packed(rounds: int) -> Rows:
-    """Eight documents in a row."""
-    leaves, length = leaves_of(1, 16, 8192, 8192, 128), 1024
-    offsets = torch.arange(0, 8193, length, device="cuda", dtype=torch.int32)
-    visible = ranges.packed(offsets, 8192)
-    document = torch.arange(8192, device="cuda") // length
-    position = torch.arange(8192, device="cuda")
+def packed(case: Case) -> Ways:
+    """Documents in a row."""
+    tokens, length = case.keys, case.keys // DOCUMENTS
+    visible = ranges.packed(torch.arange(0, tokens + 1, length, dtype=torch.int32), tokens)
+    position = torch.arange(tokens)
+    document = position // length
     excluded = (document[:, None] != document) | (position[:, None] < position)
 
     def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = (each.unflatten(2, (8, length))[0].transpose(0, 1) for each in (q, k, v))
-        return megasoftmax.attention(*parts, causal=True, fused=True)
+        parts = (each.unflatten(2, (DOCUMENTS, length))[0].transpose(0, 1) for each in (q, k, v))
+        return peers.ours(causal=True)(*parts)
 
-    ways: Ways = {
-        "visible": ours(visible=visible, causal=True),
-        "a batch of documents": apart,
-        "mask": ours(mask=excluded),
-        "TileMask": ours(mask=TileMask(excluded)),
-        "SDPA, mask": sdpa(attn_mask=~excluded),
-        **flex_of(lambda b, h, i, j: (i // length == j // length) & (i >= j), 8192),
+    return {
+        "visible": lambda: peers.ours(visible=visible, causal=True),
+        "a batch of documents": lambda: apart,
+        **masks(excluded),
+        **flex_of(lambda b, h, i, j: (i // length == j // length) & (i >= j), case),
     }
-    yield from time_ways("packed 8 x 1024, causal [1, 16, 8192, 128]", leaves, ways, rounds)
 
 
-def windows(rounds: int) -> Rows:
+def window(case: Case) -> Ways:
     """Causal, of the last keys."""
-    leaves = leaves_of(1, 16, 8192, 8192, 128)
-    i = torch.arange(8192, device="cuda", dtype=torch.int32)
-    for size in (1024, 128):
-        excluded = (i[:, None] < i) | (i[:, None] - i >= size)
-        limit = torch.tensor(size, device="cuda")  # compiled again for another tensor
-        ways: Ways = {
-            "window": ours(window=(size - 1, 0)),
-            "visible": ours(visible=((i - size + 1)[None, None], (i + 1)[None, None])),
-            "mask": ours(mask=excluded),
-            "TileMask": ours(mask=TileMask(excluded)),
-            "SDPA, mask": sdpa(attn_mask=~excluded),
-            **flex_of(lambda b, h, i, j: (i >= j) & (i - j < limit), 8192),  # noqa: B023
-        }
-        yield from time_ways(f"window {size} [1, 16, 8192, 128]", leaves, ways, rounds)
-
-
-def padding(rounds: int) -> Rows:
-    """Half of the keys, all of them, and half of the pairs at random."""
-    leaves = leaves_of(8, 16, 2048, 2048, 128)
-    keep = torch.arange(2048, device="cuda") < 1024
-    keys = (~keep).expand(8, 1, 1, 2048)
-    whole = keys.expand(8, 1, 2048, 2048).contiguous()
-    lengths = torch.full((8,), 1024, device="cuda")
-    ways: Ways = {
-        "no padding": ours(),
-        "SDPA flash, no padding": flash(),
-        "visible": ours(visible=ranges.lengths(lengths)),
-        "mask of keys": ours(mask=keys),
-        "mask of pairs": ours(mask=whole),
-        "SDPA, mask of keys": sdpa(attn_mask=~keys),
+    size, i = case.size, torch.arange(case.keys, dtype=torch.int32)
+    excluded = (i[:, None] < i) | (i[:, None] - i >= size)
+    limit = torch.tensor(size)  # compiled again for another tensor
+    visible = ((i - size + 1)[None, None], (i + 1)[None, None])
+    return {
+        "window": lambda: peers.ours(window=(size - 1, 0)),
+        "visible": lambda: peers.ours(visible=visible),
+        **masks(excluded),
+        **flex_of(lambda b, h, i, j: (i >= j) & (i - j < limit), case),
     }
-    yield from time_ways("half padded [8, 16, 2048, 128]", leaves, ways, rounds)
-    random = torch.rand(8, 1, 2048, 2048, device="cuda") < 0.5
-    ways = {
-        "no mask": ours(),
-        "mask": ours(mask=random),
-        "TileMask": ours(mask=TileMask(random)),
-        "SDPA, mask": sdpa(attn_mask=~random),
+
+
+def half_padded(case: Case) -> Ways:
+    """Half of the keys, or all of them."""
+    seen, shape = case.keys // 2, (case.batch, 1, 1, case.keys)
+    excluded = (torch.arange(case.keys) >= seen).expand(shape)
+    whole = excluded.expand(case.batch, 1, case.queries, case.keys).contiguous()
+    visible = ranges.lengths(torch.full((case.batch,), seen))
+    flash = peers.BACKENDS["SDPA flash"]
+    return {
+        "no padding": peers.ours,
+        "SDPA flash, no padding": lambda: peers.sdpa(flash),
+        "visible": lambda: peers.ours(visible=visible),
+        "mask of keys": lambda: peers.ours(mask=excluded),
+        "mask of pairs": lambda: peers.ours(mask=whole),
+        "SDPA, mask of keys": lambda: peers.sdpa(attn_mask=~excluded),
     }
-    yield from time_ways("random mask [8, 16, 2048, 128]", leaves, ways, rounds)
 
 
-def block_sparse(rounds: int) -> Rows:
+def at_random(case: Case) -> Ways:
+    """Half of the pairs."""
+    excluded = torch.rand(case.batch, 1, case.queries, case.keys) < 0.5
+    return {"no mask": peers.ours, **masks(excluded)}
+
+
+def sparse(case: Case) -> Ways:
     """A sixteenth of the blocks, of which each row has its own, at random."""
-    tokens, heads = 32768, 8
-    count = tokens // BLOCK
-    leaves = leaves_of(1, heads, tokens, tokens, 128)
-    excluded = torch.rand(1, heads, count, count, device="cuda").argsort(-1) >= count // 16
+    count, heads = -(-case.keys // BLOCK), case.heads
+    excluded = torch.rand(1, heads, count, count).argsort(-1) >= max(count // 16, 1)
     mask = excluded.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
-    blocks, tiles = TileMask.from_blocks(excluded, BLOCK), TileMask(mask)
-    none = torch.zeros(1, heads, count, device="cuda", dtype=torch.int32)
+    mask = mask[..., : case.queries, : case.keys]
+    blocks = TileMask.from_blocks(excluded, BLOCK)
+    none = torch.zeros(1, heads, count, dtype=torch.int32)
     order = excluded.to(torch.int8).argsort(dim=-1, stable=True).to(torch.int32)
     whole = (~excluded).sum(-1, dtype=torch.int32)
-    sparse = BlockMask.from_kv_blocks(none, order, whole, order, BLOCK_SIZE=BLOCK)
-    ways: Ways = {
-        "TileMask of blocks": ours(mask=blocks),
-        "TileMask": ours(mask=tiles),
-        "mask": ours(mask=mask),
-        **flex(sparse),
+    sizes = (case.queries, case.keys)
+    of_flex = BlockMask.from_kv_blocks(
+        none, order, whole, order, BLOCK_SIZE=BLOCK, seq_lengths=sizes
+    )
+    return {
+        "TileMask of blocks": lambda: peers.ours(mask=blocks),
+        **masks(mask),
+        peers.FLEX: lambda: peers.flex(block_mask=of_flex),
     }
-    case = f"a sixteenth of the blocks [1, {heads}, {tokens}, 128]"
-    yield from time_ways(case, leaves, ways, rounds)
-    keep = ~mask
-    del mask, tiles
-    yield from time_ways(case, leaves, {"SDPA, mask": sdpa(attn_mask=keep)}, 3)
-    notes: dict[str, measure.Function] = {
-        "TileMask of blocks": lambda: ops.attention.tile_note(excluded, BLOCK, tokens, tokens),
-        "TileMask": lambda: ops.attention.tile_note(keep, 1, tokens, tokens),
-    }
-    for name, call in notes.items():
-        call()
-        microseconds = measure.interleaved({name: call}, rounds, measure.gpu_timer())[name]
-        yield {
-            "case": case,
-            "pass": "note",
-            "implementation": name,
-            "microseconds": round(microseconds, 1),
-        }
 
 
-def decoding(rounds: int) -> Rows:
+def decoding(case: Case) -> Ways:
     """One query of a long cache."""
-    leaves = leaves_of(8, 32, 1, 65536, 128)
-    begin = torch.full((8, 1, 1), 65536 - 1024, device="cuda", dtype=torch.int32)
-    ways: Ways = {
-        "no window": ours(),
-        "window": ours(window=(1023, 0)),
-        "visible": ours(visible=(begin, None)),
+    begin = torch.full((case.batch, 1, 1), case.keys - case.size, dtype=torch.int32)
+    return {
+        "no window": peers.ours,
+        "window": lambda: peers.ours(window=(case.size - 1, 0)),
+        "visible": lambda: peers.ours(visible=(begin, None)),
     }
-    case = "decoding, window 1024 [8, 32, 1 of 65536, 128]"
-    yield from time_ways(case, leaves, ways, rounds, backward=False)
 
 
-def softmax(rounds: int) -> Rows:
+CASES = [
+    Case(packed, "packed 8 x 1024, causal", 1, 16, 8192, 8192),
+    *(Case(window, f"window {size}", 1, 16, 8192, 8192, size=size) for size in (1024, 128)),
+    Case(half_padded, "half padded", 8, 16, 2048, 2048),
+    Case(at_random, "random mask", 8, 16, 2048, 2048),
+    Case(sparse, "a sixteenth of the blocks", 1, 8, 32768, 32768),
+    Case(decoding, "decoding, window 1024", 8, 32, 1, 65536, size=1024),
+    Case(None, "softmax, packed 8 x 1024", 1, 16, 8192, 8192),
+]
+
+
+def notes(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    """What a TileMask does once for many calls."""
+    count = -(-case.keys // BLOCK)
+    with run.on_device():
+        excluded = torch.rand(1, case.heads, count, count).argsort(-1) >= max(count // 16, 1)
+    keep = ~excluded.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
+    sizes = (case.queries, case.keys)
+    calls: measure.Calls = {
+        "TileMask of blocks": lambda: ops.attention.tile_note(excluded, BLOCK, *sizes),
+        "TileMask": lambda: ops.attention.tile_note(keep, 1, *sizes),
+    }
+    yield from measure.rows_of_times(
+        "note", measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
+    )
+
+
+def softmax(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     """Rows of packed documents, causal or not."""
-    shape = (1, 16, 8192, 8192)
-    scores = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    offsets = torch.arange(0, 8193, 1024, device="cuda", dtype=torch.int32)
-    visible = ranges.packed(offsets, 8192)
+    tokens = case.keys
+    with run.on_device():
+        scores = torch.randn(case.batch, case.heads, tokens, tokens, dtype=torch.bfloat16)
+        offsets = torch.arange(0, tokens + 1, tokens // DOCUMENTS, dtype=torch.int32)
+    options = {"visible": ranges.packed(offsets, tokens), "fused": scores.is_cuda or None}
     target = torch.empty_like(scores)
-    calls: dict[str, measure.Function] = {
+    calls: measure.Calls = {
         "copy": lambda: target.copy_(scores),
-        "visible": lambda: megasoftmax.softmax(scores, visible=visible, fused=True),
-        "visible, causal": lambda: megasoftmax.softmax(
-            scores, visible=visible, causal=True, fused=True
-        ),
+        "visible": lambda: megasoftmax.softmax(scores, **options),
+        "visible, causal": lambda: megasoftmax.softmax(scores, causal=True, **options),
     }
-    seen = {"copy": 1.0, "visible": 1 / 8, "visible, causal": 1 / 16}
-    times = measure.interleaved(calls, rounds, measure.gpu_timer(), warm_up=2)
-    for name, microseconds in times.items():
-        share = (1 + seen[name]) / 2 * times["copy"] / microseconds
-        yield {
-            "case": "softmax, packed 8 x 1024 [1, 16, 8192, 8192]",
-            "pass": "forward",
-            "implementation": name,
-            "microseconds": round(microseconds, 1),
-            "percent_of_copy": round(100 * share, 1),
-        }
+    seen = {"copy": 1.0, "visible": 1 / DOCUMENTS, "visible, causal": 1 / (2 * DOCUMENTS)}
+    times = measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
+    for row in measure.rows_of_times("forward", times):
+        name = row["implementation"]
+        share = (1 + seen[name]) / 2 * times["copy"] / times[name]
+        yield row | {"percent_of_copy": round(100 * share, 1)}
 
 
-CASES = [packed, windows, padding, block_sparse, decoding, softmax]
+def time_ways(
+    run: measure.Run, leaves: list[Tensor], attends: Ways, passes: tuple[str, ...]
+) -> Iterator[measure.Row]:
+    """Each pass of each way; tells which outputs differ from the first."""
+    outputs: dict[str, Tensor] = {}
+
+    def way(build: Callable[[], peers.Attend]) -> measure.Way:
+        attend = build()
+        return measure.Way(lambda: attend(*leaves), leaves)
+
+    def look(name: str, output: Tensor, calls: measure.Calls) -> None:
+        first = outputs.setdefault("first", output)
+        if output.shape == first.shape and (output - first).abs().max() > 0.05:
+            print(f"{name} differs from the first")
+
+    ways = {name: lambda build=build: way(build) for name, build in attends.items()}
+    for direction, _, times in run.time_ways(ways, passes, look=look):
+        yield from measure.rows_of_times(direction, times)
 
 
-def main(
-    rounds: measure.Rounds = 10,
-    only: Annotated[str, typer.Option(help="Names of cases, with commas.")] = "",
-    out: measure.Out = RESULTS,
-    commit: measure.Commit = "",
-) -> None:
-    """Time masks that leave tiles out."""
-    torch.manual_seed(0)
-    with measure.results(out, measure.provenance(commit), FIELDS) as write:
-        for case in CASES:
-            if only and case.__name__ not in only.split(","):
-                continue
-            for row in case(rounds):
-                write(row)
-                figures = row["microseconds"], row.get("percent_of_copy", "")
-                print(f"{row['case']:48} {row['pass']:17} {row['implementation']:24}", *figures)
-            torch.cuda.empty_cache()
+@measure.benchmark("ranges.csv", rounds=10)
+def main(run: measure.Run) -> None:
+    """Times masks that leave tiles out."""
+
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        if case.pattern is None:
+            yield from softmax(run, case)
+            return
+        lengths = (case.queries, case.keys, case.keys)
+        with run.on_device():
+            leaves = peers.projected(case.heads, case.head_dim, lengths, case.batch)
+            attends = case.pattern(case)
+        passes = ("forward", measure.BOTH) if case.queries > 1 else ("forward",)
+        yield from time_ways(run, leaves, attends, passes)
+        if case.pattern is sparse:
+            yield from notes(run, case)
+
+    run.cases(CASES, rows_of, FIELDS)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,25 @@
 Eager is what models run without fused kernels: scale, masked_fill, softmax in float32, cast, drop.
 """
 
+import itertools
 import platform
-from pathlib import Path
+from contextlib import nullcontext
 
 import measure
+import peers
 import torch
 import typer
-from torch import Tensor
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "reference_cpu.csv"
-FIELDS = ["case", "eager_ms", "reference_ms", "ratio"]
 SCALE = 0.125
 
 
-def eager(scores: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    logits = (scores * SCALE).masked_fill(mask, torch.finfo(scores.dtype).min)
-    probabilities = logits.softmax(-1, dtype=torch.float32).to(scores.dtype)
-    return torch.nn.functional.dropout(probabilities, dropout) if dropout else probabilities
-
-
-def main(rounds: measure.Rounds = 15, threads: int = 2, out: measure.Out = RESULTS) -> None:
+@measure.benchmark("reference_cpu.csv", rounds=15, device="cpu", measures_host=True)
+def main(run: measure.Run, threads: int = 2) -> None:
     """Masked, causal and dropped, forward alone and with backward, float32 and bfloat16."""
     torch.set_num_threads(threads)
-    shape = (4, 8, 512, 512)
+    shape = (4, 8, 24, 24) if run.quick else (4, 8, 512, 512)
     causal = torch.ones(shape[-2:], dtype=torch.bool).triu(1)
     masked = torch.rand(shape[0], 1, *shape[-2:]) < 0.25
     variants = {
@@ -35,37 +29,38 @@ def main(rounds: measure.Rounds = 15, threads: int = 2, out: measure.Out = RESUL
         "causal": (causal, {"causal": True}),
         "causal, dropout": (causal, {"causal": True, "dropout": 0.1}),
     }
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for variant, (mask, arguments) in variants.items():
+    common = measure.provenance(run.commit, f"{platform.machine()}, {threads} threads")
+    pairs = itertools.product((torch.float32, torch.bfloat16), variants)
+    cases = {f"{measure.dtype_name(dtype)} {variant}": (dtype, variant) for dtype, variant in pairs}
+    chosen = run.chosen(cases)
+    if run.listed:
+        return
+    with run.writer(common) as write:
+        for case in chosen:
+            dtype, variant = cases[case]
+            mask, arguments = variants[variant]
             scores = torch.randn(shape).to(dtype).requires_grad_()
-            gradient = torch.randn(shape).to(dtype)
-
-            def ours(scores=scores, arguments=arguments) -> Tensor:
-                return megasoftmax.softmax(scores, scale=SCALE, **arguments)
-
-            def theirs(scores=scores, mask=mask, arguments=arguments) -> Tensor:
-                return eager(scores, mask, arguments.get("dropout", 0.0))
-
-            for direction in ("forward", "forward+backward"):
-                with torch.set_grad_enabled(direction != "forward"):
-                    functions: dict[str, measure.Function] = {"eager": theirs, "ours": ours}
-                    if direction != "forward":
-                        functions = {
-                            name: lambda f=f, s=scores, g=gradient: torch.autograd.grad(f(), s, g)
-                            for name, f in functions.items()
-                        }
+            gradient, dropout = torch.randn(shape).to(dtype), arguments.get("dropout", 0.0)
+            calls = {
+                "eager": peers.rows(peers.eager(SCALE, mask, dropout=dropout), scores),
+                "ours": peers.rows(megasoftmax.softmax, scores, scale=SCALE, **arguments),
+            }
+            for direction in ("forward", measure.BOTH):
+                mode = torch.no_grad if direction == "forward" else nullcontext
+                ready = {
+                    name: measure.prepare(
+                        lambda way=way: way, (direction,), lambda output, g=gradient: g, mode
+                    )[0][direction]
+                    for name, way in calls.items()
+                }
+                with mode():
                     times = measure.interleaved(
-                        functions, rounds, measure.host_milliseconds, warm_up=2
+                        ready, run.turns, measure.host_milliseconds, warm_up=2
                     )
-                name = f"{list(shape)} {measure.dtype_name(dtype)} {variant} {direction}"
-                milliseconds = (f"{times['eager']:.2f}", f"{times['ours']:.2f}")
-                rows.append((name, *milliseconds, f"{times['ours'] / times['eager']:.2f}"))
-                print(*rows[-1])
-    common = measure.provenance(device=f"{platform.machine()}, {threads} threads")
-    with measure.results(out, common) as write:
-        for row in rows:
-            write(dict(zip(FIELDS, row, strict=True)))
+                name = f"{list(shape)} {case} {direction}"
+                theirs, ours = times["eager"], times["ours"]
+                row = {"case": name, "eager_ms": f"{theirs:.2f}", "reference_ms": f"{ours:.2f}"}
+                write(row | {"ratio": f"{ours / theirs:.2f}"})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import measure
 import torch
@@ -30,7 +30,6 @@ from torch.profiler import profile
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "ring.csv"
 SHAPES = {"cuda": (1, 16, 0, 128), "cpu": (1, 2, 0, 8)}  # batch, heads, tokens, head dimension
 LENGTHS = {"cuda": (16384, 65536, 262144), "cpu": (64,)}
 LIMITS = {"causal": {"causal": True}, "window 4096": {"causal": True, "window": (4095, 0)}}
@@ -116,21 +115,19 @@ def slowest(call: Callable[[], object], device: str, rounds: int) -> tuple[float
     return found.item(), peak
 
 
+@measure.benchmark("ring.csv", rounds=10)
 def main(
-    rounds: measure.Rounds = 10,
-    device: Literal["cuda", "cpu"] = "cuda",
-    out: measure.Out = RESULTS,
-    commit: measure.Commit = "",
+    run: measure.Run,
     trace: Annotated[Path | None, typer.Option(help="A folder for timelines of zigzag.")] = None,
 ) -> None:
-    """Runs the cases."""
+    """Times attention over a sequence that is split."""
+    device = run.device
     rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     ranks, dtype = dist.get_world_size(), torch.bfloat16 if device == "cuda" else torch.float32
-    path = out if rank == 0 else Path(os.devnull)
-    with measure.results(path, measure.provenance(commit), FIELDS) as write:
+    with run.writer(fields=FIELDS) if rank == 0 else nullcontext(lambda row: None) as write:
         for tokens, (name, limits) in product(LENGTHS[device], LIMITS.items()):
             batch, heads, _, dim = SHAPES[device]
             torch.manual_seed(0)
@@ -148,7 +145,7 @@ def main(
                 try:
                     with way.context(parts):
                         for which, call in passes(way.attention, parts).items():
-                            milliseconds, peak = slowest(call, device, rounds)
+                            milliseconds, peak = slowest(call, device, run.turns)
                             efficiency = (
                                 of_one.setdefault(which, milliseconds) / ranks / milliseconds
                             )
@@ -160,8 +157,6 @@ def main(
                                 "extra_bytes": peak,
                             }
                             write(found)
-                            if rank == 0:
-                                print(*found.values(), flush=True)
                             if trace is not None and implementation == "zigzag":
                                 with profile() as timeline:
                                     call()

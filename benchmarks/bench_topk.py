@@ -10,22 +10,18 @@ size of the logits, is timed in the same rounds.
 What the host needs for a launch is not in it, and the logits may stay in the L2 cache.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
 import measure
+import peers
 import torch
 import typer
 from measured import OURS
-from rich.progress import track
 from torch import Tensor
 
 import megasoftmax
 
-RESULTS = Path(__file__).parent / "results" / "topk.csv"
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SMALL = 32 * 2**20  # bytes of the logits
 CALLS = 20  # in a graph
@@ -34,7 +30,9 @@ VOCABULARIES = range(10_000, 1_000_000)  # columns, for which FlashInfer is made
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
+    written = ("rows", "columns", "dtype", "k", "data")
+
     rows: int
     columns: int
     dtype: torch.dtype
@@ -51,15 +49,17 @@ class Case:
     def fewest(self) -> dict[str, int]:
         """By pass."""
         result = self.rows * (self.k * (self.dtype.itemsize + 8) + STATISTICS)
-        return {"forward": self.bytes + result, "backward": 2 * self.bytes}
+        forward = {"forward": self.bytes + result}
+        return forward | ({"backward": 2 * self.bytes} if self.backward else {})
 
     def logits(self) -> Tensor:
-        logits = torch.empty(self.rows, self.columns, device="cuda", dtype=self.dtype)
+        """On the default device."""
+        logits = torch.empty(self.rows, self.columns, dtype=self.dtype)
         if self.data == "normal":
             return logits.normal_()
         if self.data == "constant":
             return logits.fill_(1)
-        rising = torch.linspace(-4, 4, self.columns, device="cuda").to(self.dtype)
+        rising = torch.linspace(-4, 4, self.columns).to(self.dtype)
         return logits.copy_(rising if self.data == "sorted" else rising.flip(0))
 
     def __str__(self) -> str:
@@ -98,110 +98,39 @@ CASES = [
 ]
 
 
-def softmax_then_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """What most libraries write."""
-    return logits.softmax(-1).topk(k)
+def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
+    """All that are to be timed."""
 
+    def way(function: Callable[..., tuple[Tensor, Tensor]], has_backward: bool) -> measure.Way:
+        passes = ("forward", "backward") if has_backward else ("forward",)
+        return measure.Way(lambda: function(logits, case.k)[0], (logits,), passes=passes)
 
-def topk_and_logsumexp(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same without a softmax as long as the logits."""
-    best, indices = logits.topk(k)
-    return (best - logits.logsumexp(-1, keepdim=True)).exp(), indices
+    def ours(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return megasoftmax.softmax_topk(logits, k, fused=logits.is_cuda or None)
 
-
-@functools.cache
-def flashinfer() -> Callable[[Tensor, int], tuple[Tensor, Tensor]] | None:
-    """FlashInfer's softmax, in float32, then its top-k; None where the package is not installed.
-
-    Its results are not sorted, unlike those of the others. Its kernels are compiled when they are
-    first called, which needs nvcc.
-    """
-    try:
-        from flashinfer import top_k
-        from flashinfer.sampling import softmax
-    except ImportError as error:
-        print(f"without FlashInfer: {error}")
-        return None
-    return lambda logits, k: top_k(softmax(logits), k, sorted=False)
-
-
-def forward_calls(case: Case, logits: Tensor) -> dict[str, measure.Function]:
-    calls: dict[str, measure.Function] = {
-        OURS: lambda: megasoftmax.softmax_topk(logits, case.k, fused=True)
-    }
+    ways: dict[str, measure.Build] = {OURS: lambda: way(ours, True)}
     if case.data == "normal":
-        calls["softmax, topk"] = lambda: softmax_then_topk(logits, case.k)
-        calls["topk, logsumexp"] = lambda: topk_and_logsumexp(logits, case.k)
-        if case.columns in VOCABULARIES and (peer := flashinfer()) is not None:
-            calls["FlashInfer"] = lambda: peer(logits, case.k)
+        ways["softmax, topk"] = lambda: way(peers.softmax_then_topk, True)
+        ways["topk, logsumexp"] = lambda: way(peers.topk_and_logsumexp, False)
+        if case.columns in VOCABULARIES:
+            ways["FlashInfer"] = lambda: way(peers.flashinfer(), False)
     if case.compiled:
-        torch._dynamo.reset()
-        compiled = torch.compile(softmax_then_topk, dynamic=False)
-        calls["torch.compile"] = lambda: compiled(logits, case.k)
-    return calls
+        ways["torch.compile"] = lambda: way(peers.compiled(peers.softmax_then_topk), False)
+    return peers.only_there(ways)
 
 
-def backward_calls(case: Case, logits: Tensor) -> dict[str, measure.Function]:
-    leaf = logits.detach().requires_grad_()
-    calls = {}
-    for name, function in {
-        OURS: lambda: megasoftmax.softmax_topk(leaf, case.k, fused=True)[0],
-        "softmax, topk": lambda: softmax_then_topk(leaf, case.k)[0],
-    }.items():
-        output = function()
-        gradient = torch.randn_like(output)
-        calls[name] = lambda output=output, gradient=gradient: torch.autograd.grad(
-            output, leaf, gradient, retain_graph=True
-        )
-    return calls
+@measure.benchmark("topk.csv", rounds=9)
+def main(run: measure.Run) -> None:
+    """Times softmax_topk."""
 
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        with run.on_device():
+            logits = case.logits().requires_grad_()
+        graph_calls = CALLS if case.bytes < SMALL else 0
+        ways = implementations(case, logits)
+        yield from run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
 
-def run_case(case: Case, rounds: int) -> Iterator[dict]:
-    """The lines of one case."""
-    logits = case.logits()
-    target = torch.empty_like(logits)
-    timer = measure.gpu_timer()
-    passes = {"forward": forward_calls(case, logits)}
-    if case.backward:
-        passes["backward"] = backward_calls(case, logits)
-    for direction, functions in passes.items():
-        functions = {"copy": lambda: target.copy_(logits)} | functions
-        for function in functions.values():
-            function()
-        times = {"call": measure.interleaved(functions, rounds, timer)}
-        if case.bytes < SMALL:
-            graphs = {name: measure.captured(call, CALLS) for name, call in functions.items()}
-            totals = measure.interleaved(graphs, rounds, timer)
-            times["graph"] = {name: total / CALLS for name, total in totals.items()}
-        for timing, found in times.items():
-            for columns in measure.beside_copy(found, 2 * case.bytes, case.fewest[direction]):
-                yield {
-                    "rows": case.rows,
-                    "columns": case.columns,
-                    "dtype": measure.dtype_name(case.dtype),
-                    "k": case.k,
-                    "data": case.data,
-                    "pass": direction,
-                    "timing": timing,
-                    **columns,
-                }
-
-
-def main(
-    rounds: measure.Rounds = 9,
-    out: measure.Out = RESULTS,
-    only: Annotated[str, typer.Option(help="Cases whose name has it.")] = "",
-    commit: measure.Commit = "",
-) -> None:
-    """Runs the cases."""
-    common = measure.provenance(commit)
-    with measure.results(out, common) as write, measure.own_stream():
-        for case in track([case for case in CASES if only in str(case)], "topk"):
-            for row in run_case(case, rounds):
-                write(row)
-                if row["implementation"] == OURS:
-                    print(*row.values())
-            torch.cuda.empty_cache()
+    run.cases(CASES, rows_of, stream=measure.own_stream)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,16 @@ python benchmarks/bench_training.py --device cpu --quick    # tiny models, to tr
 
 import math
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TypeVar
 
 import measure
 import torch
 import transformers
 import typer
-from rich.progress import track
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training_cases import FLASH, Case, cases
@@ -37,15 +34,10 @@ from transformers import PreTrainedModel
 import megasoftmax
 from megasoftmax.integrations.transformers import NAME, register
 
-RESULTS = Path(__file__).parent / "results" / "training.csv"
-CASE_FIELDS = ["layers", "width", "heads", "batch", "length", "targets"]
 FIELDS = [
-    *("case", *CASE_FIELDS, "checkpointed"),
-    *("implementation", "tokens_per_second", "step_ms", "peak_memory_bytes"),
+    *(*Case.written, "implementation", "tokens_per_second", "step_ms", "peak_memory_bytes"),
     *("loss", "gradient_difference", "note"),
 ]
-QUICK_ROUNDS = 3
-HEAD_START = 4_000_000  # GPU cycles, about 2 ms: the switch and the first kernels need the host
 LEARNING_RATE = 1e-6
 # Relative to the first implementation. The loss of random weights hardly depends on a mask, and
 # T5's is a bfloat16. A fault moves some gradient by 0.5 or more; rounding, in tries on a CPU, moved
@@ -54,7 +46,6 @@ LOSS_TOLERANCE = 0.02
 GRADIENT_TOLERANCE = 0.4
 WRONG = "wrong: "
 
-Device = Literal["cuda", "cpu"]
 Gradients = dict[str, Tensor | None]  # by the name of the parameter
 Result = TypeVar("Result")
 Row = dict[str, str]
@@ -63,7 +54,7 @@ Row = dict[str, str]
 class Training:
     """A model with its optimizer and one batch, whose attention is switched between steps."""
 
-    def __init__(self, case: Case, device: Device):
+    def __init__(self, case: Case, device: str):
         torch.manual_seed(0)
         with torch.device(device):
             self.model = case.build()
@@ -160,9 +151,9 @@ def compare(training: Training, rows: dict[str, Row]) -> None:
             row["note"] = f"{WRONG}expected a loss of {expected:.5f}, got {loss:.5f}"
 
 
-def run_case(case: Case, rounds: int, device: Device) -> dict[str, Row]:
+def run_case(case: Case, run: measure.Run) -> dict[str, Row]:
     """The figures of each implementation."""
-    training = Training(case, device)
+    training = Training(case, run.device)
     rows: dict[str, Row] = {name: {} for name in case.implementations}
     compare(training, rows)
     for name, row in rows.items():
@@ -171,24 +162,18 @@ def run_case(case: Case, rounds: int, device: Device) -> dict[str, Row]:
     steps: dict[str, measure.Function] = {
         name: partial(training.step, name) for name, row in rows.items() if "note" not in row
     }
-    for name, milliseconds in measure.interleaved(steps, rounds, timer(device)).items():
+    for name, milliseconds in measure.interleaved(steps, run.turns, timer(run.device)).items():
         speed = case.tokens / milliseconds * 1e3
         rows[name] |= {"step_ms": f"{milliseconds:.2f}", "tokens_per_second": f"{speed:.0f}"}
     return rows
 
 
-def timer(device: Device) -> measure.Timer:
+def timer(device: str) -> measure.Timer:
     """Of a call, in milliseconds."""
     if device == "cpu":
         return measure.host_milliseconds
-    microseconds = measure.gpu_timer(HEAD_START)
+    microseconds = measure.gpu_timer(measure.LONG_START)
     return lambda function: microseconds(function) / 1e3
-
-
-def described(case: Case) -> Row:
-    """The fields of a case."""
-    fields = {name: str(getattr(case, name)) for name in CASE_FIELDS}
-    return {"case": str(case), **fields, "checkpointed": str(int(case.checkpointed))}
 
 
 def bars(case: Case, rows: dict[str, Row]) -> Iterator[str]:
@@ -218,39 +203,26 @@ def check_fused() -> None:
             sys.exit("\n".join([f"{function} would not run fused", *map(str, reasons)]))
 
 
-def main(
-    rounds: measure.Rounds = 7,
-    out: measure.Out = RESULTS,
-    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = "",
-    quick: Annotated[bool, typer.Option(help="Tiny models, for a few rounds.")] = False,
-    device: Device = "cuda",
-    commit: measure.Commit = "",
-    listed: measure.Listed = False,
-) -> None:
-    """Runs the cases."""
-    chosen = [case for case in cases() if re.search(only, str(case))]
-    if listed:
-        print(*chosen, sep="\n")
-        return
-    if device == "cuda":
+@measure.benchmark("training.csv", rounds=7)
+def main(run: measure.Run) -> None:
+    """Times training steps."""
+    if run.device == "cuda" and not run.listed:
         check_fused()
     register()
-    common = measure.provenance(commit) | {"transformers": transformers.__version__}
-    if device != "cuda":
+    common = measure.provenance(run.commit) | {"transformers": transformers.__version__}
+    if run.device != "cuda":
         common["gpu"] = platform.machine()
-    rounds = min(rounds, QUICK_ROUNDS) if quick else rounds
     failures = []
-    with measure.results(out, common, FIELDS) as write:
-        for case in track(chosen, "training"):
-            measure.release()
-            case = case.tiny() if quick else case
-            rows = run_case(case, rounds, device)
-            for name, row in rows.items():
-                write(described(case) | {"implementation": name} | row)
-                print(case, name, *(f"{key} {value}" for key, value in row.items()), sep=", ")
-                if row.get("note", "").startswith(WRONG):
-                    failures.append(f"{case}: {name}: {row['note']}")
-            print(*bars(case, rows), sep="\n")
+
+    def rows_of(case: Case) -> Iterator[measure.Row]:
+        rows = run_case(case, run)
+        for name, row in rows.items():
+            yield {"implementation": name, **row}
+            if row.get("note", "").startswith(WRONG):
+                failures.append(f"{case}: {name}: {row['note']}")
+        print(*bars(case, rows), sep="\n")
+
+    run.cases(cases(), rows_of, FIELDS, common)
     if failures:
         sys.exit("\n".join(failures))
 

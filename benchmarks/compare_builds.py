@@ -6,15 +6,16 @@ A change of the kernels must not slow down what it does not mean to change. Each
 processes of its own, in turn; of each case the fewest microseconds count. `ratio` is new over old.
 """
 
-import functools
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import measure
+import peers
 import torch
 import typer
 from torch import Tensor
@@ -24,7 +25,6 @@ from megasoftmax import RelativeBias
 from megasoftmax.biases import alibi_bias
 from megasoftmax.build import library as compiled_part
 
-RESULTS = Path(__file__).parent / "results" / "builds.csv"
 CALLS = 40  # of a case in a process
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -82,129 +82,112 @@ TOPK = [
 Times = dict[str, float]
 
 
-def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def bias_of(
-    kind: str, batch: int, heads: int, queries: int, length: int
-) -> Tensor | RelativeBias | None:
+def bias_of(kind: str, shape: tuple[int, ...]) -> Tensor | RelativeBias | None:
+    batch, heads, queries, length = shape
     if kind == "none":
         return None
     if kind == "table":
-        return RelativeBias(normal(heads, 2 * length - 1, dtype=BFLOAT).requires_grad_())
+        table = torch.randn(heads, 2 * length - 1, dtype=BFLOAT)
+        return RelativeBias(table.requires_grad_())
     if kind == "alibi":
-        return alibi_bias(torch.linspace(0.01, 0.5, heads, device="cuda"), length, length)
+        return alibi_bias(torch.linspace(0.01, 0.5, heads), length, length)
     dtype = FLOAT if "float32" in kind else BFLOAT
-    shape = (batch if "b" in kind else 1, heads, queries, length)
-    return normal(*shape, dtype=dtype).requires_grad_()
+    sizes = (batch if "b" in kind else 1, heads, queries, length)
+    return torch.randn(sizes, dtype=dtype).requires_grad_()
 
 
-def time_both(name: str, call: Callable[[], Tensor], leaves: list[Tensor], times: Times) -> None:
-    """Forward, and backward alone."""
-    timer = measure.gpu_timer()
-    output = call()
-    gradient = torch.randn_like(output)
-    passes: dict[str, measure.Function] = {
-        "forward": call,
-        "backward": lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True),
-    }
-    for which, microseconds in measure.interleaved(passes, CALLS, timer, warm_up=2).items():
-        times[f"{name}, {which}"] = microseconds
+def ways(is_small: bool) -> Iterator[tuple[str, measure.Way]]:
+    """(name, way) of each case, on the default device."""
 
+    def sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(min(size, 24) for size in shape) if is_small else shape
 
-def run_attention(times: Times) -> None:
-    for (batch, heads, length, dim), kind, options in ATTENTION:
-        queries = options.get("queries", length)
-        query, key, value = (
-            normal(batch, rows, heads, dim, dtype=BFLOAT).transpose(1, 2).requires_grad_()
-            for rows in (queries, length, length)
-        )
-        bias = bias_of(kind, batch, heads, queries, length)
+    for shape, kind, options in ATTENTION:
+        name = f"attention {'x'.join(map(str, shape))} {kind}"
+        named = " ".join([name, *(f"{option} {value}" for option, value in options.items())])
+        batch, heads, length, dim = sizes(shape)
+        queries = min(options.get("queries", length), length)
+        leaves = peers.projected(heads, dim, (queries, length, length), batch)
+        bias = bias_of(kind, (batch, heads, queries, length))
         table = bias.table if isinstance(bias, RelativeBias) else bias
-        leaves = [query, key, value]
         if table is not None and table.requires_grad:
             leaves.append(table)
-
-        call = functools.partial(
-            megasoftmax.attention,
-            query,
-            key,
-            value,
-            bias=bias,
-            causal=options.get("causal", False),
-            fused=True,
-        )
-        name = f"attention {batch}x{heads}x{length}x{dim} {kind}"
-        with_options = (f"{option} {value}" for option, value in options.items())
-        time_both(" ".join([name, *with_options]), call, leaves, times)
-
-
-def run_rows(times: Times) -> None:
+        attend = peers.ours(bias=bias, causal=options.get("causal", False))
+        yield named, measure.Way(lambda a=attend, given=leaves[:3]: a(*given), leaves)
     for shape, dtype, mask_shape, options in SOFTMAX:
-        scores = normal(*shape, dtype=dtype).requires_grad_()
-        mask = None
-        if mask_shape is not None:
-            mask = torch.rand(mask_shape, device="cuda") < 0.3
-
-        call = functools.partial(megasoftmax.softmax, scores, mask=mask, fused=True, **options)
-        name = f"softmax {'x'.join(map(str, shape))} {dtype}".replace("torch.", "")
+        scores = torch.randn(sizes(shape), dtype=dtype).requires_grad_()
+        mask = None if mask_shape is None else torch.rand(sizes(mask_shape)) < 0.3
+        name = f"softmax {'x'.join(map(str, shape))} {measure.dtype_name(dtype)}"
         masked = [] if mask_shape is None else [f"mask {'x'.join(map(str, mask_shape))}"]
-        time_both(" ".join([name, *masked, *options]), call, [scores], times)
+        given = {"mask": mask, "fused": scores.is_cuda or None, **options}
+        way = peers.rows(megasoftmax.softmax, scores, **given)
+        yield " ".join([name, *masked, *options]), way
     for rows, columns, dtype, k in TOPK:
-        logits = normal(rows, columns, dtype=dtype).requires_grad_()
+        logits = torch.randn(sizes((rows, columns)), dtype=dtype).requires_grad_()
+        few = min(k, logits.shape[1])
 
-        def topk(logits: Tensor = logits, k: int = k) -> Tensor:
-            return megasoftmax.softmax_topk(logits, k, fused=True)[0]
+        def topk(logits: Tensor, few: int = few) -> Tensor:
+            return megasoftmax.softmax_topk(logits, few, fused=logits.is_cuda or None)[0]
 
-        name = f"softmax_topk {rows}x{columns} {dtype} k={k}".replace("torch.", "")
-        time_both(name, topk, [logits], times)
+        name = f"softmax_topk {rows}x{columns} {measure.dtype_name(dtype)} k={k}"
+        yield name, peers.rows(topk, logits)
 
 
-def run(library: Path) -> Times:
-    """In this process."""
+def times_of(run: measure.Run, library: Path) -> Times:
+    """In this process: forward, and backward alone."""
     compiled_part._LIBRARY = library.absolute()
-    if not compiled_part.load().available:
+    if run.device == "cuda" and not compiled_part.load().available:
         raise SystemExit(f"{library} cannot be loaded")
     times: Times = {}
     torch.manual_seed(0)
-    run_attention(times)
-    run_rows(times)
+    turns, timer = 1 if run.is_small else CALLS, run.timer()
+    cases = ways(run.is_small)
+
+    def made() -> tuple[str, measure.Way] | None:
+        with run.on_device():
+            return next(cases, None)
+
+    for name, way in iter(made, None):
+        if not re.search(run.only, name):
+            continue
+        passes, _, refusal = measure.prepare(lambda way=way: way, ("forward", "backward"))
+        if refusal:
+            raise SystemExit(f"{name}: {refusal}")
+        for which, each in measure.interleaved(passes, turns, timer, warm_up=2).items():
+            times[f"{name}, {which}"] = each
     return times
 
 
+@measure.benchmark("builds.csv", rounds=2)
 def main(
+    run: measure.Run,
     old: Path,
     new: Annotated[
         Path | None, typer.Argument(help="None: print the times of `old` alone.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes for each library.")] = 2,
-    out: measure.Out = RESULTS,
-    commit: Annotated[str, typer.Option(help="Of the new library.")] = "",
 ) -> None:
-    """Compare the kernels of two libraries."""
+    """Compare the kernels of two libraries, in as many processes for each as there are rounds."""
+    if run.listed:
+        with torch.device("meta"):
+            print(*(name for name, _ in ways(is_small=False)), sep="\n")
+        return
     if new is None:
-        print(json.dumps(run(old)))
+        print(json.dumps(times_of(run, old)))
         return
     fewest: dict[Path, Times] = {old: {}, new: {}}
-    for _ in range(rounds):
+    options = ["--device", run.device, *(["--quick"] if run.is_small else []), "--only", run.only]
+    for _ in range(run.turns):
         for library, times in fewest.items():
-            answer = subprocess.run(
-                [sys.executable, __file__, str(library)], capture_output=True, text=True, check=True
-            )
+            command = [sys.executable, __file__, str(library), *options]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True)
             for name, microseconds in json.loads(answer.stdout.splitlines()[-1]).items():
                 times[name] = min(microseconds, times.get(name, microseconds))
-    with measure.results(out, measure.provenance(commit)) as write:
+    with run.writer() as write:
         for name, before in fewest[old].items():
             case, which = name.rsplit(", ", 1)
             after = fewest[new][name]
-            numbers = {
-                "old_us": f"{before:.1f}",
-                "new_us": f"{after:.1f}",
-                "ratio": f"{after / before:.3f}",
-            }
-            write({"case": case, "pass": which} | numbers)
-            print(f"{name:75}{before:10.1f}{after:10.1f}{100 * (after / before - 1):+7.1f}%")
+            numbers = {"old_us": f"{before:.1f}", "new_us": f"{after:.1f}"}
+            write({"case": case, "pass": which, **numbers, "ratio": f"{after / before:.3f}"})
 
 
 if __name__ == "__main__":

@@ -1,30 +1,44 @@
-"""What the benchmarks share: options, files of results, and functions that are timed in turn."""
+"""The runner of the benchmarks: their options, calls that are timed in turn, and files of results.
+
+A benchmark is a table of cases, of the ways to compute each, and of what a row of its file says.
+Every one has the options of `Run`. On a CPU, or in a quick run, all cases have small sizes: what is
+measured there says nothing, and no file is written unless it is named.
+"""
 
 import csv
 import datetime
+import functools
 import gc
+import inspect
 import platform
 import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
+from measured import OURS, RESULTS
+from rich.progress import track
+from torch import Tensor
 
-Rounds = Annotated[int, typer.Option(help="How often each call is timed.")]
-Out = Annotated[Path, typer.Option(help="The CSV file to write.")]
 Commit = Annotated[str, typer.Option(help="Of a copy without git.")]
-Listed = Annotated[bool, typer.Option("--list", help="Print the names of the cases.")]
-
 Function = Callable[[], object]
 Timer = Callable[[Function], float]
+Row = dict[str, object]
+Calls = dict[str, Function]  # by pass, or by implementation
+Context = Callable[[], AbstractContextManager]
+Result = TypeVar("Result")
 
+BOTH = "forward+backward"
 HEAD_START = 1_000_000  # GPU cycles, about 0.5 ms: the host is done before the GPU begins
+LONG_START = 4 * HEAD_START  # autograd and compiled code need the host for longer
 
 
 def commit() -> str:
@@ -52,22 +66,28 @@ def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str,
 
 @contextmanager
 def results(
-    out: Path, common: Mapping[str, object], fields: Iterable[str] = ()
+    out: Path | None, common: Mapping[str, object], fields: Iterable[str] = (), resume: bool = False
 ) -> Iterator[Callable[[Mapping[str, object]], None]]:
     """What writes a row of a CSV file, at once: a run that is cut off leaves what it has measured.
 
     Args:
-        out: the file; its folder is made if need be.
+        out: the file; its folder is made if need be. None: rows go nowhere.
         common: what all rows have, in the first columns.
         fields: the other columns; by default those of the first row, and none without rows.
+        resume: rows of the file stay.
     """
+    if out is None:
+        yield lambda row: None
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
+    resume = resume and out.exists()
+    with out.open("a" if resume else "w", newline="") as file:
         writer: csv.DictWriter | None = None
 
         def begin(columns: Iterable[str]) -> csv.DictWriter:
             writer = csv.DictWriter(file, [*common, *columns], lineterminator="\n")
-            writer.writeheader()
+            if not resume:
+                writer.writeheader()
             return writer
 
         def write(row: Mapping[str, object]) -> None:
@@ -81,23 +101,11 @@ def results(
             begin(fields)
 
 
-def beside_copy(times: dict[str, float], copied: int, fewest: int) -> Iterator[dict[str, object]]:
-    """The columns of each implementation, from microseconds of a call; one of them is "copy".
-
-    Args:
-        times: by implementation.
-        copied: bytes that the copy reads and writes.
-        fewest: bytes that the others have to read and write.
-    """
+def rows_of_times(direction: str, times: Mapping[str, float]) -> Iterator[Row]:
+    """A row for each implementation, to a tenth of a microsecond."""
     for name, microseconds in times.items():
-        moved = copied if name == "copy" else fewest
-        share = moved / copied * times["copy"] / microseconds
-        yield {
-            "implementation": name,
-            "microseconds": f"{microseconds:.2f}",
-            "bytes": moved,
-            "percent_of_copy": f"{100 * share:.1f}",
-        }
+        place = {"pass": direction, "implementation": name}
+        yield place | {"microseconds": round(microseconds, 1)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -187,9 +195,10 @@ def gpu_timer(head_start: int = HEAD_START) -> Timer:
     return microseconds
 
 
-def own_stream() -> torch.cuda.StreamContext:
+def own_stream() -> AbstractContextManager:
     """Graphs cannot capture the default stream, on which backward passes would run otherwise."""
-    return torch.cuda.stream(torch.cuda.Stream())
+    has_streams = torch.cuda.is_available()
+    return torch.cuda.stream(torch.cuda.Stream()) if has_streams else nullcontext()
 
 
 def captured(function: Function, calls: int) -> Function:
@@ -203,3 +212,369 @@ def captured(function: Function, calls: int) -> Function:
         for _ in range(calls):
             function()
     return graph.replay
+
+
+# The largest sizes of small cases, by the name of the field; 48 for others.
+MOST = {"batch": 2, "heads": 4, "key_heads": 2, "head_dim": 16, "k": 8, "window": 8, "rows": 8}
+MOST["size"] = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a benchmark times: a dataclass, of which `written` names columns of the file."""
+
+    written = ("case",)
+
+    def tiny(self) -> "Case":
+        """With sizes that a CPU computes in no time; what is odd stays odd."""
+
+        def small(name: str, size: int) -> int:
+            most = MOST.get(name, 48)
+            return size if size <= most else most - size % 2
+
+        changes: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value) is int:
+                changes[each.name] = small(each.name, value)
+            elif isinstance(value, tuple) and {type(one) for one in value} == {int}:
+                names = ["heads"] * (len(value) - 2) + ["", ""]
+                changes[each.name] = tuple(map(small, names, value))
+        return replace(self, **changes)
+
+    @property
+    def case(self) -> str:
+        return str(self)
+
+    def described(self) -> Row:
+        """The columns of the case."""
+
+        def shown(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return dtype_name(value)
+            return int(value) if isinstance(value, bool) else value
+
+        return {name: shown(getattr(self, name)) for name in self.written}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The options of a run, which every benchmark has."""
+
+    file: str
+    rounds: Annotated[int, typer.Option(help="How often each call is timed.")]
+    device: Annotated[str, typer.Option(help="cpu or cuda.")]
+    out: Annotated[Path | None, typer.Option(help="The CSV file; by default in results/.")] = None
+    only: Annotated[str, typer.Option(help="A regular expression of cases.")] = ""
+    quick: Annotated[bool, typer.Option(help="Small sizes, one round.")] = False
+    resume: Annotated[bool, typer.Option(help="Leave out cases that the file has.")] = False
+    commit: Commit = ""
+    listed: Annotated[bool, typer.Option("--list", help="Print the names of the cases.")] = False
+    measures_host: bool = field(default=False, kw_only=True)  # whether a CPU is what it is for
+
+    @property
+    def is_small(self) -> bool:
+        return self.quick or (self.device == "cpu" and not self.measures_host)
+
+    @property
+    def path(self) -> Path | None:
+        """The file to write."""
+        return self.out or (None if self.is_small else RESULTS / self.file)
+
+    @property
+    def turns(self) -> int:
+        """How often each call is timed."""
+        return 1 if self.is_small else self.rounds
+
+    def timer(self, head_start: int = HEAD_START) -> Timer:
+        """In microseconds."""
+        return gpu_timer(head_start) if self.device == "cuda" else host_timer(1, self.device)
+
+    def on_device(self) -> AbstractContextManager:
+        """Makes tensors there."""
+        return torch.device(self.device)
+
+    def chosen(self, cases: Iterable[Any]) -> list[Any]:
+        """The cases, or names of them, that `only` names. `listed` prints them instead."""
+        found = [case for case in cases if re.search(self.only, str(case))]
+        if self.listed:
+            print(*found, sep="\n")
+            return []
+        if not self.is_small:
+            return found
+        return [case.tiny() if isinstance(case, Case) else case for case in found]
+
+    @contextmanager
+    def writer(
+        self, common: Mapping[str, object] | None = None, fields: Iterable[str] = ()
+    ) -> Iterator[Callable[[Mapping[str, object]], None]]:
+        """Writes rows of the file, and prints them without what they have in common."""
+        common = provenance(self.commit) if common is None else common
+        with results(self.path, common, fields, self.resume) as write:
+
+            def write_and_print(row: Mapping[str, object]) -> None:
+                write(row)
+                print(*(value for value in row.values() if value != ""), sep="  ", flush=True)
+
+            yield write_and_print
+
+    def cases(
+        self,
+        cases: Iterable[Case],
+        rows_of: Callable[[Any], Iterable[Row]],
+        fields: Iterable[str] = (),
+        common: Mapping[str, object] | None = None,
+        before: Callable[[list[Any]], Iterable[Row]] = lambda chosen: (),
+        stream: Context = nullcontext,
+    ) -> None:
+        """Writes the rows of all cases that were chosen.
+
+        Args:
+            fields: columns beside those in common; by default those of the first row.
+            common: in place of `provenance`.
+            before: has the first rows, which are of no case.
+            stream: on which all runs, such as `own_stream`.
+        """
+        chosen = self.chosen(cases)
+        if self.listed:
+            return
+        done = _rows(self.path) if self.resume else []
+        with self.writer(common, fields) as write, stream():
+            for row in before(chosen) if not done else ():
+                write(row)
+            for case in track(chosen, self.file.removesuffix(".csv")):
+                described = case.described()
+                words = {name: str(value) for name, value in described.items()}
+                if any(words.items() <= row.items() for row in done):
+                    continue
+                torch.manual_seed(0)
+                for row in rows_of(case):
+                    write(described | row)
+                release()
+
+    def time_ways(
+        self,
+        ways: "Mapping[str, Build]",
+        passes: Sequence[str],
+        *,
+        beside: Calls | None = None,
+        gradient: Callable[[Tensor], Tensor] = torch.randn_like,
+        forward_mode: Context = nullcontext,
+        head_start: int = HEAD_START,
+        graph_calls: int = 0,
+        look: Callable[[str, Tensor, Calls], None] = lambda name, output, calls: None,
+        refuse: Callable[[str, str], None] | None = None,
+    ) -> Iterator[tuple[str, str, dict[str, float]]]:
+        """(pass, "call" or "graph", {implementation: microseconds}).
+
+        Args:
+            ways: what builds each implementation; building and calling may fail, as a refusal.
+            beside: calls that are timed in turn with those of each pass.
+            gradient: the incoming gradient of an output.
+            forward_mode: of the forward pass alone, such as torch.no_grad.
+            graph_calls: as many calls in a CUDA graph are timed besides; 0: none.
+            look: is given each output, and the calls by pass.
+            refuse: is given what refuses a case, and why; by default this is printed, and an
+                error if it is ours.
+        """
+        ready: dict[str, Calls] = {}
+        for name, build in ways.items():
+            ready[name], output, refusal = prepare(build, passes, gradient, forward_mode)
+            if output is not None:
+                look(name, output, ready[name])
+            if refusal and refuse is not None:
+                refuse(name, refusal)
+            elif refusal and name == OURS:
+                raise RuntimeError(refusal)
+            elif refusal:
+                print(f"{name} refuses: {refusal}"[:200])
+            del output
+        timer = self.timer(head_start)
+        for direction in passes:
+            of_pass = {n: calls[direction] for n, calls in ready.items() if direction in calls}
+            calls = (beside or {}) | of_pass
+            with forward_mode() if direction == "forward" else nullcontext():
+                found = {"call": interleaved(calls, self.turns, timer, warm_up=2)}
+                if graph_calls:
+                    graphs = self.captured(calls, graph_calls)
+                    totals = interleaved(graphs, self.turns, timer)
+                    found["graph"] = {n: total / graph_calls for n, total in totals.items()}
+            for timing, times in found.items():
+                yield direction, timing, times
+
+    def beside_copy(
+        self,
+        ways: "Mapping[str, Build]",
+        source: Tensor,
+        fewest: Mapping[str, int],
+        *,
+        graph_calls: int | None = None,
+        **options: Any,
+    ) -> Iterator[Row]:
+        """Rows of passes with their shares of the bandwidth that a copy of a tensor reaches.
+
+        Args:
+            fewest: bytes that each pass has to read and write.
+            graph_calls, options: of `time_ways`. None: rows have no column "timing".
+        """
+        copied, target, plain = 2 * source.nbytes, torch.empty_like(source), source.detach()
+        options |= {"beside": {"copy": lambda: target.copy_(plain)}, "forward_mode": torch.no_grad}
+        timed = self.time_ways(ways, tuple(fewest), graph_calls=graph_calls or 0, **options)
+        for direction, timing, times in timed:
+            place = {"pass": direction} | ({} if graph_calls is None else {"timing": timing})
+            for name, microseconds in times.items():
+                moved = copied if name == "copy" else fewest[direction]
+                share = moved / copied * times["copy"] / microseconds
+                yield {
+                    **place,
+                    "implementation": name,
+                    "microseconds": f"{microseconds:.2f}",
+                    "bytes": moved,
+                    "percent_of_copy": f"{100 * share:.1f}",
+                }
+
+    def captured(self, functions: Calls, calls: int) -> Calls:
+        """Their graphs, of those that can be captured; on a CPU the functions."""
+        graphs: Calls = {}
+        for name, function in functions.items():
+            if self.device == "cpu":
+                graphs[name] = function
+                continue
+            try:
+                graphs[name] = captured(function, calls)
+            except Exception as error:
+                if name in (OURS, "copy"):
+                    raise
+                print(f"{name} refuses a graph: {error!r}"[:200])
+        return graphs
+
+
+def _rows(path: Path | None) -> list[dict[str, str]]:
+    if path is None or not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def benchmark(
+    file: str, rounds: int = 0, device: str = "cuda", **given: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command of a benchmark: the options of its own, then those of `Run`, by name.
+
+    Args:
+        file: of benchmarks/results.
+        rounds, device, given: defaults of the options.
+    """
+    defaults = {"rounds": rounds, "device": device, **given}
+    shared = {each.name: each for each in inspect.signature(Run).parameters.values()}
+    shared = {name: each for name, each in shared.items() if name not in ("file", "measures_host")}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(function)
+        def command(**options: Any) -> None:
+            of_run = defaults | {n: value for n, value in options.items() if n in shared}
+            run = Run(file, **of_run)
+            others = {name: value for name, value in options.items() if name not in shared}
+            with torch.compiler.set_stance("force_eager" if run.is_small else "default"):
+                function(run, **others)
+
+        options = [
+            each.replace(kind=each.KEYWORD_ONLY, default=defaults.get(name, each.default))
+            for name, each in shared.items()
+        ]
+        own = [each.replace(kind=each.KEYWORD_ONLY) for each in own]
+        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an implementation computes a case.
+
+    leaves: tensors that get a gradient.
+    during: the context of each call.
+    passes: those that it has; None: all.
+    """
+
+    call: Callable[[], Any]
+    leaves: Sequence[Tensor] = ()
+    during: Context | None = None
+    passes: Sequence[str] | None = None
+
+
+Build = Callable[[], Way]
+
+
+def within(context: Context | None, function: Callable[[], Result]) -> Callable[[], Result]:
+    """The function in a context."""
+    if context is None:
+        return function
+
+    def call() -> Result:
+        with context():
+            return function()
+
+    return call
+
+
+def prepare(
+    build: Build,
+    passes: Sequence[str],
+    gradient: Callable[[Tensor], Tensor] = torch.randn_like,
+    forward_mode: Context = nullcontext,
+) -> tuple[Calls, Tensor | None, str]:
+    """The passes of an implementation, each of which has run; an output; why some are missing."""
+    way, refusal = attempt(build)
+    if way is None:
+        return {}, None, refusal
+    forward = within(way.during, way.call)
+    output, refusal = attempt(within(forward_mode, forward))
+    if output is None:
+        return {}, None, refusal
+    calls: Calls = {"forward": forward}
+    wanted = [name for name in passes if way.passes is None or name in way.passes]
+    incoming = gradient(output) if {"backward", BOTH} & set(wanted) else None
+    if BOTH in wanted:
+
+        def both() -> object:
+            return torch.autograd.grad(way.call(), way.leaves, incoming)
+
+        calls[BOTH] = within(way.during, both)
+        _, refusal = attempt(calls[BOTH])
+    if "backward" in wanted and not refusal:
+        kept, refusal = attempt(forward)
+
+        def backward() -> object:
+            return torch.autograd.grad(kept, way.leaves, incoming, retain_graph=True)
+
+        calls["backward"] = within(way.during, backward)
+        refusal = refusal or attempt(calls["backward"])[1]
+    if refusal:
+        calls = {"forward": forward}
+    return {name: calls[name] for name in wanted if name in calls}, output.detach(), refusal
+
+
+def reason(error: Exception, caught: list[warnings.WarningMessage]) -> str:
+    """Why a call failed, in one line: SDPA says it in warnings, others in the error."""
+    texts = [str(warning.message) for warning in caught]
+    said = [text.split("(Triggered")[0].strip() for text in texts if "sdp_utils" in text]
+    said = [text for text in said if "disabled" not in text and not text.endswith("because:")]
+    text = " ".join([*dict.fromkeys(said), f"{type(error).__name__}: {error}"])
+    return " ".join(text.split())[:300]
+
+
+def attempt(function: Callable[[], Result]) -> tuple[Result | None, str]:
+    """What it returns, or None and why it does not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = function()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            return None, reason(error, caught)
+        return result, ""

@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 def read(name: str) -> list[Row]:
     """The rows of a CSV file; empty when it is missing."""
     path = RESULTS / name
-    if not path.exists():
+    if not path.is_file():
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

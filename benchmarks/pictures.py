@@ -1,5 +1,7 @@
 """The pictures of docs/, from benchmarks/results: every implementation that was measured.
 
+`PICTURES` has them by name. Git has the one of README.md. The others are drawn with the site.
+
 What refused a case, or was left out of it, has no mark there. Axes end beyond the largest figure.
 The pictures are SVG without a background; text and axes take a colour that the theme of the page
 makes legible.
@@ -8,7 +10,8 @@ makes legible.
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -71,20 +74,43 @@ KEPT = {
 OUTLIER = 110  # % of the copy, from which a point of a CUDA graph says how long its copy took
 
 
+Points = Mapping[str, list[tuple[float, float]]]  # by implementation
+PICTURES: dict[str, Callable[[], str]] = {}
+"""Name of a file of docs/ -> what makes it."""
+
+
+def picture(name: str, file: str, title: str = "", margins: tuple[float, ...] = ()) -> Callable:
+    """What a function draws of the rows of a file of results.
+
+    Args:
+        title: above all panels.
+        margins: left, bottom, right, top, and between panels. Implementations stand below.
+    """
+
+    def register(draw: Callable[[list[Row]], plt.Figure]) -> None:
+        def svg() -> str:
+            rows = read(file)
+            figure = draw(rows)
+            if title:
+                figure.suptitle(f"{title}, {origin(rows)}")
+            if margins:
+                figure.subplots_adjust(*margins)
+                add_legend(figure, {row["implementation"] for row in rows})
+            return in_colours_of_the_page(figure)
+
+        PICTURES[name] = svg
+
+    return register
+
+
 def draw_all() -> None:
     """Rewrites every picture."""
-    draw_headline()
-    draw_softmax(read("softmax.csv"))
-    draw_rows(read("rows.csv"))
-    draw_topk(read("topk.csv"))
-    draw_attention(read("attention.csv"))
-    draw_roofline(read("attention.csv"))
-    draw_training(read("training.csv"))
-    draw_tuning(read("tune.csv"))
-    draw_host(read("host.csv"))
+    for name, svg in PICTURES.items():
+        (DOCS / name).write_text(svg())
 
 
-def draw_headline() -> None:
+@picture("headline.svg", "")
+def draw_headline(rows: list[Row]) -> plt.Figure:
     """The speedups of the summary. Labels stand above the bars, so that it fits on a phone."""
     speedups = {label: speedup(*case) for label, case in headline_cases().items()}
     figure, axis = plt.subplots(figsize=(4.8, 5.8))
@@ -105,10 +131,13 @@ def draw_headline() -> None:
     axis.set_xlabel("speed beside the fastest peer")
     axis.spines["left"].set_visible(False)
     figure.tight_layout()
-    save(figure, "headline.svg")
+    return figure
 
 
-def draw_softmax(rows: list[Row]) -> None:
+@picture(
+    "speedup.svg", "softmax.csv", "Softmax of attention, bfloat16", (0.18, 0.12, 0.98, 0.91, 0.05)
+)
+def draw_softmax(rows: list[Row]) -> plt.Figure:
     """Per cent of the copy, for the cases of transformers."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 8), sharey=True)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
@@ -118,46 +147,30 @@ def draw_softmax(rows: list[Row]) -> None:
         axis.axvline(100, color=INK, linewidth=0.8)
         axis.set_title(direction)
         axis.set_xlabel("% of copy bandwidth (fewest bytes / time)")
-    figure.suptitle(f"Softmax of attention, bfloat16, {origin(rows)}")
-    figure.subplots_adjust(left=0.18, right=0.98, wspace=0.05, bottom=0.12, top=0.91)
-    add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "speedup.svg")
+    return figure
 
 
-def draw_rows(rows: list[Row]) -> None:
+@picture(
+    "rows.svg", "rows.csv", "Plain softmax of rows, all types", (0.06, 0.12, 0.98, 0.91, 0.05, 0.3)
+)
+def draw_rows(rows: list[Row]) -> plt.Figure:
     """Per cent of the copy, for plain rows by their length."""
     figure, panels = plt.subplots(2, 2, figsize=(12, 9), sharex="row", sharey=True)
     cases = by_timing(rows, ("shape", "dim", "dtype", "pass"))
+    shown = [row for case in cases.values() for row in case.values() if row["dim"] == "-1"]
     sizes = {"call": "64 MiB and more", "graph": "less than 64 MiB, CUDA graph"}
     for line, (timing, size) in zip(panels, sizes.items(), strict=True):
         for axis, direction in zip(line, ("forward", "backward"), strict=True):
-            draw_lengths(axis, cases.values(), timing, direction)
+            here = [row for row in shown if (row["timing"], row["pass"]) == (timing, direction)]
+            draw_lengths(axis, here, "columns", "percent_of_copy", markersize=5, alpha=0.8)
             axis.set_title(f"{direction}, {size}")
         line[0].set_ylabel("% of copy bandwidth")
-    shown = [row for case in cases.values() for row in case.values() if row["dim"] == "-1"]
     panels[0, 0].set_ylim(0, 1.05 * largest(shown, "percent_of_copy"))
-    figure.suptitle(f"Plain softmax of rows, all types, {origin(rows)}")
-    figure.subplots_adjust(left=0.06, right=0.98, wspace=0.05, hspace=0.3, bottom=0.12, top=0.91)
-    add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "rows.svg")
+    return figure
 
 
-def draw_lengths(axis: plt.Axes, cases: Iterable[Case], timing: str, direction: str) -> None:
-    """A mark for each case of rows over the last dimension, over the number of columns."""
-    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for case in cases:
-        for name, row in case.items():
-            if (row["timing"], row["pass"], row["dim"]) == (timing, direction, "-1"):
-                points[name].append((int(row["columns"]), float(row["percent_of_copy"])))
-    for name, (color, shape) in reversed(MARKS.items()):
-        if name in points:
-            axis.plot(*zip(*points[name], strict=True), shape, color=color, markersize=5, alpha=0.8)
-    axis.axhline(100, color=INK, linewidth=0.8)
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("columns")
-
-
-def draw_topk(rows: list[Row]) -> None:
+@picture("topk.svg", "topk.csv", "softmax_topk", (0.2, 0.14, 0.98, 0.9, 0.6))
+def draw_topk(rows: list[Row]) -> plt.Figure:
     """Microseconds of softmax_topk and its peers, on a logarithmic axis."""
     fields = ("rows", "columns", "dtype", "k", "data", "pass")
     cases = by_timing([row for row in rows if row["data"] == "normal"], fields)
@@ -175,16 +188,13 @@ def draw_topk(rows: list[Row]) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("µs, less is better")
         axis.set_title(direction)
-    figure.suptitle(f"softmax_topk, {origin(rows)}")
-    figure.subplots_adjust(left=0.2, right=0.98, wspace=0.6, bottom=0.14, top=0.9)
-    add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "topk.svg")
+    return figure
 
 
-def draw_attention(rows: list[Row]) -> None:
+@picture("attention.svg", "attention.csv")
+def draw_attention(rows: list[Row]) -> plt.Figure:
     """TFLOP/s of each case, forward and forward+backward; below, steps of decoding."""
-    trained = [row for row in rows if row["decode"] == "0"]
-    steps = [row for row in rows if row["decode"] == "1"]
+    trained, steps = ([row for row in rows if row["decode"] == each] for each in "01")
     batches = list(dict.fromkeys(row["batch"] for row in steps))
     figure = plt.figure(figsize=(14, 14))
     upper, lower = figure.subfigures(2, 1, height_ratios=[9.5, 4.5])
@@ -195,20 +205,22 @@ def draw_attention(rows: list[Row]) -> None:
         axis.set_title(direction)
         axis.set_xlabel("TFLOP/s")
     upper.suptitle(f"Attention, {origin(rows)}")
-    upper.subplots_adjust(left=0.19, right=0.98, wspace=0.65, bottom=0.08, top=0.92)
+    upper.subplots_adjust(0.19, 0.08, 0.98, 0.92, 0.65)
     panels = lower.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for axis, batch in zip(panels, batches, strict=True):
         found = by_attention([row for row in steps if row["batch"] == batch], "time", "forward")
-        draw_steps(axis, found.values())
+        here = [row for case in found.values() for row in case.values()]
+        draw_lengths(axis, here, "keys", "percent_of_read", line="-")
         axis.set_title(f"one step of decoding, batch {batch}")
     panels[0].set_ylabel("% of one read of keys and values")
     panels[0].set_ylim(0, 1.05 * largest(steps, "percent_of_read"))
     lower.subplots_adjust(left=0.07, right=0.98, wspace=0.08, bottom=0.26, top=0.92)
     add_legend(lower, {row["implementation"] for row in trained})
-    save(figure, "attention.svg")
+    return figure
 
 
-def draw_roofline(rows: list[Row]) -> None:
+@picture("roofline.svg", "attention.csv")
+def draw_roofline(rows: list[Row]) -> plt.Figure:
     """TFLOP/s over the products that a byte allows, if each tensor is read or written once."""
     ceilings = {row["implementation"]: row for row in rows if row["kind"] == "ceiling"}
     of_read = ceilings["read"]
@@ -216,20 +228,15 @@ def draw_roofline(rows: list[Row]) -> None:
     fastest_product = float(ceilings["matrix product"]["tflops"])
     cases = by_attention([row for row in rows if row["decode"] == "0"], "time", "forward")
     figure, axis = plt.subplots(figsize=(11, 6.5))
-    intensities = {}
-    for name, case in cases.items():
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case in cases.values():
         row = next(iter(case.values()))
         operations = float(row["tflops"]) * float(row["microseconds"]) * 1e6
-        intensities[name] = operations / fewest_bytes(row)
-    for name, (color, shape) in reversed(MARKS.items()):
-        points = [
-            (intensities[case], float(found[name]["tflops"]))
-            for case, found in cases.items()
-            if name in found
-        ]
-        if points:
-            axis.plot(*zip(*points, strict=True), shape, color=color, markersize=6, alpha=0.9)
-    ends = [0.8 * min(intensities.values()), 1.25 * max(intensities.values())]
+        for name, found in case.items():
+            points[name].append((operations / fewest_bytes(row), float(found["tflops"])))
+    draw_points(axis, points, markersize=6, alpha=0.9)
+    intensities = [intensity for found in points.values() for intensity, _ in found]
+    ends = [0.8 * min(intensities), 1.25 * max(intensities)]
     ridge = fastest_product / fastest_read
     corners = sorted({ends[0], min(max(ridge, ends[0]), ends[1]), ends[1]})
     roof = [min(fastest_read * each, fastest_product) for each in corners]
@@ -245,8 +252,8 @@ def draw_roofline(rows: list[Row]) -> None:
         f"both measured, {origin(rows)}"
     )
     figure.subplots_adjust(left=0.08, right=0.97, bottom=0.2, top=0.92)
-    add_legend(figure, {name for case in cases.values() for name in case})
-    save(figure, "roofline.svg")
+    add_legend(figure, set(points))
+    return figure
 
 
 def fewest_bytes(row: Row) -> int:
@@ -263,59 +270,8 @@ def fewest_bytes(row: Row) -> int:
     return 2 * (entries + biases[row["bias"]])
 
 
-def draw_host(rows: list[Row]) -> None:
-    """Ours over torch's time on the host, from one measured commit to the next."""
-    devices: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        devices[row["device"]].append(row)
-    figure, axes = plt.subplots(
-        1, len(devices), figsize=(6.5 * len(devices), 5), sharey=True, squeeze=False
-    )
-    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
-    lines = ("-", "--", ":", "-.")
-    for axis, (device, found) in zip(axes[0], devices.items(), strict=True):
-        cases = list(dict.fromkeys(row["case"] for row in found))
-        passes = list(dict.fromkeys(row["pass"] for row in found))
-        commits = list(dict.fromkeys(row["commit"] for row in found))
-        timed = {
-            (row["case"], row["pass"], row["commit"], row["implementation"]): row for row in found
-        }
-        for case, color in zip(cases, colors, strict=True):
-            for which, line in zip(passes, lines, strict=False):
-                points = []
-                for place, commit in enumerate(commits):
-                    pair = [timed.get((case, which, commit, name)) for name in (OURS, "torch")]
-                    if None not in pair:
-                        ours, torchs = (float(row["microseconds"]) for row in pair if row)
-                        points.append((place, ours / torchs))
-                axis.plot(*zip(*points, strict=True), f"o{line}", color=color)
-        axis.axhline(1, color=INK, linewidth=0.8)
-        axis.set_xticks(range(len(commits)), commits)
-        axis.set_xlim(-0.5, len(commits) - 0.5)
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_title(device)
-        handles = [plt.Line2D([], [], color=color) for color in colors[: len(cases)]]
-        handles += [plt.Line2D([], [], color=GREY, linestyle=line) for line in lines[: len(passes)]]
-        axis.legend(handles, [*cases, *passes], frameon=False, fontsize=8)
-    axes[0, 0].set_ylabel(f"{OURS} / torch")
-    figure.tight_layout()
-    save(figure, "host.svg")
-
-
-def draw_steps(axis: plt.Axes, cases: Iterable[Case]) -> None:
-    """Per cent of a read over the number of keys, a line for each implementation."""
-    for name, (color, shape) in reversed(MARKS.items()):
-        found = [case[name] for case in cases if name in case]
-        points = [(int(row["keys"]), float(row["percent_of_read"])) for row in found]
-        if points:
-            axis.plot(*zip(*points, strict=True), f"{shape}-", color=color)
-    axis.axhline(100, color=INK, linewidth=0.8)
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("keys")
-
-
-def draw_training(rows: list[Row]) -> None:
+@picture("training.svg", "training.csv", margins=(0.3, 0.32, 0.97, 0.88))
+def draw_training(rows: list[Row]) -> plt.Figure:
     """Tokens per second of each model."""
     cases = by_model([row for row in rows if row["tokens_per_second"]])
     figure, axis = plt.subplots(figsize=(11, 0.5 * len(cases) + 1.8))
@@ -323,12 +279,11 @@ def draw_training(rows: list[Row]) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.set_xlabel("tokens/s")
     axis.set_title(f"Training in bfloat16, {origin(rows)}")
-    figure.subplots_adjust(left=0.3, right=0.97, bottom=0.32, top=0.88)
-    add_legend(figure, {row["implementation"] for row in rows})
-    save(figure, "training.svg")
+    return figure
 
 
-def draw_tuning(rows: list[Row]) -> None:
+@picture("tuning.svg", "tune.csv")
+def draw_tuning(rows: list[Row]) -> plt.Figure:
     """Per cent of the copy over the length of rows: a line for each regime of limits.h.
 
     Circles are the regimes that are chosen, vertical lines their longest rows. Few rows are those
@@ -358,7 +313,7 @@ def draw_tuning(rows: list[Row]) -> None:
     figure.suptitle(f"Row regimes, {rows[0]['dtype']}, {origin(rows)}")
     inch = 1 / figure.get_figheight()
     figure.tight_layout(rect=(0, 0.7 * inch, 1, 1 - inch / 3))
-    save(figure, "tuning.svg")
+    return figure
 
 
 def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
@@ -397,17 +352,77 @@ def color_of(regime: str) -> str:
     return KEPT[regime.partition("_")[0]][1]
 
 
+@picture("host.svg", "host.csv")
+def draw_host(rows: list[Row]) -> plt.Figure:
+    """Ours over torch's time on the host, from one measured commit to the next."""
+    devices: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        devices[row["device"]].append(row)
+    figure, axes = plt.subplots(
+        1, len(devices), figsize=(6.5 * len(devices), 5), sharey=True, squeeze=False
+    )
+    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
+    lines = ("-", "--", ":", "-.")
+    for axis, (device, found) in zip(axes[0], devices.items(), strict=True):
+        cases = list(dict.fromkeys(row["case"] for row in found))
+        passes = list(dict.fromkeys(row["pass"] for row in found))
+        commits = list(dict.fromkeys(row["commit"] for row in found))
+        timed = {
+            (row["case"], row["pass"], row["commit"], row["implementation"]): row for row in found
+        }
+        for case, color in zip(cases, colors, strict=True):
+            for which, line in zip(passes, lines, strict=False):
+                points = []
+                for place, commit in enumerate(commits):
+                    pair = [timed.get((case, which, commit, name)) for name in (OURS, "torch")]
+                    if None not in pair:
+                        ours, torchs = (float(row["microseconds"]) for row in pair if row)
+                        points.append((place, ours / torchs))
+                axis.plot(*zip(*points, strict=True), f"o{line}", color=color)
+        axis.axhline(1, color=INK, linewidth=0.8)
+        axis.set_xticks(range(len(commits)), commits)
+        axis.set_xlim(-0.5, len(commits) - 0.5)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_title(device)
+        handles = [plt.Line2D([], [], color=color) for color in colors[: len(cases)]]
+        handles += [plt.Line2D([], [], color=GREY, linestyle=line) for line in lines[: len(passes)]]
+        axis.legend(handles, [*cases, *passes], frameon=False, fontsize=8)
+    axes[0, 0].set_ylabel(f"{OURS} / torch")
+    figure.tight_layout()
+    return figure
+
+
+def draw_points(axis: plt.Axes, points: Points, line: str = "", **style: Any) -> None:
+    """The points of each implementation; ours come last."""
+    for name, (color, shape) in reversed(MARKS.items()):
+        if points.get(name):
+            axis.plot(*zip(*points[name], strict=True), f"{shape}{line}", color=color, **style)
+
+
+def draw_lengths(
+    axis: plt.Axes, rows: Iterable[Row], length: str, figure: str, **style: Any
+) -> None:
+    """A figure of each row, in per cent, over a length."""
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        points[row["implementation"]].append((int(row[length]), float(row[figure])))
+    draw_points(axis, points, **style)
+    axis.axhline(100, color=INK, linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel(length)
+
+
 def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
     """A line for each case, with a mark at the figure of each implementation."""
-    for name, (color, shape) in reversed(MARKS.items()):
+    for name in reversed(MARKS):
         points = [
             (float(case[name][figure]), place)
             for place, case in enumerate(cases.values())
             if name in case and case[name][figure]
         ]
-        if points:
-            size = 5 if name == OURS else 7  # ours is drawn last, and hides no other
-            axis.plot(*zip(*points, strict=True), shape, color=color, markersize=size, alpha=0.9)
+        size = 5 if name == OURS else 7  # ours is drawn last, and hides no other
+        draw_points(axis, {name: points}, markersize=size, alpha=0.9)
     axis.set_yticks(range(len(cases)), list(cases), fontsize=8)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_xlim(left=0)
@@ -440,12 +455,12 @@ def origin(rows: list[Row]) -> str:
     return f"{rows[0]['gpu']}, torch {rows[0]['torch']}"
 
 
-def save(figure: plt.Figure, name: str) -> None:
-    """Writes a picture of docs/, in the colours of its page, to a tenth of a point."""
+def in_colours_of_the_page(figure: plt.Figure) -> str:
+    """A picture as SVG, to a tenth of a point."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     plt.close(figure)
     picture = re.sub("<style.*?</style>", STYLE, text.getvalue(), flags=re.DOTALL)
     picture = re.sub(r"(\d\d\.\d)\d+", r"\1", picture)  # not scales and opacities, below 10
     lines = [line.rstrip() for line in picture.replace(INK, "currentColor").splitlines()]
-    (DOCS / name).write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"

@@ -5,40 +5,41 @@ python benchmarks/plot.py --check    # fails when a page does not match the resu
 """
 
 import sys
+from collections.abc import Callable
 
 import pictures
+import tables
 import typer
-from measured import ROOT, read
-from tables import (
-    attention_table,
-    decode_table,
-    families_tables,
-    few_queries_table,
-    generation_table,
-    gpu_tests_table,
-    headline,
-    host_table,
-    origin,
-    passes_table,
-    reference_table,
-    training_table,
-)
+from measured import ROOT, Row, read
 
+NAMED_ALIKE = ("softmax", "rows", "topk", "attention", "bias", "ranges", "dropout", "training")
+NAMED_ALIKE += ("generation", "host")
 # A marker of docs/numbers.md -> the CSV file that it names, and the script that wrote it.
 ORIGINS = {
-    "softmax": ("softmax.csv", "bench_softmax.py"),
-    "rows": ("rows.csv", "bench_rows.py"),
+    **{name: (f"{name}.csv", f"bench_{name}.py") for name in NAMED_ALIKE},
     "tuning": ("tune.csv", "tune_softmax.py"),
-    "topk": ("topk.csv", "bench_topk.py"),
-    "attention": ("attention.csv", "bench_attention.py"),
     "few queries": ("decoding.csv", "bench_decoding.py"),
-    "bias": ("bias.csv", "bench_bias.py"),
-    "ranges": ("ranges.csv", "bench_ranges.py"),
-    "dropout": ("dropout.csv", "bench_dropout.py"),
-    "training": ("training.csv", "bench_training.py"),
-    "generation": ("generation.csv", "bench_generation.py"),
     "reference": ("reference_cpu.csv", "bench_reference.py"),
-    "host": ("host.csv", "bench_host.py"),
+}
+TESTED = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")
+PLACE = ("case", "implementation")
+# A marker of docs/numbers.md -> a file, and the table of its rows.
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "attention table": ("attention.csv", tables.attention_table),
+    "decode table": ("attention.csv", tables.decode_table),
+    "few queries table": ("decoding.csv", tables.few_queries_table),
+    "training table": ("training.csv", tables.training_table),
+    "generation table": ("generation.csv", tables.generation_table),
+    "reference table": (
+        "reference_cpu.csv",
+        lambda rows: tables.plain_table(rows, "case", "eager_ms", "reference_ms", "ratio"),
+    ),
+    "bias table": ("bias.csv", lambda rows: tables.passes_table(rows, *PLACE)),
+    "ranges table": ("ranges.csv", lambda rows: tables.passes_table(rows, *PLACE)),
+    "dropout table": ("dropout.csv", lambda rows: tables.passes_table(rows, *PLACE, "dropout")),
+    "host table": ("host.csv", tables.host_table),
+    # The last runs of the tests on GPUs.
+    "gpu tests": ("gpu_tests.csv", lambda rows: tables.plain_table(rows[-3:], *TESTED, words=4)),
 }
 
 
@@ -51,25 +52,13 @@ def fill(text: str, marker: str, content: str) -> str:
 
 def fill_pages(check: bool = False) -> None:
     """Fills the marked parts of the pages from the results, or checks that they match."""
-    attention = read("attention.csv")
-    numbers = {"headline": headline(), "attention table": attention_table(attention)}
-    numbers |= {
-        "decode table": decode_table(attention),
-        "few queries table": few_queries_table(read("decoding.csv")),
-        "training table": training_table(read("training.csv")),
-        "generation table": generation_table(read("generation.csv")),
-        "reference table": reference_table(read("reference_cpu.csv")),
-        "bias table": passes_table(read("bias.csv"), ("case", "implementation")),
-        "ranges table": passes_table(read("ranges.csv"), ("case", "implementation")),
-        "dropout table": passes_table(read("dropout.csv"), ("case", "implementation", "dropout")),
-        "host table": host_table(read("host.csv")),
-        "gpu tests": gpu_tests_table(read("gpu_tests.csv")),
-    }
-    numbers |= {marker: origin(*source) for marker, source in ORIGINS.items()}
+    numbers = {marker: draw(read(name)) for marker, (name, draw) in TABLES.items()}
+    numbers |= {marker: tables.origin(*source) for marker, source in ORIGINS.items()}
+    headline = {"headline": tables.headline()}
     pages = {
-        ROOT / "README.md": {"headline": headline()},
-        ROOT / "docs" / "numbers.md": numbers,
-        ROOT / "docs" / "families.md": families_tables(read("families.csv")),
+        ROOT / "README.md": headline,
+        ROOT / "docs" / "numbers.md": numbers | headline,
+        ROOT / "docs" / "families.md": tables.families_tables(read("families.csv")),
     }
     for path, markers in pages.items():
         old = path.read_text()

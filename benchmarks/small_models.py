@@ -85,25 +85,15 @@ _SIZES = {name: size for size, names in _CALLED.items() for name in names.split(
 _SIZES["tie_word_embeddings"] = False  # else a token is often the best one after itself
 _SWIN = {"embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4, "patch_size": 2}
 _LATENT = {"num_key_value_heads": 4}  # keys are not shared by groups
+_WITH_LATENTS = """
+AXK1ForCausalLM AXK2ForCausalLM BailingHybridForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+DeepseekV32ForCausalLM Dots3NoteForCausalLM EsmcForMaskedLM Glm4MoeLiteForCausalLM
+GlmMoeDsaForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
+"""
+_ZAMBA = {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64}
+_ZAMBA["attention_head_dim"] = 16
 _OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "AXK1ForCausalLM",
-            "AXK2ForCausalLM",
-            "BailingHybridForCausalLM",
-            "DeepseekV2ForCausalLM",
-            "DeepseekV3ForCausalLM",
-            "DeepseekV32ForCausalLM",
-            "Dots3NoteForCausalLM",
-            "EsmcForMaskedLM",
-            "Glm4MoeLiteForCausalLM",
-            "GlmMoeDsaForCausalLM",
-            "LongcatFlashForCausalLM",
-            "MiniCPM3ForCausalLM",
-            "YoutuForCausalLM",
-        ),
-        _LATENT,
-    ),
+    **dict.fromkeys(_WITH_LATENTS.split(), _LATENT),
     "BigBirdPegasusForCausalLM": {"attention_type": "original_full"},
     "BigBirdPegasusForConditionalGeneration": {"attention_type": "original_full"},
     "LongformerForMaskedLM": {"attention_window": 4},
@@ -130,17 +120,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
     "MPNetForMaskedLM": {"relative_attention_num_buckets": 32},
     "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
-    "ZambaForCausalLM": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-    },
-    "Zamba2ForCausalLM": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "mamba_ngroups": 1,
-    },
+    "ZambaForCausalLM": _ZAMBA,
+    "Zamba2ForCausalLM": _ZAMBA | {"mamba_ngroups": 1},
     "MusicgenForCausalLM": {"num_codebooks": 1},
     "MusicgenMelodyForCausalLM": {"num_codebooks": 1},
     "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},

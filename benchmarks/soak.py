@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import Annotated
+from typing import Annotated, Any
 
 import measure
 import torch
@@ -42,12 +42,7 @@ FIELDS = [
     *("family", "configurations", "redrawn", "failures"),
     *("worst_ratio", "worst_result", "seed", "seconds"),
 ]
-SHARES = {
-    "softmax": 0.38,
-    "softmax_topk": 0.14,
-    "attention": 0.43,
-    "arguments": 0.05,
-}  # of the time
+SHARES = {"softmax": 0.38, "softmax_topk": 0.14, "attention": 0.43, "arguments": 0.05}  # of time
 PROGRESS = 10.0  # seconds between lines
 PATIENCE = 300.0  # seconds for one configuration; a process that takes longer is ended
 SEEDS = 10_000_000  # of each process
@@ -91,12 +86,17 @@ class Tally:
         if self.worst is None or not outcome.ratio <= self.worst.ratio:
             self.worst = outcome
 
+    def row(self) -> measure.Row:
+        """Its columns in the file."""
+        counts = {name: getattr(self, name) for name in ("configurations", "redrawn", "failures")}
+        found = counts | {"seconds": f"{self.seconds:.1f}"}
+        if self.worst is None:
+            return found
+        worst = {"worst_ratio": f"{self.worst.ratio:.3f}", "worst_result": self.worst.result}
+        return found | worst | {"seed": self.worst.seed}
+
     def __str__(self) -> str:
-        worst = (
-            f", worst ratio {self.worst.ratio:.3f} (seed {self.worst.seed})" if self.worst else ""
-        )
-        counts = f"{self.configurations} configurations, {self.failures} failures"
-        return f"{counts}, {self.redrawn} redrawn{worst}"
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.row().items())
 
 
 def attempt(family: str, seed: int, device: str) -> Outcome:
@@ -153,17 +153,11 @@ def turns(
         yield outcome
 
 
-def work(
-    connection: Connection,
-    families: list[str],
-    device: str,
-    seconds: float,
-    first: int,
-    threads: int,
-) -> None:
+def work(connection: Connection, threads: int, first: int, *given: Any) -> None:
     """What a process of its own does; it ends when a fault has made its GPU unusable."""
     torch.set_num_threads(threads)
-    for message in turns(families, device, seconds, itertools.count(first)):
+    _, device, _ = given
+    for message in turns(*given, itertools.count(first)):
         connection.send(message)
         if isinstance(message, Outcome) and message.has_failed and device == "cuda":
             try:
@@ -199,7 +193,7 @@ def in_processes(
 
     def start(left: float) -> Worker:
         receiver, sender = context.Pipe(duplex=False)
-        given = (sender, families, device, left, next(firsts), threads)
+        given = (sender, threads, next(firsts), families, device, left)
         process = context.Process(target=work, args=given, daemon=True)
         process.start()
         sender.close()
@@ -259,21 +253,8 @@ def write(tallies: dict[str, Tally], out: Path, device: str, commit: str) -> Non
         common["gpu"] = f"none, {platform.machine()}"
     with measure.results(out, common, FIELDS) as write_row:
         for family, tally in tallies.items():
-            row = {
-                "family": family,
-                "configurations": tally.configurations,
-                "redrawn": tally.redrawn,
-                "failures": tally.failures,
-                "seconds": f"{tally.seconds:.1f}",
-            }
-            if tally.worst is not None:
-                row |= {
-                    "worst_ratio": f"{tally.worst.ratio:.3f}",
-                    "worst_result": tally.worst.result,
-                    "seed": tally.worst.seed,
-                }
-            write_row(row)
-            print(f"{family}: {tally}, {tally.seconds:.1f} s")
+            write_row({"family": family, **tally.row()})
+            print(f"{family}: {tally}")
 
 
 def reproduce(family: str, seed: int, device: str) -> bool:

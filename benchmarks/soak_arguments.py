@@ -11,7 +11,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -27,18 +26,8 @@ from megasoftmax.integrations import flash_attn
 Make = Callable[["Call"], Any]
 
 
-@dataclass(frozen=True)
 class Sizes(Drawn):
     """Numbers of a call."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype
 
     @classmethod
     def draw(cls, random: Random) -> "Sizes":
@@ -89,99 +78,46 @@ class Call:
         return tuple(found[self.random.randrange(len(shape)) if chance(self.random, 0.2) else 0 :])
 
 
-# Values of arguments. The right ones come first; `ODD` are for any argument.
+# Values of arguments by their kinds. The right ones come first; `ODD` are for any argument.
 
-FLAG: list[Make] = [lambda call: True, lambda call: False]
-SCALE: list[Make] = [
-    lambda call: 0.5,
-    lambda call: 2,
-    lambda call: -1.0,
-    lambda call: numpy.float32(0.5),
-    lambda call: torch.tensor(0.25),
-    lambda call: 1e39,
-]
-WINDOW: list[Make] = [
-    lambda call: (2, 0),
-    lambda call: [-1, 3],
-    lambda call: (numpy.int64(1), 2**63),
-    lambda call: (sys_max, 10**30),
-]
-sys_max = 2**63 - 1
-SINK: list[Make] = [
-    lambda call: 0.0,
-    lambda call: -math.inf,
-    lambda call: call.normal(call.sizes.heads),
-    lambda call: call.normal(1, dtype=FLOAT),
-    lambda call: numpy.int64(1),
-    lambda call: -1e39,
-]
-DROPOUT: list[Make] = [lambda call: 0.0, lambda call: 0.5, lambda call: 1]
-SEED: list[Make] = [lambda call: torch.tensor([3], device=call.data.device), lambda call: 42]
-DTYPE: list[Make] = [lambda call: FLOAT, lambda call: HALF, lambda call: torch.float64]
-FUSED: list[Make] = [lambda call: None, lambda call: False, lambda call: True]
-MASK: list[Make] = [lambda call: call.bools(*call.broadcast(*call.pairs))]
-ATTENTION_MASK: list[Make] = [
-    *MASK,
-    lambda call: megasoftmax.TileMask(call.bools(*call.broadcast(*call.pairs))),
-    lambda call: megasoftmax.TileMask.from_blocks(
-        call.bools(*call.broadcast(*call.pairs[:2]), *(-(-size // 64) for size in call.pairs[2:])),
-        64,
-    ),
-]
-BIAS: list[Make] = [
-    lambda call: call.normal(*call.broadcast(*call.pairs)),
-    lambda call: call.normal(*call.pairs, dtype=FLOAT),
-]
-TABLE: list[Make] = [
-    lambda call: megasoftmax.RelativeBias(
-        call.normal(call.sizes.heads, max(call.sizes.queries + call.sizes.keys - 1, 0))
-    )
-]
-LSE: list[Make] = [lambda call: call.normal(*call.pairs[:3], dtype=FLOAT)]
-VISIBLE: list[Make] = [
-    lambda call: (
-        call.integers(*call.broadcast(*call.pairs[:3])),
-        call.integers(*call.broadcast(*call.pairs[:3]), dtype=torch.int64),
-    ),
-    lambda call: [None, call.integers(call.sizes.batch, 1, 1)],
-]
-SCORES: list[Make] = [lambda call: call.normal(*call.pairs)]
-BUCKETS: list[Make] = [lambda call: 8, lambda call: numpy.int16(4), lambda call: 3]
-COUNT: list[Make] = [lambda call: call.random.randrange(7), lambda call: numpy.int32(3)]
-DIM: list[Make] = [lambda call: call.random.randrange(-5, 5), lambda call: numpy.int64(-1)]
-DEVICE: list[Make] = [lambda call: call.data.device, lambda call: torch.device("meta")]
-OFFSETS: list[Make] = [
-    lambda call: torch.tensor([0, call.sizes.queries], device=call.data.device),
-    lambda call: torch.tensor([0, 0], device=call.data.device, dtype=torch.int32),
-    lambda call: torch.tensor([0, 2, 1], device=call.data.device),
-]
-QUERY: list[Make] = [lambda call: call.normal(*call.pairs[:3], call.sizes.dim)]
-KEY: list[Make] = [lambda call: call.normal(*_of_keys(call), call.sizes.dim)]
-VALUE: list[Make] = [lambda call: call.normal(*_of_keys(call), call.sizes.value_dim)]
+
+def _of(*values: Any) -> list[Make]:
+    return [lambda call, value=value: value for value in values]
+
+
+def _normal(*sizes: int, **given: Any) -> list[Make]:
+    return [lambda call: call.normal(*sizes, **given)]
+
+
+def _of_heads(call: Call) -> Tensor:
+    return call.normal(call.sizes.heads)
 
 
 def _of_keys(call: Call) -> tuple[int, int, int]:
     return call.sizes.batch, call.sizes.key_heads, call.sizes.keys
 
 
-def _transposed(make: Make) -> Make:
-    """Tokens before heads."""
-    return lambda call: make(call).transpose(1, 2)
+def _tokens_first(kind: str, parts: int = 0) -> list[Make]:
+    """Tokens before heads; several of them side by side."""
+
+    def make(call: Call) -> Tensor:
+        return VALUES[kind][0](call).transpose(1, 2)
+
+    if not parts:
+        return [make]
+    return [lambda call: torch.stack([make(call) for _ in range(parts)], -3)]
 
 
-def _packed(make: Make) -> Make:
+def _packed(kind: str, parts: int = 0) -> list[Make]:
     """[tokens, heads, dim], of the first of the batch and as many keys as queries."""
 
-    def made(call: Call) -> Tensor:
-        tensor = make(call)
-        tokens = call.sizes.queries
-        return call.normal(tokens, tensor.shape[1], tensor.shape[3])
+    def make(call: Call) -> Tensor:
+        tensor = VALUES[kind][0](call)
+        return call.normal(call.sizes.queries, tensor.shape[1], tensor.shape[3])
 
-    return made
-
-
-def _side_by_side(make: Make, parts: int) -> Make:
-    return lambda call: torch.stack([make(call) for _ in range(parts)], -3)
+    if not parts:
+        return [make]
+    return [lambda call: torch.stack([make(call) for _ in range(parts)], -3)]
 
 
 def _one_process() -> Any:
@@ -196,75 +132,6 @@ def _one_process() -> Any:
     return distributed.group.WORLD
 
 
-GROUP: list[Make] = [lambda call: _one_process()]
-
-
-@dataclass(frozen=True)
-class Function:
-    """What is called, with the values of its arguments."""
-
-    call: Callable[..., Any]
-    needed: dict[str, list[Make]]
-    options: dict[str, list[Make]]
-    reasons: Callable[..., Any] | None = None  # `why_not_fused` of the same arguments
-
-    @property
-    def arguments(self) -> dict[str, list[Make]]:
-        return self.needed | self.options
-
-
-def _asked(name: str) -> Callable[..., Any]:
-    """Looked up when it is called, so that tests may replace it."""
-    return lambda **given: megasoftmax.why_not_fused(getattr(megasoftmax, name), **given)
-
-
-def _named(name: str) -> Callable[..., Any]:
-    return lambda **given: getattr(megasoftmax, name)(**given)
-
-
-def _module(make: Callable[[], torch.nn.Module], name: str = "forward") -> Callable[..., Any]:
-    return lambda **given: getattr(make(), name)(**given)
-
-
-OF_ROWS = {"scale": SCALE, "mask": MASK, "fused": FUSED, "dtype": DTYPE, "return_lse": FLAG}
-OF_PAIRS = {"scale": SCALE, "causal": FLAG, "window": WINDOW, "sink": SINK, "fused": FUSED}
-OF_PAIRS |= {"dropout": DROPOUT, "seed": SEED}
-QKV = {"query": QUERY, "key": KEY, "value": VALUE}
-PACKED = {name: [_packed(make) for make in makes] for name, makes in QKV.items()}
-TOKENS_FIRST = {
-    name: [_transposed(make) for make in makes]
-    for name, makes in (("q", QUERY), ("k", KEY), ("v", VALUE))
-}
-OF_FLASH = {
-    "dropout_p": DROPOUT,
-    "softmax_scale": SCALE,
-    "causal": FLAG,
-    "window_size": WINDOW,
-    "softcap": [lambda call: 0.0, lambda call: 10.0],
-    "alibi_slopes": [lambda call: call.normal(call.sizes.heads, dtype=FLOAT)],
-    "deterministic": [lambda call: False, lambda call: True],
-    "return_attn_probs": FLAG,
-}
-LENGTHS = {"max_seqlen_q": COUNT, "max_seqlen_k": COUNT}
-FLASH_PACKED = {
-    name: [_packed(make)] for name, make in zip("qkv", (QUERY[0], KEY[0], VALUE[0]), strict=True)
-}
-KV, QKV_OF_HEADS = (
-    [_side_by_side(_transposed(KEY[0]), 2)],
-    [_side_by_side(_transposed(QUERY[0]), 3)],
-)
-LIMITS = {"mask": ATTENTION_MASK, "visible": VISIBLE, "bias": [*BIAS, *TABLE]}
-OF_MEGATRON = {
-    "input_in_fp16": FLAG,
-    "input_in_bf16": FLAG,
-    "attn_mask_type": [lambda call: megasoftmax.AttnMaskType.causal, lambda call: "no_mask"],
-    "scaled_masked_softmax_fusion": FLAG,
-    "mask_func": [lambda call: _fill, lambda call: None],
-    "softmax_in_fp32": FLAG,
-    "scale": [lambda call: None, *SCALE],
-}
-
-
 class OfMaskError(ValueError):
     """From the user's `mask_func`, of which the module knows nothing."""
 
@@ -277,14 +144,146 @@ def _fill(scores: Tensor, mask: Tensor) -> Tensor:
         raise OfMaskError(f"mask: {error}") from None
 
 
-def _megatron(fusion: bool) -> torch.nn.Module:
-    return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
-
-
-FUSED_ATTENTIONS: dict[str, dict[str, Any]] = {
-    "FusedAttention": {"causal": True},
-    "FusedAttention with T5": {"relative_buckets": 8},
+SCALE = _of(0.5, 2, -1.0, numpy.float32(0.5), torch.tensor(0.25), 1e39)
+COUNT: list[Make] = [lambda call: call.random.randrange(7), *_of(numpy.int32(3))]
+MASK: list[Make] = [lambda call: call.bools(*call.broadcast(*call.pairs))]
+BIAS: list[Make] = [
+    lambda call: call.normal(*call.broadcast(*call.pairs)),
+    lambda call: call.normal(*call.pairs, dtype=FLOAT),
+]
+TABLE: list[Make] = [
+    lambda call: megasoftmax.RelativeBias(
+        call.normal(call.sizes.heads, max(call.sizes.queries + call.sizes.keys - 1, 0))
+    )
+]
+SINK: list[Make] = [
+    *_of(0.0, -math.inf),
+    _of_heads,
+    *_normal(1, dtype=FLOAT),
+    *_of(numpy.int64(1), -1e39),
+]
+VALUES: dict[str, list[Make]] = {
+    "flag": _of(True, False),
+    "unset or flag": _of(False, True),
+    "none": _of(None),
+    "scale": SCALE,
+    "window": _of((2, 0), [-1, 3], (numpy.int64(1), 2**63), (2**63 - 1, 10**30)),
+    "sink": SINK,
+    "sink of heads": SINK[2:4],
+    "dropout": _of(0.0, 0.5, 1),
+    "seed": [lambda call: torch.tensor([3], device=call.data.device), *_of(42)],
+    "dtype": _of(FLOAT, HALF, torch.float64),
+    "fused": _of(None, False, True),
+    "mask": MASK,
+    "attention mask": [
+        *MASK,
+        lambda call: megasoftmax.TileMask(call.bools(*call.broadcast(*call.pairs))),
+        lambda call: megasoftmax.TileMask.from_blocks(
+            call.bools(
+                *call.broadcast(*call.pairs[:2]), *(-(-size // 64) for size in call.pairs[2:])
+            ),
+            64,
+        ),
+    ],
+    "bias": BIAS,
+    "relative bias": TABLE,
+    "any bias": [*BIAS, *TABLE],
+    "mask or bias": [*MASK, *BIAS],
+    "no mask or mask": [*_of(None), *MASK],
+    "visible": [
+        lambda call: (
+            call.integers(*call.broadcast(*call.pairs[:3])),
+            call.integers(*call.broadcast(*call.pairs[:3]), dtype=torch.int64),
+        ),
+        lambda call: [None, call.integers(call.sizes.batch, 1, 1)],
+    ],
+    "scores": [lambda call: call.normal(*call.pairs)],
+    "scores of 3 dimensions": [lambda call: call.normal(*call.pairs[1:])],
+    "buckets": _of(8, numpy.int16(4), 3),
+    "count": COUNT,
+    "distance": _of(16, numpy.int64(9)),
+    "distance or count": [*_of(16), *COUNT],
+    "dim": [lambda call: call.random.randrange(-5, 5), *_of(numpy.int64(-1))],
+    "device": [lambda call: call.data.device, *_of(torch.device("meta"))],
+    "offsets": [
+        lambda call: torch.tensor([0, call.sizes.queries], device=call.data.device),
+        lambda call: torch.tensor([0, 0], device=call.data.device, dtype=torch.int32),
+        lambda call: torch.tensor([0, 2, 1], device=call.data.device),
+    ],
+    "query": [lambda call: call.normal(*call.pairs[:3], call.sizes.dim)],
+    "key": [lambda call: call.normal(*_of_keys(call), call.sizes.dim)],
+    "value": [lambda call: call.normal(*_of_keys(call), call.sizes.value_dim)],
+    **{f"packed {each}": _packed(each) for each in ("query", "key", "value")},
+    **{f"tokens of {each}": _tokens_first(each) for each in ("query", "key", "value")},
+    "kv": _tokens_first("key", 2),
+    "qkv": _tokens_first("query", 3),
+    "packed kv": _packed("key", 2),
+    "packed qkv": _packed("query", 3),
+    "group": [lambda call: _one_process()],
+    "order": _of("contiguous", "zigzag"),
+    "lengths": [lambda call: (call.sizes.keys,), *_of([numpy.int64(5)])],
+    "table": _normal(2, 9),
+    "narrow table": _normal(2, 7),
+    "weight": [lambda call: call.normal(8, call.sizes.heads)],
+    "slopes": [_of_heads],
+    "float slopes": [lambda call: call.normal(call.sizes.heads, dtype=FLOAT)],
+    "softcap": _of(0.0, 10.0),
+    "ids": [lambda call: call.integers(2, call.sizes.keys)],
+    "integers": [lambda call: call.integers(2)],
+    "keep": [lambda call: call.bools(2, call.sizes.keys)],
+    "size of blocks": _of(64, numpy.int64(128)),
+    "two tensors": [lambda call: [call.normal(4, 2), call.normal(4, 2)]],
+    "outputs": [lambda call: [call.normal(*call.pairs) for _ in range(2)]],
+    "lses": [lambda call: [call.normal(*call.pairs[:3], dtype=FLOAT) for _ in range(2)]],
+    "kind of mask": _of(megasoftmax.AttnMaskType.causal, "no_mask"),
+    "filling": _of(_fill, None),
+    "scale or none": [*_of(None), *SCALE],
 }
+
+
+class Function:
+    """What is called, with the kinds of its arguments.
+
+    Args:
+        needed, options: names of arguments, each with its kind unless they are the same, as in
+            "query, causal: flag". Of two entries with a name the second has the kind.
+        reasons: `why_not_fused` of the same arguments.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        needed: str,
+        options: str = "",
+        reasons: Callable[..., Any] | None = None,
+    ) -> None:
+        self.call, self.reasons = call, reasons
+        self.needed, self.options = (
+            {
+                name: kind or name
+                for entry in filter(None, text.split(", "))
+                for name, _, kind in [entry.partition(": ")]
+            }
+            for text in (needed, options)
+        )
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return self.needed | self.options
+
+    @property
+    def arguments(self) -> dict[str, list[Make]]:
+        return {name: VALUES[kind] for name, kind in self.kinds.items()}
+
+
+def _public(name: str, needed: str, options: str) -> Function:
+    """Looked up when it is called, so that tests may replace it."""
+    return Function(
+        lambda **given: getattr(megasoftmax, name)(**given),
+        needed,
+        options,
+        lambda **given: megasoftmax.why_not_fused(getattr(megasoftmax, name), **given),
+    )
 
 
 def _fused_attention(given: dict[str, Any], options: dict[str, Any]) -> megasoftmax.FusedAttention:
@@ -294,129 +293,78 @@ def _fused_attention(given: dict[str, Any], options: dict[str, Any]) -> megasoft
     return megasoftmax.FusedAttention(4, **options, device="cuda" if on_gpu else "cpu")
 
 
-MEGATRONS = {"input": SCORES, "mask": [lambda call: None, *MASK]}
+def _megatron(fusion: bool) -> torch.nn.Module:
+    return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
+
+
+OF_ROWS = "scale, mask, fused, dtype, return_lse: flag"
+OF_PAIRS = "scale, causal: flag, window, sink, fused, dropout, seed"
+QKV = "query, key, value"
+LIMITS = "mask: attention mask, visible, bias: any bias"
+OF_FLASH = "dropout_p: dropout, softmax_scale: scale, causal: flag, window_size: window, softcap, "
+OF_FLASH += "alibi_slopes: float slopes, deterministic: unset or flag, return_attn_probs: flag"
+OFFSETS = "cu_seqlens_q: offsets, cu_seqlens_k: offsets"
+LENGTHS = "max_seqlen_q: count, max_seqlen_k: count"
+SIZES = "queries: count, keys: count"
 
 FUNCTIONS = {
-    "softmax": Function(
-        _named("softmax"),
-        {"scores": SCORES},
-        OF_ROWS | OF_PAIRS | {"bias": BIAS, "visible": VISIBLE, "dim": DIM},
-        _asked("softmax"),
-    ),
-    "softmax_topk": Function(
-        _named("softmax_topk"),
-        {"logits": SCORES, "k": COUNT},
-        OF_ROWS | {"bias": BIAS, "renormalize": FLAG, "group": [lambda call: None]},
-        _asked("softmax_topk"),
+    "softmax": _public("softmax", "scores", f"{OF_ROWS}, {OF_PAIRS}, bias, visible, dim"),
+    "softmax_topk": _public(
+        "softmax_topk",
+        "logits: scores, k: count",
+        f"{OF_ROWS}, bias, renormalize: flag, group: none",
     ),
     "softmax_backward": Function(
         functional.softmax_backward,
-        {"gradient": SCORES, "probabilities": SCORES},
-        {"scale": SCALE, "causal": FLAG, "visible": VISIBLE},
+        "gradient: scores, probabilities: scores",
+        "scale, causal: flag, visible",
     ),
-    "attention": Function(
-        _named("attention"), QKV, OF_PAIRS | LIMITS | {"return_lse": FLAG}, _asked("attention")
+    "attention": _public("attention", QKV, f"{OF_PAIRS}, {LIMITS}, return_lse: flag"),
+    "attention_varlen": _public(
+        "attention_varlen",
+        "query: packed query, key: packed key, value: packed value, cu_seqlens_q: offsets",
+        f"{OF_PAIRS}, cu_seqlens_k: offsets, bias: relative bias, return_lse: flag",
     ),
-    "attention_varlen": Function(
-        _named("attention_varlen"),
-        PACKED | {"cu_seqlens_q": OFFSETS},
-        OF_PAIRS | {"cu_seqlens_k": OFFSETS, "bias": TABLE, "return_lse": FLAG},
-        _asked("attention_varlen"),
-    ),
-    "scaled_dot_product_attention": Function(
-        _named("scaled_dot_product_attention"),
+    "scaled_dot_product_attention": _public(
+        "scaled_dot_product_attention",
         QKV,
-        {
-            "attn_mask": [*MASK, *BIAS],
-            "dropout_p": DROPOUT,
-            "is_causal": FLAG,
-            "scale": SCALE,
-            "enable_gqa": FLAG,
-        },
-        _asked("scaled_dot_product_attention"),
+        "attn_mask: mask or bias, dropout_p: dropout, is_causal: flag, scale, enable_gqa: flag",
     ),
     "ring_attention": Function(
-        _named("ring_attention"),
-        QKV | {"group": GROUP},
-        OF_PAIRS
-        | LIMITS
-        | {
-            "mask": MASK,
-            "order": [lambda call: "contiguous", lambda call: "zigzag"],
-            "lengths": [lambda call: (call.sizes.keys,), lambda call: [numpy.int64(5)]],
-        },
+        lambda **given: megasoftmax.ring_attention(**given),
+        f"{QKV}, group",
+        f"{OF_PAIRS}, {LIMITS}, mask, order, lengths",
     ),
-    "RelativeBias": Function(
-        megasoftmax.RelativeBias, {"table": [lambda call: call.normal(2, 9)]}, {}
-    ),
+    "RelativeBias": Function(megasoftmax.RelativeBias, "table"),
     "dense": Function(
         lambda table, **given: megasoftmax.RelativeBias(table).dense(**given),
-        {"table": [lambda call: call.normal(2, 7)], "queries": COUNT, "keys": COUNT},
-        {},
+        f"table: narrow table, {SIZES}",
     ),
     "t5_bias": Function(
         biases.t5_bias,
-        {
-            "weight": [lambda call: call.normal(8, call.sizes.heads)],
-            "queries": COUNT,
-            "keys": COUNT,
-            "bidirectional": FLAG,
-        },
-        {"max_distance": [lambda call: 16, lambda call: numpy.int64(9)], "offset": COUNT},
+        f"weight, {SIZES}, bidirectional: flag",
+        "max_distance: distance, offset: count",
     ),
-    "alibi_bias": Function(
-        biases.alibi_bias,
-        {"slopes": [lambda call: call.normal(call.sizes.heads)], "queries": COUNT, "keys": COUNT},
-        {"offset": COUNT},
-    ),
-    "alibi_slopes": Function(biases.alibi_slopes, {"heads": COUNT}, {"device": DEVICE}),
-    "ranges.packed": Function(ranges.packed, {"cu_seqlens": OFFSETS, "tokens": COUNT}, {}),
-    "ranges.segments": Function(
-        ranges.segments, {"ids": [lambda call: call.integers(2, call.sizes.keys)]}, {}
-    ),
-    "ranges.lengths": Function(ranges.lengths, {"n": [lambda call: call.integers(2)]}, {}),
-    "ranges.padding": Function(
-        ranges.padding, {"keep": [lambda call: call.bools(2, call.sizes.keys)]}, {}
-    ),
-    "ranges.chunks": Function(ranges.chunks, {"size": COUNT, "tokens": COUNT}, {"device": DEVICE}),
-    "ranges.prefix": Function(
-        ranges.prefix, {"n": [lambda call: call.integers(2)], "tokens": COUNT}, {}
-    ),
-    "TileMask": Function(megasoftmax.TileMask, {"mask": MASK}, {}),
+    "alibi_bias": Function(biases.alibi_bias, f"slopes, {SIZES}", "offset: count"),
+    "alibi_slopes": Function(biases.alibi_slopes, "heads: count", "device"),
+    "ranges.packed": Function(ranges.packed, "cu_seqlens: offsets, tokens: count"),
+    "ranges.segments": Function(ranges.segments, "ids"),
+    "ranges.lengths": Function(ranges.lengths, "n: integers"),
+    "ranges.padding": Function(ranges.padding, "keep"),
+    "ranges.chunks": Function(ranges.chunks, "size: count, tokens: count", "device"),
+    "ranges.prefix": Function(ranges.prefix, "n: integers, tokens: count"),
+    "TileMask": Function(megasoftmax.TileMask, "mask"),
     "TileMask.from_blocks": Function(
-        megasoftmax.TileMask.from_blocks,
-        {"blocks": MASK, "size": [lambda call: 64, lambda call: numpy.int64(128)]},
-        {},
+        megasoftmax.TileMask.from_blocks, "blocks: mask, size: size of blocks"
     ),
-    "zigzag_chunk": Function(
-        megasoftmax.zigzag_chunk, {"tensor": SCORES, "ranks": COUNT, "dim": DIM}, {}
-    ),
-    "zigzag_cat": Function(
-        megasoftmax.zigzag_cat,
-        {"tensors": [lambda call: [call.normal(4, 2), call.normal(4, 2)]], "dim": DIM},
-        {},
-    ),
-    "merge_attention": Function(
-        megasoftmax.merge_attention,
-        {
-            "outputs": [lambda call: [call.normal(*call.pairs) for _ in range(2)]],
-            "lses": [lambda call: [call.normal(*call.pairs[:3], dtype=FLOAT) for _ in range(2)]],
-        },
-        {},
-    ),
+    "zigzag_chunk": Function(megasoftmax.zigzag_chunk, "tensor: scores, ranks: count, dim"),
+    "zigzag_cat": Function(megasoftmax.zigzag_cat, "tensors: two tensors, dim"),
+    "merge_attention": Function(megasoftmax.merge_attention, "outputs, lses"),
     "FusedAttention()": Function(
         megasoftmax.FusedAttention,
-        {"heads": COUNT},
-        {
-            "scale": SCALE,
-            "causal": FLAG,
-            "window": WINDOW,
-            "sink": FLAG,
-            "relative_buckets": BUCKETS,
-            "max_distance": [lambda call: 16, *COUNT],
-            "alibi_slopes": [lambda call: call.normal(call.sizes.heads)],
-            "dropout": DROPOUT,
-        },
+        "heads: count",
+        "scale, causal: flag, window, sink: flag, relative_buckets: buckets, "
+        "max_distance: distance or count, alibi_slopes: slopes, dropout",
     ),
     **{
         name: Function(
@@ -427,73 +375,68 @@ FUNCTIONS = {
                 **given
             ),
         )
-        for name, options in FUSED_ATTENTIONS.items()
+        for name, options in (
+            ("FusedAttention", {"causal": True}),
+            ("FusedAttention with T5", {"relative_buckets": 8}),
+        )
     },
     "FusedScaleMaskSoftmax()": Function(
-        megasoftmax.FusedScaleMaskSoftmax, OF_MEGATRON, {"window_size": WINDOW}
+        megasoftmax.FusedScaleMaskSoftmax,
+        "input_in_fp16: flag, input_in_bf16: flag, attn_mask_type: kind of mask, "
+        "scaled_masked_softmax_fusion: flag, mask_func: filling, softmax_in_fp32: flag, "
+        "scale: scale or none",
+        "window_size: window",
     ),
     **{
         f"FusedScaleMaskSoftmax, fusion {fusion}": Function(
             lambda fusion=fusion, **given: _megatron(fusion)(**given),
-            MEGATRONS,
-            {"softmax_offset": SINK[2:4]},
+            "input: scores, mask: no mask or mask",
+            "softmax_offset: sink of heads",
             lambda fusion=fusion, **given: _megatron(fusion).why_not_fused(**given),
         )
         for fusion in (True, False)
     },
-    "ScaledMaskedSoftmax": Function(
-        lambda **given: megasoftmax.ScaledMaskedSoftmax.apply(**given),
-        {"inputs": SCORES, "mask": MASK, "scale": SCALE},
-        {},
-    ),
-    "ScaledSoftmax": Function(
-        lambda **given: megasoftmax.ScaledSoftmax.apply(**given),
-        {"inputs": SCORES, "scale": SCALE},
-        {},
-    ),
-    "ScaledUpperTriangMaskedSoftmax": Function(
-        lambda **given: megasoftmax.ScaledUpperTriangMaskedSoftmax.apply(**given),
-        {"inputs": [lambda call: call.normal(*call.pairs[1:])], "scale": SCALE},
-        {},
-    ),
+    **{
+        name: Function(lambda name=name, **given: getattr(megasoftmax, name).apply(**given), needed)
+        for name, needed in (
+            ("ScaledMaskedSoftmax", "inputs: scores, mask, scale"),
+            ("ScaledSoftmax", "inputs: scores, scale"),
+            ("ScaledUpperTriangMaskedSoftmax", "inputs: scores of 3 dimensions, scale"),
+        )
+    },
     "SoftmaxOne": Function(
         lambda x, **given: megasoftmax.SoftmaxOne(**given)(x),
-        {"x": SCORES},
-        {"dim": DIM, "denominator_offset": SINK},
+        "x: scores",
+        "dim, denominator_offset: sink",
         lambda x, **given: megasoftmax.why_not_fused(megasoftmax.SoftmaxOne(**given), x),
     ),
-    "flash_attn_func": Function(flash_attn.flash_attn_func, TOKENS_FIRST, OF_FLASH),
-    "flash_attn_varlen_func": Function(
-        flash_attn.flash_attn_varlen_func,
-        FLASH_PACKED | {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS} | LENGTHS,
-        OF_FLASH | {"block_table": [lambda call: None]},
-    ),
-    "flash_attn_qkvpacked_func": Function(
-        flash_attn.flash_attn_qkvpacked_func, {"qkv": QKV_OF_HEADS}, OF_FLASH
-    ),
-    "flash_attn_kvpacked_func": Function(
-        flash_attn.flash_attn_kvpacked_func, {"q": TOKENS_FIRST["q"], "kv": KV}, OF_FLASH
-    ),
-    "flash_attn_varlen_qkvpacked_func": Function(
-        flash_attn.flash_attn_varlen_qkvpacked_func,
-        {
-            "qkv": [_side_by_side(_packed(QUERY[0]), 3)],
-            "cu_seqlens": OFFSETS,
-            "max_seqlen": COUNT,
-        },
-        OF_FLASH,
-    ),
-    "flash_attn_varlen_kvpacked_func": Function(
-        flash_attn.flash_attn_varlen_kvpacked_func,
-        {
-            "q": FLASH_PACKED["q"],
-            "kv": [_side_by_side(_packed(KEY[0]), 2)],
-            "cu_seqlens_q": OFFSETS,
-            "cu_seqlens_k": OFFSETS,
-        }
-        | LENGTHS,
-        OF_FLASH,
-    ),
+    **{
+        name: Function(getattr(flash_attn, name), needed, options)
+        for name, needed, options in (
+            (
+                "flash_attn_func",
+                "q: tokens of query, k: tokens of key, v: tokens of value",
+                OF_FLASH,
+            ),
+            (
+                "flash_attn_varlen_func",
+                f"q: packed query, k: packed key, v: packed value, {OFFSETS}, {LENGTHS}",
+                f"{OF_FLASH}, block_table: none",
+            ),
+            ("flash_attn_qkvpacked_func", "qkv", OF_FLASH),
+            ("flash_attn_kvpacked_func", "q: tokens of query, kv", OF_FLASH),
+            (
+                "flash_attn_varlen_qkvpacked_func",
+                "qkv: packed qkv, cu_seqlens: offsets, max_seqlen: count",
+                OF_FLASH,
+            ),
+            (
+                "flash_attn_varlen_kvpacked_func",
+                f"q: packed query, kv: packed kv, {OFFSETS}, {LENGTHS}",
+                OF_FLASH,
+            ),
+        )
+    },
 }
 
 
@@ -501,38 +444,25 @@ FUNCTIONS = {
 
 
 ODD: dict[str, Make] = {
-    "None": lambda call: None,
-    "True": lambda call: True,
-    "1": lambda call: 1,
-    "-1": lambda call: -1,
-    "0.5": lambda call: 0.5,
-    "NaN": lambda call: math.nan,
-    "infinity": lambda call: math.inf,
-    "2^31 - 1": lambda call: 2**31 - 1,
-    "2^63": lambda call: 2**63,
-    "10^400": lambda call: 10**400,
-    "1e39": lambda call: 1e39,
-    "a string": lambda call: "zzz",
-    "bytes": lambda call: b"zzz",
-    "a complex number": lambda call: 1j,
-    "a list": lambda call: [1.0],
-    "no elements": lambda call: (),
-    "a pair": lambda call: (1, 2),
-    "a pair of None": lambda call: (None, None),
-    "a triple": lambda call: (1, 2, 3),
-    "a pair of strings": lambda call: ("a", "b"),
-    "a dict": lambda call: {},
-    "an object": lambda call: object(),
-    "a class": lambda call: int,
-    "numpy.int64": lambda call: numpy.int64(2),
-    "numpy.uint64": lambda call: numpy.uint64(2**64 - 1),
-    "numpy.bool": lambda call: numpy.bool_(True),
-    "numpy.float32": lambda call: numpy.float32(0.5),
-    "an array": lambda call: numpy.zeros(3, dtype=numpy.float32),
-    "a dtype": lambda call: torch.int64,
-    "no dimensions": lambda call: call.data.normal(()),
-    "one element": lambda call: call.data.normal((1,)),
-    "two elements": lambda call: call.data.normal((2,)),
+    **{
+        name: _of(value)[0]
+        for name, value in (
+            *(("None", None), ("True", True), ("1", 1), ("-1", -1), ("0.5", 0.5)),
+            *(("NaN", math.nan), ("infinity", math.inf), ("2^31 - 1", 2**31 - 1), ("2^63", 2**63)),
+            *(("10^400", 10**400), ("1e39", 1e39), ("a string", "zzz"), ("bytes", b"zzz")),
+            *(("a complex number", 1j), ("a list", [1.0]), ("no elements", ()), ("a pair", (1, 2))),
+            *(("a pair of None", (None, None)), ("a triple", (1, 2, 3))),
+            *(("a pair of strings", ("a", "b")), ("a dict", {}), ("an object", object())),
+            *(("a class", int), ("numpy.int64", numpy.int64(2))),
+            *(("numpy.uint64", numpy.uint64(2**64 - 1)), ("numpy.bool", numpy.bool_(True))),
+            *(("numpy.float32", numpy.float32(0.5)), ("an array", numpy.zeros(3, numpy.float32))),
+            ("a dtype", torch.int64),
+        )
+    },
+    **{
+        name: lambda call, shape=shape: call.data.normal(shape)
+        for name, shape in (("no dimensions", ()), ("one element", (1,)), ("two elements", (2,)))
+    },
     "bools": lambda call: call.bools(5),
     "integers": lambda call: call.integers(2, 5),
     "complex": lambda call: call.data.normal((2,)).to(torch.complex64),
@@ -583,15 +513,10 @@ MUTATIONS: dict[str, Callable[[Tensor, Call], Any]] = {
 }
 
 
-@dataclass(frozen=True)
 class Arguments(Drawn):
-    family = "arguments"
+    """given: arguments, each with the place of its value in the table, or what is odd about it."""
 
-    function: str
-    sizes: Sizes
-    given: tuple[tuple[str, int | str], ...]
-    """Arguments, each with the place of its value in the table, or what is odd about it."""
-    seed: int
+    family = "arguments"
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Arguments":
@@ -601,9 +526,10 @@ class Arguments(Drawn):
         names = [*function.needed, *random.sample(options, min(random.randrange(5), len(options)))]
         odd = random.sample(names, min(random.choice((0, 1, 1, 2)), len(names)))
         given = tuple(
-            (each, _draw_value(random, function.arguments[each], each in odd)) for each in names
+            (each, _draw_value(random, function.kinds[each], each in odd)) for each in names
         )
-        return cls(name, Sizes.draw(random), given, random.randrange(2**31))
+        sizes, seed = Sizes.draw(random), random.randrange(2**31)
+        return cls(function=name, sizes=sizes, given=given, seed=seed)
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         function = FUNCTIONS[self.function]
@@ -617,15 +543,12 @@ class Arguments(Drawn):
         return {"call": oracle.Deviation(0.0, "")}
 
 
-def _draw_value(random: Random, makes: list[Make], is_odd: bool) -> int | str:
-    if is_odd:
-        largest = (
-            {"2^31 - 1"} if makes in (COUNT, BUCKETS) else set()
-        )  # so many tokens take all memory
-        return random.choice(
-            [*[each for each in ODD if each not in largest], *MUTATIONS, *MUTATIONS]
-        )
-    return random.randrange(len(makes))
+def _draw_value(random: Random, kind: str, is_odd: bool) -> int | str:
+    if not is_odd:
+        return random.randrange(len(VALUES[kind]))
+    # So many tokens take all memory.
+    largest = {"2^31 - 1"} if kind in ("count", "buckets") else set()
+    return random.choice([*(each for each in ODD if each not in largest), *MUTATIONS, *MUTATIONS])
 
 
 def _made(makes: list[Make], value: int | str, call: Call) -> Any:

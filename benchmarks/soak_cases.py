@@ -1,4 +1,4 @@
-"""What soak.py draws: a dataclass for each family, whose `draw` says how each dimension is drawn.
+"""What soak.py draws: a class for each family, whose `draw` says how each dimension is drawn.
 
 `compare` makes the tensors of a configuration, calls the public function and returns how far each
 result is from the float64 oracle in tests/, in units of the error that the oracle allows.
@@ -10,10 +10,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -122,36 +122,48 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
-class Drawn:
-    """A dataclass that says which of its fields are not None, False or as they are by default."""
+class Drawn(SimpleNamespace):
+    """What was drawn, by name; says what is not None, False or `usual`."""
 
     family = ""
     nothing = "none"
+    usual: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **drawn: Any) -> None:
+        super().__init__(**(self.usual | drawn))
 
     def __str__(self) -> str:
         found = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or value is False or value == field.default:
+        for name, value in vars(self).items():
+            if (
+                value is None
+                or value is False
+                or (name in self.usual and value == self.usual[name])
+            ):
                 continue
-            name = field.name.replace("_", " ")
+            name = name.replace("_", " ")
             words = str(value).removeprefix("torch.")
             found.append(name if value is True else f"{name} {words}")
         text = ", ".join(found) or self.nothing
         return f"{self.family}: {text}" if self.family else f"({text})"
 
 
-@dataclass(frozen=True)
 class Layout(Drawn):
-    """How a tensor lies in its storage, which ends where the tensor ends."""
+    """How a tensor lies in its storage, which ends where the tensor ends.
+
+    order: of the dimensions in memory. step: between elements of the last of them. padding:
+    elements behind each of its rows, NaN. offset: elements before the first. expanded: the
+    dimension of stride 0.
+    """
 
     nothing = "contiguous"
-
-    order: str = "as it is"  # of the dimensions in memory
-    step: int = 1  # between elements of the last of them
-    padding: int = 0  # elements behind each of its rows, NaN
-    offset: int = 0  # elements before the first
-    expanded: int | None = None  # the dimension of stride 0
+    usual: ClassVar[dict[str, Any]] = {
+        "order": "as it is",
+        "step": 1,
+        "padding": 0,
+        "offset": 0,
+        "expanded": None,
+    }
 
     @classmethod
     def draw(cls, random: Random, rank: int = 4) -> "Layout":
@@ -196,12 +208,8 @@ class Layout(Drawn):
         return placed
 
 
-@dataclass(frozen=True)
 class Mask(Drawn):
-    shape: Shape
-    odds: float  # of an entry to be excluded
-    empty_rows: bool  # whether some rows are excluded as a whole
-    layout: Layout
+    """odds: of an entry to be excluded. empty_rows: some rows are excluded as a whole."""
 
     @classmethod
     def draw(cls, random: Random, shape: Shape) -> "Mask | None":
@@ -225,18 +233,8 @@ class Mask(Drawn):
 KINDS_OF_RANGES = ("any", "any", "documents", "padding", "prefix", "few keys", "nothing in places")
 
 
-@dataclass(frozen=True)
 class Ranges(Drawn):
-    """Of queries, or of what they share."""
-
-    shape: Shape  # without the keys
-    keys: int
-    kind: str
-    has_first: bool
-    has_end: bool
-    dtype: torch.dtype
-    first_layout: Layout
-    end_layout: Layout
+    """Of queries, or of what they share; the shape is without the keys."""
 
     @classmethod
     def draw(cls, random: Random, shape: Shape) -> "Ranges | None":
@@ -292,23 +290,16 @@ class Ranges(Drawn):
         return made[0], made[1]
 
 
-def made(ranges: Ranges | None, data: Data) -> oracle.Visible | None:
-    return None if ranges is None else ranges.make(data)
+def made(drawn: Mask | Ranges | None, data: Data) -> Any:
+    """A tensor or a pair of them; None where none was drawn."""
+    return None if drawn is None else drawn.make(data)
 
 
 BIASES = ("normal", "normal", "levels", "offset", "slope", "lowest in places", "-inf in places")
 
 
-@dataclass(frozen=True)
 class Bias(Drawn):
-    shape: Shape
-    dtype: torch.dtype
-    kind: str
-    magnitude: float
-    held: torch.dtype  # which also holds its values: float32 for any values
-    gradient: bool
-    layout: Layout
-    relative: bool = False  # a RelativeBias
+    """held: a type which also holds its values, float32 for any. relative: a RelativeBias."""
 
     @classmethod
     def draw(
@@ -356,11 +347,8 @@ class Bias(Drawn):
         return self.layout.place(values).requires_grad_(self.gradient)
 
 
-@dataclass(frozen=True)
 class Sink(Drawn):
-    kind: str  # a number, one element, per head
-    value: float  # the number; what the elements are multiplied by
-    dtype: torch.dtype
+    """kind: a number, one element, per head. value: that number; else elements are times it."""
 
     @classmethod
     def draw(cls, random: Random, per_head: bool) -> "Sink | None":
@@ -369,7 +357,7 @@ class Sink(Drawn):
         kind = random.choice(("number", "one", "per head" if per_head else "one"))
         numbers = (0.0, 0.5, -3.0, 20.0, 1e4, -1e4, -INF)
         value = random.choice(numbers if kind == "number" else (1.0, 10.0))
-        return cls(kind, value, random.choice((HALF, BFLOAT, FLOAT)))
+        return cls(kind=kind, value=value, dtype=random.choice((HALF, BFLOAT, FLOAT)))
 
     def make(self, data: Data, heads: int) -> Tensor | float:
         if self.kind == "number":
@@ -378,14 +366,11 @@ class Sink(Drawn):
         return values.to(self.dtype).requires_grad_()
 
 
-@dataclass(frozen=True)
 class Incoming(Drawn):
-    """The gradients of the results."""
+    """The gradients of the results.
 
-    ones: bool  # that of the probabilities or the output: 1, of stride 0
-    layout: Layout
-    lse: bool  # whether the log-sum-exp has one
-    lse_layout: Layout
+    ones: that of the probabilities or the output is 1, of stride 0. lse: the log-sum-exp has one.
+    """
 
     @classmethod
     def draw(cls, random: Random, rank: int) -> "Incoming":
@@ -456,16 +441,11 @@ def make_scores(data: Data, kind: str, shape: Shape, dtype: torch.dtype) -> Tens
     return rounded(x, dtype)
 
 
-@dataclass(frozen=True)
 class Scores(Drawn):
-    """Rows, with what stands where they are excluded, and now and then where they are not."""
+    """Rows along the last dimension.
 
-    shape: Shape  # the rows along the last dimension
-    dtype: torch.dtype
-    kind: str
-    layout: Layout
-    planted: float | None  # in all excluded entries
-    visible: float | None  # in about two visible entries
+    planted: what stands in all excluded entries. visible: in about two visible entries.
+    """
 
     @classmethod
     def draw(cls, random: Random, usual: int, kinds: tuple[str, ...]) -> "Scores":
@@ -535,22 +515,8 @@ def draw_row_bias(random: Random, scores: Scores) -> Bias | None:
 # The families
 
 
-@dataclass(frozen=True)
 class Softmax(Drawn):
     family = "softmax"
-
-    scores: Scores
-    dim: int  # negative
-    out: torch.dtype | None
-    scale: float
-    mask: Mask | None
-    bias: Bias | None
-    causal: bool
-    window: tuple[int, int] | None
-    ranges: Ranges | None
-    sink: Sink | None
-    dropout: float
-    incoming: Incoming
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Softmax":
@@ -580,7 +546,7 @@ class Softmax(Drawn):
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         shape, rank, dim = self.scores.shape, len(self.scores.shape), self.dim
-        mask = None if self.mask is None else self.mask.make(data)
+        mask = made(self.mask, data)
         visible = made(self.ranges, data)
         limits = (self.causal, self.window, visible)
         scores, bias, excluded = self.scores.make(data, self.bias, mask, *limits)
@@ -626,18 +592,8 @@ LOGITS = (
 )
 
 
-@dataclass(frozen=True)
 class Topk(Drawn):
     family = "softmax_topk"
-
-    logits: Scores
-    k: int
-    out: torch.dtype | None
-    scale: float
-    mask: Mask | None
-    bias: Bias | None
-    renormalize: bool
-    incoming: Incoming
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Topk":
@@ -657,7 +613,7 @@ class Topk(Drawn):
         )
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
-        mask = None if self.mask is None else self.mask.make(data)
+        mask = made(self.mask, data)
         logits, bias, _ = self.logits.make(data, self.bias, mask, False, None)
         rows = self.logits.shape[:-1]
         incoming = self.incoming.make(data, (*rows, self.k), self.out or logits.dtype, rows)
@@ -684,34 +640,14 @@ def determinism(wanted: bool) -> Iterator[None]:
             torch.use_deterministic_algorithms(before)
 
 
-@dataclass(frozen=True)
 class Attention(Drawn):
-    family = "attention"
+    """tiles: the mask is a TileMask, if "note"; or one of such blocks, if "64" and more.
 
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    query_layout: Layout
-    key_layout: Layout
-    value_layout: Layout
-    scale: float | None
-    mask: Mask | None
-    tiles: str | None  # "note": the mask is a TileMask; or "64" and more: it is one of such blocks
-    bias: Bias | None
-    causal: bool
-    window: tuple[int, int] | None
-    ranges: Ranges | None
-    sink: Sink | None
-    planted: float | None  # in the bias of excluded pairs
-    visible: float | None  # in about two visible entries of the bias
-    deterministic: bool
-    incoming: Incoming
-    kernels: str  # of KERNELS in tests/inputs.py
+    planted: in the bias of excluded pairs. visible: in about two visible entries of the bias.
+    kernels: of KERNELS in tests/inputs.py.
+    """
+
+    family = "attention"
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":
@@ -778,7 +714,7 @@ class Attention(Drawn):
             return None
         leading = mask.shape[: max(len(mask.shape) - 2, 0)]
         kept = (*leading, *blocks)
-        return replace(mask, shape=kept, layout=Layout.draw(random, len(kept)))
+        return Mask(**vars(mask) | {"shape": kept, "layout": Layout.draw(random, len(kept))})
 
     @staticmethod
     def _draw_bias(random: Random, shape: Shape, dtype: torch.dtype) -> Bias | None:
@@ -811,7 +747,7 @@ class Attention(Drawn):
             )
         )
         pairs = (*of_queries, self.keys)
-        mask = None if self.mask is None else self.mask.make(data)
+        mask = made(self.mask, data)
         tile_mask = None
         if mask is not None and self.tiles is not None:
             is_plain = self.tiles == "note"

@@ -1,7 +1,8 @@
 """The tables of README.md, docs/numbers.md and docs/families.md, from benchmarks/results."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 from measured import (
     OURS,
@@ -89,81 +90,96 @@ def short(number: str) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def reference_table(rows: list[Row]) -> str:
-    """The reference path on a CPU beside the eager code that it replaces."""
-    fields = ("case", "eager_ms", "reference_ms", "ratio")
+def plain_table(rows: list[Row], *fields: str, words: int = 1) -> str:
+    """Some fields of all rows."""
     cells = ([row[name] for name in fields] for row in rows)
-    return table([name.replace("_", " ") for name in fields], cells)
+    return table([name.replace("_", " ") for name in fields], cells, words=words)
+
+
+def peers_table(
+    cases: Iterable[Case],
+    head: Sequence[str],
+    place: Callable[[Row], list[str]],
+    peers: Sequence[str],
+    cell: Callable[[Row], str],
+    *,
+    words: int = 0,
+    end: Callable[[Case], str] | None = None,
+) -> str:
+    """A line for each case: its place, under `head`, a cell of each peer, and its speedup."""
+    lines = []
+    for case in cases:
+        line = place(next(iter(case.values())))
+        line += [cell(case[name]) if name in case else "" for name in peers]
+        lines.append([*line, end(case)] if end else line)
+    return table([*head, *peers, *(["speedup"] if end else [])], lines, words=words)
 
 
 def attention_table(rows: list[Row]) -> str:
     """TFLOP/s of forward and backward together, where the bias has a gradient."""
-    lines = []
-    for found in by_attention(rows, "time", "forward+backward").values():
-        ours = found[OURS]
-        if ours["gradient"] == "1":
-            shape = ", ".join(ours[name] for name in ("batch", "heads", "keys", "head_dim"))
-            cells = [shape, ours["masking"], f"[{ours['bias']}]", ours["tflops"]]
-            cells += [found[name]["tflops"] if name in found else "" for name in ATTENTION_PEERS]
-            lines.append(cells)
-    return table(("b, h, s, d", "mask", "bias", OURS, *ATTENTION_PEERS), lines, words=3)
+    cases = by_attention(rows, "time", "forward+backward").values()
+
+    def place(row: Row) -> list[str]:
+        shape = ", ".join(row[name] for name in ("batch", "heads", "keys", "head_dim"))
+        return [shape, row["masking"], f"[{row['bias']}]"]
+
+    return peers_table(
+        [case for case in cases if case[OURS]["gradient"] == "1"],
+        ("b, h, s, d", "mask", "bias"),
+        place,
+        (OURS, *ATTENTION_PEERS),
+        lambda row: row["tflops"],
+        words=3,
+    )
 
 
 def decode_table(rows: list[Row]) -> str:
     """Steps of decoding: microseconds, and per cent of one read of keys and values."""
-    steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward")
-    names = [
-        name for name in (OURS, *ATTENTION_PEERS) if any(name in step for step in steps.values())
-    ]
-    lines = []
-    for found in steps.values():
-        any_row = next(iter(found.values()))
-        cells = [
-            f"{found[name]['microseconds']} ({found[name]['percent_of_read']})"
-            if name in found
-            else ""
-            for name in names
-        ]
-        lines.append([any_row["batch"], any_row["keys"], *cells])
-    return table(("b", "keys", *names), lines, words=0)
+    steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward").values()
+    return peers_table(
+        steps,
+        ("b", "keys"),
+        lambda row: [row["batch"], row["keys"]],
+        [name for name in (OURS, *ATTENTION_PEERS) if any(name in step for step in steps)],
+        lambda row: f"{row['microseconds']} ({row['percent_of_read']})",
+    )
 
 
 def few_queries_table(rows: list[Row]) -> str:
     """Microseconds, in brackets per cent of a copy, and our speed over the fastest backend's."""
-    cases = by_model(row for row in rows if row["microseconds"])
-    peers = [name for name in ATTENTION_PEERS if any(name in case for case in cases.values())]
-    lines = []
-    for case in cases.values():
-        shape = next(iter(case.values()))
-        cells = [shape["batch"], f"{shape['heads']}/{int(shape['heads']) // int(shape['group'])}"]
-        cells += [shape[name] for name in ("queries", "keys", "head_dim")]
-        cells.append(shape["window"] if shape["window"] != "0" else "")
-        for name in (OURS, *peers):
-            row = case.get(name)
-            cells.append(f"{short(row['microseconds'])} ({row['percent_of_copy']})" if row else "")
+    cases = by_model(row for row in rows if row["microseconds"]).values()
+
+    def place(row: Row) -> list[str]:
+        heads = f"{row['heads']}/{int(row['heads']) // int(row['group'])}"
+        window = row["window"] if row["window"] != "0" else ""
+        return [row["batch"], heads, row["queries"], row["keys"], row["head_dim"], window]
+
+    def end(case: Case) -> str:
         of_best = case[OURS]["of_best"] if OURS in case else ""
-        cells.append(f"{float(of_best):.2f}×" if of_best else "")
-        lines.append(cells)
-    head = ("batch", "heads", "queries", "keys", "head dim", "window", OURS, *peers, "speedup")
-    return table(head, lines, words=0)
+        return f"{float(of_best):.2f}×" if of_best else ""
+
+    return peers_table(
+        cases,
+        ("batch", "heads", "queries", "keys", "head dim", "window"),
+        place,
+        [OURS, *(name for name in ATTENTION_PEERS if any(name in case for case in cases))],
+        lambda row: f"{short(row['microseconds'])} ({row['percent_of_copy']})",
+        end=end,
+    )
 
 
 def training_table(rows: list[Row]) -> str:
     """Tokens per second and peak GiB per model and implementation, or why there are none."""
-    lines = []
-    for name, case in by_model(rows).items():
-        batch = next(iter(case.values()))["batch"]
-        cells = [trained(case[peer]) if peer in case else "" for peer in TRAINED]
-        lines.append([name, batch, *cells])
-    return table(("model", "batch", *TRAINED), lines)
 
+    def trained(row: Row) -> str:
+        if row["note"]:
+            return row["note"]
+        peak = row["peak_memory_bytes"]
+        return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
 
-def trained(row: Row) -> str:
-    """A cell of `training_table`."""
-    if row["note"]:
-        return row["note"]
-    peak = row["peak_memory_bytes"]
-    return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
+    cases, head = by_model(rows).values(), ("model", "batch")
+    place = itemgetter("case", "batch")
+    return peers_table(cases, head, lambda row: [*place(row)], TRAINED, trained, words=1)
 
 
 def generation_table(rows: list[Row]) -> str:
@@ -175,7 +191,7 @@ def generation_table(rows: list[Row]) -> str:
     return table(("model", OURS, "sdpa", "ratio"), lines)
 
 
-def passes_table(rows: list[Row], by: tuple[str, ...]) -> str:
+def passes_table(rows: list[Row], *by: str) -> str:
     """Both passes of each case, in microseconds, in the order of the file."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -200,12 +216,6 @@ def host_table(rows: list[Row]) -> str:
     return table(("device", "case", "pass", f"{OURS}, µs", "torch, µs", "ratio"), lines, words=3)
 
 
-def gpu_tests_table(rows: list[Row]) -> str:
-    """The last runs of the tests on GPUs."""
-    fields = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")
-    return table(fields, ([row[name] for name in fields] for row in rows[-3:]), words=4)
-
-
 def origin(name: str, script: str) -> str:
     """With what and when a CSV file was measured, and a link to it."""
     rows = read(name)
@@ -222,21 +232,29 @@ def origin(name: str, script: str) -> str:
     )
 
 
+# The parts of docs/families.md, and what its classes do.
+PARTS = {
+    "works": "work by the name and through `patch_model`",
+    "in part": "work, beside layers that run their own attention",
+    "own": "run their own attention in every layer that the call reaches",
+    "patch_model": "work through `patch_model` alone",
+    "refused": "are refused with the reason",
+    "none": "have no attention",
+    "not built": "were not built small",
+}
+
+
 def families_tables(rows: list[Row]) -> dict[str, str]:
     """The marked parts of docs/families.md: where it comes from, counts, and a table each."""
-    parts: dict[str, list[Row]] = {
-        marker: []
-        for marker in ("works", "in part", "own", "patch_model", "refused", "none", "not built")
-    }
-    for row in rows:
-        parts[family_part(row)].append(row)
-    origin = {name: rows[0][name] for name in ("transformers", "torch", "commit", "date")}
+    parts = {part: [row for row in rows if family_part(row) == part] for part in PARTS}
     same = [row for marker in ("works", "in part", "own") for row in parts[marker]]
     worst = max(float(row["logits_error"]) for row in same)
     found = {
-        "sweep": f"transformers {origin['transformers']}, torch {origin['torch']}, commit "
-        f"{origin['commit']}, {origin['date']}: {len(rows)} classes. The largest error of logits "
-        f"is {worst:.0e}, relative to all logits of the class.",
+        "sweep": "transformers {transformers}, torch {torch}, commit {commit}, {date}: ".format(
+            **rows[0]
+        )
+        + f"{len(rows)} classes. The largest error of logits is {worst:.0e}, relative to all "
+        "logits of the class.",
         "works": ", ".join(f"`{row['class']}`" for row in parts["works"]),
         "own": ", ".join(f"`{row['class']}` (`{row['why']}`)" for row in parts["own"]) or "None.",
         "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
@@ -249,18 +267,8 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
     for marker in ("patch_model", "refused", "not built"):
         lines = ((f"`{row['class']}`", short_reason(row["why"])) for row in parts[marker])
         found[marker] = table(("class", "why"), lines, words=2) if parts[marker] else "None."
-    counts = ["| classes | |", "|--:|---|"]
-    for marker, words in (
-        ("works", "work by the name and through `patch_model`"),
-        ("in part", "work, beside layers that run their own attention"),
-        ("own", "run their own attention in every layer that the call reaches"),
-        ("patch_model", "work through `patch_model` alone"),
-        ("refused", "are refused with the reason"),
-        ("none", "have no attention"),
-        ("not built", "were not built small"),
-    ):
-        counts.append(f"| {len(parts[marker])} | {words} |")
-    return found | {"counts": "\n".join(counts)}
+    counts = (f"| {len(parts[marker])} | {words} |" for marker, words in PARTS.items())
+    return found | {"counts": "\n".join(["| classes | |", "|--:|---|", *counts])}
 
 
 def family_part(row: Row) -> str:

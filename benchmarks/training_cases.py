@@ -13,20 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import measure
 import torch
 from torch import Tensor
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
     GptOssForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
@@ -41,11 +36,11 @@ SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
     """A training step: forward, backward, AdamW.
 
     name: the model, with what differs from the published one.
-    model, config: classes; `sizes` are further arguments of the configuration.
+    model: its class; `sizes` are further arguments of its configuration.
     length: tokens of an example; those of the encoder where the decoder has `targets`.
     bars: (implementation, peer, how many times the peer's tokens per second it should reach).
     checkpointed: layers are computed once more in the backward pass, in every implementation.
@@ -54,9 +49,10 @@ class Case:
     compiled: by torch.compile, in every implementation.
     """
 
+    written = (*("case", "layers", "width", "heads", "batch", "length", "targets", "checkpointed"),)
+
     name: str
     model: type[PreTrainedModel]
-    config: type[PreTrainedConfig]
     layers: int
     width: int
     heads: int
@@ -90,35 +86,20 @@ class Case:
         return self.batch * self.length**2 if has_mask else 0
 
     def tiny(self) -> "Case":
-        """The same with sizes that a CPU computes in no time; windows still exclude keys.
+        """This case with sizes that a CPU computes in no time; windows still exclude keys.
 
         Not compiled: that takes long whatever the sizes are.
         """
-        small = {
-            "head_dim": 16,
-            "num_key_value_heads": 2,
-            "intermediate_size": 96,
-            "d_ff": 96,
-            "sliding_window": 8,
-        }
-        sizes = {name: small.get(name, value) for name, value in self.sizes.items()}
+        small = {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 8}
+        small |= {"intermediate_size": 96, "d_ff": 96}
+        changes = {"layers": 2, "width": 64, "heads": 4, "batch": 2, "length": 40}
+        changes["sizes"] = {name: small.get(name, value) for name, value in self.sizes.items()}
         targets = 24 if self.targets else 0
-        return replace(
-            self,
-            name=f"tiny {self.name}",
-            layers=2,
-            width=64,
-            heads=4,
-            batch=2,
-            length=40,
-            targets=targets,
-            sizes=sizes,
-            compiled=False,
-        )
+        return replace(self, name=f"tiny {self.name}", targets=targets, compiled=False, **changes)
 
     def build(self) -> PreTrainedModel:
         """In bfloat16 and training mode, on the current default device."""
-        config = self.config(
+        config = self.model.config_class(
             vocab_size=VOCABULARY,
             hidden_size=self.width,
             num_hidden_layers=self.layers,
@@ -145,161 +126,73 @@ class Case:
 
 
 def cases() -> list[Case]:
-    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    without_bias = (SOFTMAX_BAR, (NAME, "sdpa", 1.0))
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    groups = {"num_key_value_heads": 8, "head_dim": 64}
+    without_bias, no_slower = (SOFTMAX_BAR, (NAME, "sdpa", 1.0)), ((NAME, "sdpa", 1.0),)
+    sizes = {**groups, "intermediate_size": 8192, **no_tokens}
     llama_1b = Case(
-        name="Llama 1B, 2048 tokens",
-        model=LlamaForCausalLM,
-        config=LlamaConfig,
-        layers=16,
-        width=2048,
-        heads=32,
-        batch=4,
-        length=2048,
-        bars=without_bias,
+        *("Llama 1B, 2048 tokens", LlamaForCausalLM, 16, 2048, 32, 4, 2048, without_bias),
         implementations=WITHOUT_BIAS,
-        sizes={"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, **no_tokens},
+        sizes=sizes,
     )
     gpt2 = Case(
-        name="GPT-2 medium, 1024 tokens",
-        model=GPT2LMHeadModel,
-        config=GPT2Config,
-        layers=24,
-        width=1024,
-        heads=16,
-        batch=8,
-        length=1024,
-        bars=without_bias,
+        *("GPT-2 medium, 1024 tokens", GPT2LMHeadModel, 24, 1024, 16, 8, 1024, without_bias),
         implementations=WITHOUT_BIAS,
         sizes={**no_dropout, **no_tokens},
     )
+    sizes = {"head_dim": 64, "d_ff": 2816, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
     t5 = Case(
-        name="T5 large v1.1, 1024 + 512 tokens",
-        model=T5ForConditionalGeneration,
-        config=T5Config,
-        layers=24,
-        width=1024,
-        heads=16,
-        batch=16,
-        length=1024,
-        targets=512,
+        *("T5 large v1.1, 1024 + 512 tokens", T5ForConditionalGeneration, 24, 1024, 16, 16, 1024),
         bars=(SOFTMAX_BAR, (NAME, "sdpa", 1.5)),
-        sizes={
-            "head_dim": 64,
-            "d_ff": 2816,
-            "feed_forward_proj": "gated-gelu",
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
+        targets=512,
+        sizes={**sizes, "decoder_start_token_id": 0},
     )
-    no_slower = ((NAME, "sdpa", 1.0),)
-    large = {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        **no_tokens,
-    }
+    large = {**groups, "head_dim": 128, "intermediate_size": 14336, **no_tokens}
     mistral = Case(
-        name="Mistral, 4 layers, 8192 tokens, window 1024",
-        model=MistralForCausalLM,
-        config=MistralConfig,
-        layers=4,
-        width=4096,
-        heads=32,
-        batch=1,
-        length=8192,
+        *("Mistral, 4 layers, 8192 tokens, window 1024", MistralForCausalLM, 4, 4096, 32, 1, 8192),
         bars=((NAME, "sdpa", 1.5),),
         implementations=PEERS,
         sizes={**large, "sliding_window": 1024},
     )
+    sizes = {**groups, "intermediate_size": 2880, "sliding_window": 128}
     gpt_oss = Case(
-        name="gpt-oss, 4 layers, 4 experts, 4096 tokens",
-        model=GptOssForCausalLM,
-        config=GptOssConfig,
-        layers=4,
-        width=2880,
-        heads=64,
-        batch=2,
-        length=4096,
+        *("gpt-oss, 4 layers, 4 experts, 4096 tokens", GptOssForCausalLM, 4, 2880, 64, 2, 4096),
         bars=(SOFTMAX_BAR, (NAME, "eager", 3.0)),
         implementations=("eager", SOFTMAX_NAME, NAME),
-        sizes={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "intermediate_size": 2880,
-            "sliding_window": 128,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 4,
-            **no_tokens,
-        },
+        sizes={**sizes, "num_local_experts": 4, "num_experts_per_tok": 4, **no_tokens},
     )
+
+    def dropping(case: Case, bars: tuple[tuple[str, str, float], ...], **sizes: Any) -> Case:
+        name = f"{case.name}, dropout"
+        return replace(case, name=name, drops=True, bars=bars, implementations=PEERS, sizes=sizes)
+
+    name = "GPT-2 medium, 4 layers, 1024 tokens, compiled"
+    compiled = replace(gpt2, name=name, layers=4, compiled=True, bars=no_slower)
+    # The host takes longer than the GPU.
+    tiny = {"layers": 12, "width": 256, "heads": 4, "batch": 1, "length": 128, "bars": no_slower}
+    name = "Llama 1B, 8192 tokens, layers checkpointed"
+    checkpointed = replace(llama_1b, name=name, batch=1, length=8192, checkpointed=True)
+    name = "Llama, 4 layers, 8 documents of 1024 tokens"
+    documents = replace(mistral, name=name, model=LlamaForCausalLM, documents=8, sizes=large)
+    name = "Mistral, 4 layers, 32768 tokens, window 1024"
     return [
         gpt2,
+        dropping(gpt2, no_slower, **no_tokens),
+        replace(compiled, implementations=("sdpa", NAME)),
         replace(
             gpt2,
-            name=f"{gpt2.name}, dropout",
-            drops=True,
-            bars=no_slower,
+            name="GPT-2, 12 layers of width 256, 128 tokens",
             implementations=PEERS,
-            sizes=no_tokens,
-        ),
-        replace(
-            gpt2,
-            name="GPT-2 medium, 4 layers, 1024 tokens, compiled",
-            layers=4,
-            compiled=True,
-            bars=no_slower,
-            implementations=("sdpa", NAME),
-        ),
-        replace(
-            gpt2,
-            name="GPT-2, 12 layers of width 256, 128 tokens",  # the host takes longer than the GPU
-            layers=12,
-            width=256,
-            heads=4,
-            batch=1,
-            length=128,
-            bars=no_slower,
-            implementations=PEERS,
+            **tiny,
         ),
         llama_1b,
-        replace(
-            llama_1b,
-            name="Llama 1B, 8192 tokens, layers checkpointed",
-            batch=1,
-            length=8192,
-            checkpointed=True,
-        ),
+        checkpointed,
         t5,
-        replace(
-            t5,
-            name=f"{t5.name}, dropout",
-            drops=True,
-            bars=((NAME, "sdpa", 1.3),),
-            implementations=PEERS,
-            sizes={**t5.sizes, "dropout_rate": 0.1},
-        ),
+        dropping(t5, ((NAME, "sdpa", 1.3),), **(t5.sizes | {"dropout_rate": 0.1})),
         mistral,
-        replace(
-            mistral,
-            name="Llama, 4 layers, 8 documents of 1024 tokens",
-            model=LlamaForCausalLM,
-            config=LlamaConfig,
-            documents=8,
-            sizes=large,
-        ),
-        replace(
-            mistral,
-            name="Mistral, 4 layers, 32768 tokens, window 1024",
-            length=32768,
-            implementations=("sdpa", NAME),
-        ),
+        documents,
+        replace(mistral, name=name, length=32768, implementations=("sdpa", NAME)),
         gpt_oss,
-        replace(
-            gpt_oss,
-            name="gpt-oss, 4 layers, 4 experts, 8192 tokens",
-            batch=1,
-            length=8192,
-        ),
+        replace(gpt_oss, name="gpt-oss, 4 layers, 4 experts, 8192 tokens", batch=1, length=8192),
     ]

@@ -17,43 +17,41 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import measure
 import torch
 import typer
-from rich.progress import track
 
 import megasoftmax
 from megasoftmax.build import library
-from megasoftmax.explain import DTYPES, PACK_BYTES, Gpu, current_gpu, explain
+from megasoftmax.explain import DTYPES, H200, PACK_BYTES, Gpu, current_gpu, explain
 from megasoftmax.explain.common import visible_entries
 from megasoftmax.limits import RowRegime, kernel_limits
 
 LIMITS = kernel_limits()
-RESULTS = Path(__file__).parent / "results" / "tune.csv"
 SIZE = 64 * 2**20  # bytes of the scores, at least
-LENGTHS = sorted(
-    [
-        *(2**power for power in range(6, 21)),
-        *(3 * 2**power for power in range(5, 19)),
-        *(5120, 10240, 20480, 50257, 151936),
-    ]
-)
+LENGTHS = sorted([*(2**power for power in range(6, 21)), *(3 * 2**power for power in range(5, 19))])
+LENGTHS = sorted([*LENGTHS, 5120, 10240, 20480, 50257, 151936])
 FEW_ROWS = (1, 4, 16, 64, 256)
 LONG = 4096  # columns, from which few rows are timed
 CALLS = 10  # in a graph
 KINDS = ("plain", "uneven", "causal", "masked")
 SQUARE = (64, 16384)  # columns of causal and masked rows
 MASKED = 0.25  # of the entries
+FIELDS = [
+    *("direction", "kind", "timing", "rows", "columns", "dtype", "regime", "chosen", "longest"),
+    *("microseconds", "percent_of_copy"),
+]
 
 Force = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(measure.Case):
     """Scores [heads, queries, columns] and how they are timed."""
+
+    written = ("kind", "timing", "rows", "columns", "dtype")
 
     heads: int
     queries: int
@@ -105,8 +103,10 @@ def table(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def force_regimes() -> Force:
+def force_regimes(run: measure.Run) -> Force:
     """What forces rows of the tables, forward and backward, on every later call; -1: none."""
+    if run.device == "cpu" or run.listed:
+        return lambda forward, backward: None
     status = library.load()
     if status.path is None:
         raise SystemExit(f"there are no kernels to time: {status.reason}")
@@ -166,26 +166,27 @@ def candidates(case: Case, backward: bool, gpu: Gpu) -> list[Candidate]:
     return list(found.values())
 
 
-def run_case(case: Case, rounds: int, force: Force, gpu: Gpu) -> Iterator[dict]:
-    """The lines of one case: every regime forward, then backward."""
+def run_case(run: measure.Run, case: Case, force: Force, gpu: Gpu) -> Iterator[measure.Row]:
+    """The rows of one case: every regime forward, then backward."""
     shape = (case.heads, case.queries, case.columns)
-    scores = torch.randn(shape, device="cuda", dtype=case.dtype)
-    mask = torch.rand(shape[1:], device="cuda") < MASKED if case.kind == "masked" else None
+    with run.on_device():
+        scores = torch.randn(shape, dtype=case.dtype)
+        mask = torch.rand(shape[1:]) < MASKED if case.kind == "masked" else None
     gradient, target = torch.randn_like(scores), torch.empty_like(scores)
-    leaf = scores.detach().requires_grad_()
-    call = functools.partial(megasoftmax.softmax, mask=mask, causal=case.is_causal, fused=True)
+    leaf, fused = scores.detach().requires_grad_(), scores.is_cuda or None
+
+    def call(scores: torch.Tensor) -> torch.Tensor:
+        return megasoftmax.softmax(scores, mask=mask, causal=case.is_causal, fused=fused)
+
     output = call(leaf)
-
-    def forward() -> object:
-        return call(scores)
-
-    def backward() -> object:
-        return torch.autograd.grad(output, leaf, gradient, retain_graph=True)
-
-    for direction, function in (("forward", forward), ("backward", backward)):
+    passes: measure.Calls = {
+        "forward": lambda: call(scores),
+        "backward": lambda: torch.autograd.grad(output, leaf, gradient, retain_graph=True),
+    }
+    for direction, function in passes.items():
         is_backward = direction == "backward"
         found = {str(regime.index): regime for regime in candidates(case, is_backward, gpu)}
-        functions: dict[str, measure.Function] = {"copy": lambda: target.copy_(scores)}
+        functions: measure.Calls = {"copy": lambda: target.copy_(scores)}
         for name, candidate in found.items():
 
             def forced(
@@ -197,73 +198,36 @@ def run_case(case: Case, rounds: int, force: Force, gpu: Gpu) -> Iterator[dict]:
                 function()
 
             functions[name] = forced
-        times = microseconds(case, functions, rounds)
+        for forced in functions.values():
+            forced()
+        calls = CALLS if case.timing == "graph" else 1
+        graphs = run.captured(functions, calls) if calls > 1 else functions
+        times = measure.interleaved(graphs, run.turns, run.timer())
         share = case.fewest_bytes(is_backward) / (2 * case.bytes)
         for name, candidate in found.items():
             yield {
                 "direction": direction,
-                "kind": case.kind,
-                "timing": case.timing,
-                "rows": case.rows,
-                "columns": case.columns,
-                "dtype": measure.dtype_name(case.dtype),
                 "regime": candidate.regime.name,
                 "chosen": candidate.chosen,
                 "longest": candidate.longest,
-                "microseconds": f"{times[name]:.2f}",
+                "microseconds": f"{times[name] / calls:.2f}",
                 "percent_of_copy": f"{100 * share * times['copy'] / times[name]:.1f}",
             }
+    force(-1, -1)
 
 
-def microseconds(
-    case: Case, functions: dict[str, measure.Function], rounds: int
-) -> dict[str, float]:
-    """The median time of each, as the case is timed."""
-    timer = measure.gpu_timer()
-    for function in functions.values():
-        function()
-    if case.timing != "graph":
-        return measure.interleaved(functions, rounds, timer)
-    graphs = {name: measure.captured(function, CALLS) for name, function in functions.items()}
-    times = measure.interleaved(graphs, rounds, timer)
-    return {name: time / CALLS for name, time in times.items()}
-
-
-def report(lines: list[dict]) -> None:
-    """One line for each pass of a case: the regime that is chosen, and the fastest."""
-    for direction in ("forward", "backward"):
-        here = [line for line in lines if line["direction"] == direction]
-        chosen = next(line for line in here if line["chosen"])
-        best = min(here, key=lambda line: float(line["microseconds"]))
-        case = " ".join(str(chosen[field]) for field in ("columns", "kind", "timing"))
-        print(
-            f"{chosen['rows']}x{case} {direction}: "
-            f"{chosen['regime']} {chosen['microseconds']} µs, {chosen['percent_of_copy']}%; "
-            f"fastest {best['regime']} {best['microseconds']} µs, {best['percent_of_copy']}%"
-        )
-
-
+@measure.benchmark("tune.csv", rounds=7)
 def main(
+    run: measure.Run,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
-    rounds: measure.Rounds = 7,
-    out: measure.Out = RESULTS,
-    only: Annotated[str, typer.Option(help='Cases whose "rowsxcolumns kind timing" has it.')] = "",
-    commit: measure.Commit = "",
 ) -> None:
-    """Runs the sweep."""
+    """Times every regime."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    gpu, force = current_gpu(), force_regimes()
-    common = measure.provenance(commit)
-    cases = [case for case in table(DTYPES[dtype]) if only in str(case)]
-    with measure.results(out, common) as write, measure.own_stream():
-        for case in track(cases, "regimes"):
-            lines = list(run_case(case, rounds, force, gpu))
-            force(-1, -1)
-            for line in lines:
-                write(line)
-            report(lines)
-            torch.cuda.empty_cache()
+    on_gpu = run.device == "cuda" and not run.listed
+    gpu, force = current_gpu() if on_gpu else H200, force_regimes(run)
+    rows_of = functools.partial(run_case, run, force=force, gpu=gpu)
+    run.cases(table(DTYPES[dtype]), rows_of, FIELDS, stream=measure.own_stream)
 
 
 if __name__ == "__main__":

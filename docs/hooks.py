@@ -1,5 +1,7 @@
 """Makes pages of files outside of docs/: README, DESIGN, CONTRIBUTING, docstrings, CSV files.
 
+Pictures of the results are drawn for the site.
+
 Pages link to those files by their paths in the repository, so that links also work without the
 site. Here such a link becomes one to the page that has the text.
 """
@@ -7,6 +9,7 @@ site. Here such a link becomes one to the page that has the text.
 import posixpath
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+from pictures import PICTURES  # noqa: E402
+
 RESULTS = "benchmarks/results"
 INSTALLED = tempfile.TemporaryDirectory()
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]*)(#[^)]*)?\)")
@@ -41,6 +47,10 @@ def on_config(config):
 def on_files(files, config):
     for page, path in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    for name, svg in PICTURES.items():
+        if found := files.get_file_from_path(name):  # drawn before, or that of README
+            files.remove(found)
+        files.append(File.generated(config, name, content=svg()))
     for path in sorted((ROOT / RESULTS).glob("*.csv")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
