@@ -21,7 +21,8 @@ from soak_cases import BFLOAT, FLOAT, HALF, Data, Deviations, Drawn, chance, ora
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import autograd, biases, functional, ranges
+from megasoftmax import autograd, biases, ranges
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.integrations import flash_attn
 
 Make = Callable[["Call"], Any]
@@ -310,7 +311,7 @@ FUNCTIONS = {
         _asked("softmax_topk"),
     ),
     "softmax_backward": Function(
-        functional.softmax_backward,
+        softmax_backward,
         {"gradient": SCORES, "probabilities": SCORES},
         {"scale": SCALE, "causal": FLAG, "visible": VISIBLE},
     ),

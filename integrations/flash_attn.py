@@ -34,8 +34,8 @@ from torch import Tensor
 import megasoftmax
 from megasoftmax import arguments, checks
 from megasoftmax.arguments import Window
+from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias, alibi_bias
-from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.products import between_products, capped
 
 _NAMES = {  # of arguments of megasoftmax.attention

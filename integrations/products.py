@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.functional import reasons_against_sdpa, serves_attention
+from megasoftmax.functions.attention import serves_attention
+from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 
 
 def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:

@@ -79,7 +79,8 @@ except ImportError as error:
 
 import megasoftmax
 from megasoftmax.arguments import Ranges, Window
-from megasoftmax.functional import as_autocast, served_attention
+from megasoftmax.autocast import as_autocast
+from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask

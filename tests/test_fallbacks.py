@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import dispatch, functional
+from megasoftmax import dispatch
+from megasoftmax.functions import attention as of_attention
+from megasoftmax.functions import calls, topk
+from megasoftmax.functions import softmax as of_softmax
 from megasoftmax.integrations.products import takes_attention
 
 
@@ -21,12 +24,13 @@ def asks_for_reasons(device, monkeypatch):
         return
     for name in ("_device", "_compiled_part"):
         monkeypatch.setattr(dispatch, name, lambda tensor: None)
-    is_fused = functional._is_fused
+    is_fused = calls.runs_fused
 
     def on_gpu(fused, reasons_against, scores, *args):
         return is_fused(fused, lambda _, *rest: reasons_against(scores, *rest), _OnGpu(), *args)
 
-    monkeypatch.setattr(functional, "_is_fused", on_gpu)
+    for module in (of_softmax, topk, of_attention):
+        monkeypatch.setattr(module, "runs_fused", on_gpu)
 
 
 def attention(query: Tensor) -> Tensor:

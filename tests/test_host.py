@@ -20,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import dispatch, functional, host
+from megasoftmax import dispatch, host
 from megasoftmax.build import library
+from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
 
@@ -312,7 +313,7 @@ def test_layers_get_attention_as_they_go_on_with_it(
     torch.manual_seed(1)
     leaves = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
     weights = normal(4, 6, 4, 8, grad=False)
-    output = functional.served_attention(*leaves, given, 0.0)
+    output = served_attention(*leaves, given, 0.0)
     assert served == [True]
     assert output is not None
     assert (output.is_contiguous(), output._is_view()) == (True, False)
@@ -329,7 +330,7 @@ def test_layers_get_attention_as_they_go_on_with_it(
 def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
     leaf = normal(1, 2, 3, 8, dtype=torch.bfloat16)
     options = dict.fromkeys(("bias", "mask", "window", "visible", "sink"))
-    output = functional.served_attention(*[leaf] * 3, options | {"scale": 1, "causal": True}, 0.0)
+    output = served_attention(*[leaf] * 3, options | {"scale": 1, "causal": True}, 0.0)
     assert output is not None
     output.mul_(2)  # it is kept for the backward pass, which notices
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megasoftmax
-from megasoftmax import functional
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
@@ -338,7 +338,7 @@ def test_dropout(monkeypatch):
     torch.manual_seed(5)
     output = core(*tensors, mask)
     torch.manual_seed(5)
-    seed = functional.new_seed(torch.device("cpu"))
+    seed = new_seed(torch.device("cpu"))
     keep = dropout.kept_of_scores(seed, 0.3, torch.empty(BATCH, HEADS, 9, 9))
     factors = dropout.dropped(torch.ones(keep.shape, dtype=torch.float64), keep, 0.3)
     assert 0 < (factors == 0).sum() < factors.numel()
@@ -559,7 +559,7 @@ def test_dropout_of_packed_sequences(path):
             *(tensor, tensor, tensor, packed([6, 6]).cu_seqlens_q),
             causal=True,
             dropout=0.5,
-            seed=functional.new_seed(torch.device("cpu")),
+            seed=new_seed(torch.device("cpu")),
         )
         assert torch.equal(output, expected.flatten(1))
     first, second = core.eval()(

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import checks
-from megasoftmax.functional import as_autocast, new_seed
+from megasoftmax.autocast import as_autocast
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
 

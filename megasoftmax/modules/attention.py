@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, biases, checks, functional
+from megasoftmax import arguments, biases, checks
 from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reasons
+from megasoftmax.functions.attention import attention
+from megasoftmax.functions.why_not_fused import why_not_fused
 from megasoftmax.masks import TileMask
 
 
@@ -136,7 +138,7 @@ class FusedAttention(torch.nn.Module):
             TypeError, ValueError: an argument is not as above; names the argument.
         """
         options = self._options(query, key, bias, mask, visible)
-        return functional.attention(query, key, value, **options)
+        return attention(query, key, value, **options)
 
     def why_not_fused(
         self,
@@ -153,7 +155,7 @@ class FusedAttention(torch.nn.Module):
             TypeError, ValueError: as `forward` would.
         """
         options = self._options(query, key, bias, mask, visible)
-        return functional.why_not_fused(functional.attention, query, key, value, **options)
+        return why_not_fused(attention, query, key, value, **options)
 
     def extra_repr(self) -> str:
         options = {

@@ -7,9 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, checks, functional, host
+from megasoftmax import arguments, checks, host
 from megasoftmax.arguments import Window
+from megasoftmax.autocast import autocast_dtype
 from megasoftmax.dispatch import Reason
+from megasoftmax.functions.softmax import softmax
+from megasoftmax.functions.why_not_fused import why_not_fused
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -144,7 +147,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         """As `forward` with fusion, whatever the flag says."""
         sink = _sink(softmax_offset, input)
         try:
-            return functional.softmax(
+            return softmax(
                 input,
                 scale=1.0 if self.scale is None else self.scale,
                 mask=mask,
@@ -171,9 +174,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if softmax_offset is None:
             probabilities = torch.softmax(scores, -1)
         else:
-            probabilities = functional.softmax(
-                scores, sink=_sink(softmax_offset, scores), fused=False
-            )
+            probabilities = softmax(scores, sink=_sink(softmax_offset, scores), fused=False)
         return probabilities.to(output_dtype or probabilities.dtype)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
@@ -211,8 +212,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             mask = None  # of any shape that `mask_func` takes
         sink = _sink(softmax_offset, input)
         try:
-            others = functional.why_not_fused(
-                functional.softmax,
+            others = why_not_fused(
+                softmax,
                 input,
                 scale=1.0 if self.scale is None else self.scale,
                 mask=mask,
@@ -264,7 +265,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _output_dtype(self, scores: Tensor, *, fusion: bool) -> torch.dtype | None:
         if fusion and torch._C._is_any_autocast_enabled():
-            dtype = functional.autocast_dtype(scores)
+            dtype = autocast_dtype(scores)
             if dtype is not None:
                 return dtype
         return self._half_dtype() if self.softmax_in_fp32 else None
@@ -324,7 +325,7 @@ class ScaledSoftmax:
 def _softmax_of_apex(inputs: Tensor, scale: float, **options: Any) -> Tensor:
     checks.check_floating("inputs", inputs)
     try:
-        return functional.softmax(inputs, scale=scale, dtype=inputs.dtype, **options)
+        return softmax(inputs, scale=scale, dtype=inputs.dtype, **options)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, {"scores": "inputs"}) from None
 

@@ -1,0 +1,139 @@
+"""What calls of all operations share: who computes, and the operands as ops take them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasoftmax import arguments, checks, host
+from megasoftmax.arguments import Ranges
+from megasoftmax.autocast import autocast_dtype
+from megasoftmax.dispatch import Reason
+from megasoftmax.distributed import sharding
+from megasoftmax.tracing import in_jit_trace
+
+
+def runs_fused(
+    fused: bool | None,
+    reasons_against: Callable[..., tuple[Reason, ...]],
+    scores: Tensor,
+    *args: Any,
+) -> bool:
+    """Whether a call runs fused; raises where it must and cannot."""
+    if fused is False or (fused is None and not scores.is_cuda):
+        return False
+    reasons = reasons_against(scores, *args)
+    can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
+    if fused and not can_be:
+        raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+    if can_be:
+        host.admit(scores)
+    return can_be
+
+
+def runs_as_op(name: str, scores: Tensor) -> bool:
+    """Whether a call that does not run fused is one op all the same: DTensors, and torch.jit.trace.
+
+    Raises:
+        ValueError: of a DTensor on a GPU.
+    """
+    if sharding.prepare(scores):
+        arguments.check_shards(name, scores)
+        return True
+    return in_jit_trace()
+
+
+def call_op(through_autograd: Callable[..., Any], implementation: Any, *args: Any) -> Any:
+    """`through_autograd(implementation, needs_gradient, *arguments of forward)`.
+
+    Compiled, an autograd function gets gradients without placements: DTensors go to ops, which have
+    autograd of their own.
+    """
+    if sharding.prepare(args[1]) and torch.compiler.is_compiling():
+        return implementation.forward(*args[1:])
+    return through_autograd(implementation, *args)
+
+
+def dtype_of_probabilities(scores: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type asked for, or else that of torch.softmax: float32 under autocast on a GPU."""
+    if dtype is not None:
+        return dtype
+    if scores.is_cuda and autocast_dtype(scores) is not None:
+        return torch.float32
+    return scores.dtype
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of dropout, int64 [1], drawn there by torch's generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+
+
+def seed_of_call(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
+    """As ops take it: None without dropout."""
+    if dropout == 0:
+        return None
+    if seed is None:
+        seed = new_seed(scores.device)
+    return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
+
+
+def tensor_and_number(sink: Tensor | float | None) -> tuple[Tensor | None, float | None]:
+    """A sink as ops take it; one of the two is None."""
+    if sink is None or isinstance(sink, Tensor):
+        return sink, None
+    return None, float(sink)
+
+
+def int32_bounds(visible: Ranges | None, keys: int) -> Ranges:
+    """Both in int32."""
+    if visible is None:
+        return None, None
+    first, end = visible
+    return _as_int32(first, keys), _as_int32(end, keys)
+
+
+def _as_int32(bound: Tensor | None, keys: int) -> Tensor | None:
+    if bound is None or bound.dtype == torch.int32:
+        return bound
+    return bound.clamp(0, keys).to(torch.int32)
+
+
+def with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
+    """A view with leading dimensions of size 1."""
+    return None if tensor is None else tensor[(None,) * (rank - tensor.dim())]
+
+
+def cast_for_kernels(
+    scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
+) -> tuple[Tensor | None, Tensor | float | None]:
+    """The bias in the type of the scores or float32, the sink in one that kernels know.
+
+    A bias of no dimension gets one.
+    """
+    if bias is not None and bias.dim() == 0:
+        bias = bias[None]
+    if bias is not None and bias.dtype != scores.dtype:
+        bias = bias.float()
+    if isinstance(sink, Tensor) and sink.dtype == torch.float64:
+        sink = sink.float()
+    return bias, sink
+
+
+def bound_arguments(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults too. An error names the function."""
+    by_position = sum(
+        each.kind is each.POSITIONAL_OR_KEYWORD for each in signature.parameters.values()
+    )
+    others = {each: value for each, value in kwargs.items() if each not in signature.parameters}
+    if others or len(args) > by_position:
+        raise checks.misnamed(name, by_position, args[by_position:], others)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
