@@ -41,6 +41,7 @@ from megasoftmax.integrations.megatron import (
 from megasoftmax.integrations.megatron.routers import ROUTED_WHERE
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
 from megasoftmax.integrations.replacing import Change, Replaced, Served
+from megasoftmax.options import AttentionOptions
 from megasoftmax.reference import dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -870,7 +871,8 @@ def test_training_fused(name, monkeypatch):
     calls = record_calls(monkeypatch, "attention")
     options = {"bf16": True, "params_dtype": torch.bfloat16} | MODELS[name]
     ours, plain = build_pair("cuda", torch.bfloat16, **options)
-    assert core_attention.takes_attention(*torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16(), {})
+    tensors = torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16()
+    assert core_attention.takes_attention(*tensors, AttentionOptions())
     losses, _, _ = train(ours)
     expected, _, _ = train(plain)
     assert len(calls) == 8

@@ -24,6 +24,7 @@ from megasoftmax.autocast import as_autocast
 from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
+from megasoftmax.options import AttentionOptions
 
 # Of a config, what would change results and is not computed here, and the value it must have.
 _UNSUPPORTED = {
@@ -240,7 +241,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         """[batch, heads, queries, head_dim] of tensors with heads before tokens."""
         query, key, value = as_autocast(query, key, value)
         options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
-        if takes_attention(query, key, value, options):
+        if takes_attention(query, key, value, AttentionOptions(**options)):
             if (
                 mask is not None
             ):  # forward and backward share its note; layers have no pass to share
@@ -267,7 +268,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = as_autocast(query, key, value)
         queries, keys = len(query), len(key)
         batch = one_batch(query), one_batch(key), one_batch(value)
-        if runs_fused(*batch, {"scale": self.softmax_scale, "dropout": self._dropout}):
+        kept = AttentionOptions(scale=self.softmax_scale, dropout=self._dropout)
+        if runs_fused(*batch, kept):
             documents = documents_of(packed, queries, keys, query.device)
             options = self._options(is_causal, query.device)
             return megasoftmax.attention_varlen(query, key, value, *documents, **options).flatten(1)

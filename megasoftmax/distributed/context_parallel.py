@@ -21,6 +21,7 @@ from torch import Tensor
 from megasoftmax import checks, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 from megasoftmax.distributed.zigzag import parts_of_rank
+from megasoftmax.reference.attention import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -133,31 +134,8 @@ class Ring(NamedTuple):
         return of_queries.number * parts + of_keys.number
 
 
-class Options(NamedTuple):
-    """What is not a tensor. Query i of a rank stands at its key i; -1 is no limit of a window."""
-
-    scale: float
-    window_left: int
-    window_right: int
-    sink_value: float | None
-    relative: bool
-    dropout: float
-    tf32: bool
-
-
 def attention(
-    implementation: Implementation,
-    ring: Ring,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    first: Tensor | None,
-    end: Tensor | None,
-    sink: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
+    implementation: Implementation, ring: Ring, given: ForwardArguments
 ) -> tuple[Tensor, Tensor]:
     """Output [b, h, m, dv] and log-sum-exp [b, h, m] of this rank's queries and all keys.
 
@@ -165,11 +143,10 @@ def attention(
 
     Args:
         implementation: who computes a block.
-        query, key, value: of this rank, as in `reference.attention.attention_forward`.
-        bias, mask, first, end, sink: the same; of this rank's queries and the keys of all ranks. A
-            table is one of all queries and all keys.
-        seed: of this rank, or None where options.dropout is 0. A block's own is as many more as its
-            number among the pairs of parts, that of the queries first.
+        given: the arguments of `reference.attention.attention_forward`. Query, key and value are
+            those of this rank; query i stands at key i. What joins them is for the keys of all
+            ranks, and a table for all queries too. The seed is that of this rank: a block's own is
+            as many more as its number among the pairs of parts, that of the queries first.
     """
     if is_in_forward_mode():
         raise NotImplementedError(
@@ -178,10 +155,11 @@ def attention(
         )
     total = sum(ring.lengths)
     # Nothing overflows when the first key of a block is subtracted.
-    first, end = (None if bound is None else bound.clamp(0, total) for bound in (first, end))
-    return _RingFunction.apply(
-        query, key, value, bias, mask, first, end, sink, seed, options, implementation, ring
-    )
+    bounds = given.first, given.end
+    first, end = (None if bound is None else bound.clamp(0, total) for bound in bounds)
+    right = 0 if given.causal else given.window_right
+    given = given._replace(first=first, end=end, causal=False, window_right=right)
+    return _RingFunction.apply(*given, implementation, ring)
 
 
 class _Block(NamedTuple):
@@ -227,54 +205,44 @@ class _Block(NamedTuple):
         part = bound if is_shared else bound.narrow(-1, self.first_query, self.queries)
         return part - self.key_position
 
-    def arguments(
-        self,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        first: Tensor | None,
-        end: Tensor | None,
-        seed: Tensor | None,
-        options: Options,
-    ) -> Any:
-        """Those of forward and backward from the bias on.
+    def of_operands(self, given: ForwardArguments, keys: Sequence[Tensor]) -> ForwardArguments:
+        """The arguments of the block, from those of all blocks and the keys and values of a rank.
 
         The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
         whose logits are all -inf: other blocks may have others of it.
         """
-        return (
-            self.of_pairs(bias, options.relative),
-            self.of_pairs(mask, False),
-            options.scale,
-            False,
-            self.window_left,
-            self.window_right,
-            None,
-            -torch.inf,
-            options.relative,
-            self.of_queries(first),
-            self.of_queries(end),
-            None,
-            1,
-            options.dropout,
-            None if seed is None else seed + self.number,
-            options.tf32,
+        rows, columns = self.of_tokens
+        key, value = (each[:, :, columns] for each in keys)
+        return given._replace(
+            query=given.query[:, :, rows],
+            key=key,
+            value=value,
+            bias=self.of_pairs(given.bias, given.relative),
+            mask=self.of_pairs(given.mask, False),
+            window_left=self.window_left,
+            window_right=self.window_right,
+            sink=None,
+            sink_value=-torch.inf,
+            first=self.of_queries(given.first),
+            end=self.of_queries(given.end),
+            seed=None if given.seed is None else given.seed + self.number,
         )
 
 
-def _blocks(ring: Ring, owner: int, queries: int, options: Options) -> list[_Block]:
+def _blocks(ring: Ring, owner: int, given: ForwardArguments) -> list[_Block]:
     """Of the queries of this rank and the keys of another, all in which some see each other."""
     blocks = [
-        _block(ring, of_queries, of_keys, options)
-        for of_queries in ring.parts(ring.rank, queries)
+        _block(ring, of_queries, of_keys, given)
+        for of_queries in ring.parts(ring.rank, given.query.shape[2])
         for of_keys in ring.parts(owner, ring.lengths[owner])
     ]
     return [block for block in blocks if block is not None]
 
 
-def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _Block | None:
+def _block(ring: Ring, of_queries: _Part, of_keys: _Part, given: ForwardArguments) -> _Block | None:
     queries, keys = of_queries.length, of_keys.length
     diagonal = of_queries.start - of_keys.start  # query i stands at key i + diagonal
-    left, right = options.window_left, options.window_right
+    left, right = given.window_left, given.window_right
     if right >= 0:
         keys = min(keys, queries + diagonal + right)
     if left >= 0:
@@ -298,51 +266,39 @@ def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _
     )
 
 
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
+_TENSORS = (*_DIFFERENTIABLE, "mask", "first", "end", "seed")
+
+
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        first: Tensor | None,
-        end: Tensor | None,
-        sink: Tensor | None,
-        seed: Tensor | None,
-        options: Options,
-        implementation: Implementation,
-        ring: Ring,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *operands, implementation, ring = args
+        given = ForwardArguments(*operands)
+        query, value = given.query, given.value
         batches, heads, queries, _ = query.shape
         compute = reference.softmax.accumulation_dtype(query.dtype)
         output = query.new_zeros((batches, queries, heads, value.shape[-1]), dtype=compute)
         output = output.transpose(1, 2)
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=compute)
         statistics = []  # of the blocks
-        for owner, held in _round(ring, key, value):
-            for block in _blocks(ring, owner, queries, options):
-                rows, columns = block.of_tokens
-                of_block, found = implementation.forward(
-                    query[:, :, rows],
-                    *(each[:, :, columns] for each in held),
-                    *block.arguments(bias, mask, first, end, seed, options),
-                )
+        for owner, held in _round(ring, given.key, value):
+            for block in _blocks(ring, owner, given):
+                rows, _ = block.of_tokens
+                of_block, found = implementation.forward(*block.of_operands(given, held))
                 statistics.append(found)
                 output[:, :, rows], lse[:, :, rows] = merge_attention(
                     (output[:, :, rows], of_block.to(compute)), (lse[:, :, rows], found[2])
                 )
-        logit = reference.softmax.sink_logit(sink, options.sink_value, compute, query.device)
+        logit = reference.softmax.sink_logit(given.sink, given.sink_value, compute, query.device)
         if logit is not None:
             nothing = output.new_zeros(()).expand(output.shape)
             output, lse = merge_attention((output, nothing), (lse, logit.expand(lse.shape)))
         output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *(query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics)
-        )
-        ctx.given = options, implementation, ring
+        tensors = {name: getattr(given, name) for name in _TENSORS}
+        ctx.save_for_backward(*tensors.values(), output, lse, *statistics)
+        ctx.given = given._replace(**dict.fromkeys(tensors)), implementation, ring
         return output, lse
 
     @staticmethod
@@ -353,14 +309,16 @@ class _RingFunction(torch.autograd.Function):
             raise NotImplementedError(
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
-        query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics = (
-            ctx.saved_tensors
-        )
-        options, implementation, ring = ctx.given
+        given, implementation, ring = ctx.given
+        tensors = ctx.saved_tensors[: len(_TENSORS)]
+        output, lse, *statistics = ctx.saved_tensors[len(_TENSORS) :]
+        given = given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+        needs = ForwardArguments(*ctx.needs_input_grad[: len(given)])
+        query, key, value, bias, sink = (getattr(given, name) for name in _DIFFERENTIABLE)
         compute = lse.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
-        wants_bias = bias is not None and ctx.needs_input_grad[3]
+        wants_bias = bias is not None and needs.bias
         d_query = torch.zeros_like(query, dtype=compute)
         d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
         sums = [each.new_zeros(each.shape, dtype=compute) for each in (key, value)]
@@ -368,26 +326,26 @@ class _RingFunction(torch.autograd.Function):
         coming = None
         for owner, held in _round(ring, key, value):
             shares_of_keys = []  # added when the sums have arrived
-            for block in _blocks(ring, owner, query.shape[2], options):
+            for block in _blocks(ring, owner, given):
                 of_block = next(found)
                 rows, columns = block.of_tokens
+                own = block.of_operands(given, held)
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
                 shares = implementation.backward(
                     (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
                     None if d_lse is None else weights * d_lse[:, :, rows],
-                    query[:, :, rows],
-                    *(each[:, :, columns] for each in held),
+                    *own[:3],
                     output[:, :, rows],
                     of_block,
-                    *block.arguments(bias, mask, first, end, seed, options),
+                    *own[3:],
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),
                 )
                 d_query[:, :, rows] += shares[0]
                 if d_bias is not None:
-                    block.of_pairs(d_bias, options.relative).add_(shares[3])
+                    block.of_pairs(d_bias, given.relative).add_(shares[3])
                 shares_of_keys.append((columns, shares[1:3]))
             if coming is not None:
                 sums = coming.wait()
@@ -398,25 +356,19 @@ class _RingFunction(torch.autograd.Function):
         assert coming is not None
         d_key, d_value = coming.wait()
         d_sink = None
-        if sink is not None and ctx.needs_input_grad[7]:
+        if sink is not None and needs.sink:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            d_rows = reference.softmax.sink_gradient_of_rows(sink, options.sink_value, lse, d)
+            d_rows = reference.softmax.sink_gradient_of_rows(sink, given.sink_value, lse, d)
             d_sink = reference.softmax.sum_over_rows(d_rows, sink)
-        return (
-            d_query.to(query.dtype),
-            d_key.to(key.dtype),
-            d_value.to(value.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            d_sink,
-            None,
-            None,
-            None,
-            None,
+        gradients = ForwardArguments(
+            query=d_query.to(query.dtype),
+            key=d_key.to(key.dtype),
+            value=d_value.to(value.dtype),
+            bias=None if d_bias is None else d_bias.to(bias.dtype),
+            sink=d_sink,
         )
+        return *gradients, None, None
 
 
 def _round(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, list[Tensor]]]:

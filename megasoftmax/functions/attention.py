@@ -1,32 +1,38 @@
 """Attention."""
 
-import inspect
 from typing import Any, Literal, Never, cast, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megasoftmax import arguments, autograd, checks, dispatch, host, ops
-from megasoftmax.arguments import Ranges, Window
+from megasoftmax import autograd, checks, dispatch, host, ops
 from megasoftmax.autocast import as_autocast
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reasons
+from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed import sharding
 from megasoftmax.functions.calls import (
+    Call,
     call_op,
     cast_for_kernels,
     int32_bounds,
-    runs_fused,
     seed_of_call,
     tensor_and_number,
     with_rank,
 )
 from megasoftmax.functions.torch_sdpa import attention_by_sdpa, reasons_against_sdpa
-from megasoftmax.functions.traced import traced_attention
 from megasoftmax.limits import kernel_limits
 from megasoftmax.masks import TileMask
+from megasoftmax.options import (
+    LARGEST_FLOAT32,
+    AttentionOptions,
+    Ranges,
+    Window,
+    as_number,
+    checked_window,
+    read_options,
+)
 from megasoftmax.tracing import in_jit_trace
 
 
@@ -183,7 +189,7 @@ def attention(
     if is_compiling := torch.compiler.is_compiling():
         if seed is None and return_lse is False and (fused is None or fused is True):
             limits = bias, mask, window, visible, sink
-            traced = traced_attention(query, key, value, scale, causal, dropout, *limits)
+            traced = _traced_attention(query, key, value, scale, causal, dropout, *limits)
             if traced is not None:
                 return traced
     elif host.calls is not None:
@@ -219,7 +225,7 @@ def attention(
         and return_lse is False
         and not dropout
         and dispatch.is_plain_self_attention(query, key, value)
-        and (scale is None or (type(scale) is float and 0 < scale <= arguments.LARGEST_FLOAT32))
+        and (scale is None or (type(scale) is float and 0 < scale <= LARGEST_FLOAT32))
     ):
         factor = query.shape[3] ** -0.5 if scale is None else scale
         output = autograd.sdpa.attention(query, key, value, None, causal, factor)
@@ -227,214 +233,213 @@ def attention(
             return output
         fused = False  # the reference computes
     query, key, value = as_autocast(query, key, value)
-    scale, window = _checked_attention(
-        *(query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout),
-        *(seed, return_lse),
+    if window is not None:
+        window = checked_window("window", window)
+    options = AttentionOptions(
+        *(bias, mask, as_number("scale", scale), causal, window, visible, sink),
+        *(dropout, seed, return_lse, fused),
     )
-    if fused is None and query.is_cpu:
-        output = attention_by_sdpa(
-            *(query, key, value, bias, mask, scale, causal, window, visible),
-            *(sink, dropout, return_lse),
-        )
-        if output is not None:
-            return output
-    implementation = attention_implementation(query, key, value, scale, dropout, fused)
-    bias_tensor, sink = operands(implementation, query, bias, sink)
-    first, end = int32_bounds(visible, key.shape[2])
-    mask_tensor, note, block = _mask_operands(implementation, query, key, mask, visible)
-    left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = tensor_and_number(sink)
-    needs_gradient = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (query, key, value, bias_tensor, sink_tensor)
-    )
-    output, statistics = call_op(
-        autograd.attention.call,
-        implementation,
-        needs_gradient,
-        query,
-        key,
-        value,
-        bias_tensor,
-        mask_tensor,
-        scale,
-        causal,
-        left,
-        right,
-        sink_tensor,
-        sink_value,
-        isinstance(bias, RelativeBias),
-        with_rank(first, 3),
-        with_rank(end, 3),
-        note,
-        block,
-        dropout,
-        seed_of_call(dropout, seed, query),
-        dispatch.takes_tf32(query.dtype),
-    )
-    return (output, statistics[2]) if return_lse else output
+    options.check(query, key, value)
+    output, lse = AttentionCall(query, key, value, options).run()
+    return (output, cast(Tensor, lse)) if return_lse else output
 
 
-def _checked_attention(
+def _traced_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | RelativeBias | None,
-    mask: Tensor | TileMask | None,
     scale: float | None,
     causal: bool,
-    window: Window | None,
+    dropout: float,
     *others: Any,
-) -> tuple[float, Window | None]:
-    """The scale and the window as implementations take them, once all arguments are checked."""
-    scale = arguments.as_number("scale", scale)
-    if window is not None:
-        window = arguments.checked_window("window", window)
-    given = query, key, value, bias, mask, scale, causal, window
-    arguments.check_attention(*given, *others)
-    return attention_scale(query, scale), window
+) -> Tensor | None:
+    """`attention` without dropout and the others in compiled code, as that of softmax. It has
+    104 guards in place of 350."""
+    for other in others:
+        if other is not None:
+            return None
+    if not (
+        type(dropout) in (int, float)
+        and dropout == 0
+        and forward_ad._current_level < 0
+        and type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.device == key.device == value.device
+        and query.dtype == key.dtype == value.dtype
+        and (causal is False or causal is True)
+    ):
+        return None
+    most = dispatch.head_dim_traced(query.device, query.dtype)
+    if (
+        key.size(0) == value.size(0) == query.size(0)
+        and key.size(1) == value.size(1)
+        and key.size(2) == value.size(2)
+        and key.size(3) == query.size(3) <= most
+        and value.size(3) <= most
+        and 0 < query.numel() < 2**30
+        and 0 < key.numel() < 2**30
+        and value.numel() > 0
+        and query.size(1) % key.size(1) == 0
+        and (scale is None or (type(scale) is float and 1e-30 < scale < 1))
+    ):
+        factor = query.size(3) ** -0.5 if scale is None else scale
+        return ops.attention.forward_alone(query, key, value, factor, causal)
+    return None
 
 
-def attention_scale(query: Tensor, scale: float | None) -> float:
-    return max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+class AttentionCall(Call):
+    """A call of `attention`, after autocast."""
 
+    __slots__ = ("key", "scale", "value")
 
-def attention_implementation(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, fused: bool | None
-) -> Implementation:
-    """Who computes; raises where it must be kernels and cannot be."""
-    given = query, key, value, scale, dropout
-    if runs_fused(fused, dispatch.reasons_against_fused_attention, *given):
-        return ops.attention.IMPLEMENTATION
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    # Compiled, an op would drop tangents.
-    if (compiled and forward_ad._current_level < 0) or sharding.prepare(query) or in_jit_trace():
-        return ops.attention.IN_BLOCKS
-    return autograd.attention.REFERENCE
+    options: AttentionOptions
 
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> None:
+        scale = options.scale
+        self.tensor = query
+        self.key = key
+        self.value = value
+        self.scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+        self.options = options
 
-def operands(
-    implementation: Implementation,
-    query: Tensor,
-    bias: Tensor | RelativeBias | None,
-    sink: Tensor | float | None,
-) -> tuple[Tensor | None, Tensor | float | None]:
-    """Bias and sink as the implementation takes them; of a RelativeBias its table."""
-    rank = 4
-    if isinstance(bias, RelativeBias):
-        bias, rank = bias.table, 3
-    if implementation is ops.attention.IMPLEMENTATION:
-        bias, sink = cast_for_kernels(query, bias, sink)
-    return with_rank(bias, rank), sink
+    def reasons(self) -> tuple[Reason, ...]:
+        return dispatch.reasons_against_fused_attention(
+            self.tensor, self.key, self.value, self.scale, self.options.dropout
+        )
 
+    def why_not_fused(self) -> Reasons:
+        """The reasons, and those against torch's own attention."""
+        reasons = self.reasons()
+        if torch.compiler.is_compiling():  # which traces no class of tuples
+            return cast(Reasons, reasons)
+        against_sdpa = reasons_against_sdpa(self.tensor, self.key, self.value, self.options)
+        return Reasons(reasons, against_sdpa)
 
-def _mask_operands(
-    implementation: Implementation,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | TileMask | None,
-    visible: Ranges | None,
-) -> tuple[Tensor | None, Tensor | None, int]:
-    """The mask, its note and its block as the implementation takes them."""
-    if not isinstance(mask, TileMask):
-        return with_rank(mask, 4), None, 1
-    queries, keys = query.shape[2], key.shape[2]
-    if implementation is not ops.attention.IMPLEMENTATION:
-        return with_rank(mask.tensor, 4), None, mask.block
-    if queries <= kernel_limits().attention["kMaxDecodeQueries"]:  # no tiles, so no blocks
-        return with_rank(mask.to_mask(queries, keys), 4), None, 1
-    if visible is not None or not query.is_cuda or hasattr(query, "device_mesh"):
-        note = None
-    else:
-        note = mask.note(queries, keys, ops.attention.tile_note)
-    return with_rank(mask.tensor, 4), note, mask.block
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Output and log-sum-exp, which is None where it is not asked for."""
+        query, key, value, options = self.tensor, self.key, self.value, self.options
+        if options.fused is None and query.is_cpu:
+            output = attention_by_sdpa(query, key, value, self.scale, options)
+            if output is not None:
+                return output, None
+        implementation = self.implementation()
+        operands = self.operands(implementation, key.shape[2])
+        needs_gradient = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad
+            for each in (query, key, value, operands[0], options.sink)
+        )
+        output, statistics = call_op(
+            autograd.attention.call, implementation, needs_gradient, query, key, value, *operands
+        )
+        return output, statistics[2] if options.return_lse else None
+
+    def implementation(self) -> Implementation:
+        """Who computes; raises where it must be kernels and cannot be."""
+        if self.runs_fused():
+            return ops.attention.IMPLEMENTATION
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        # Compiled, an op would drop tangents.
+        if (
+            (compiled and forward_ad._current_level < 0)
+            or sharding.prepare(self.tensor)
+            or in_jit_trace()
+        ):
+            return ops.attention.IN_BLOCKS
+        return autograd.attention.REFERENCE
+
+    def operands(self, implementation: Implementation, keys: int) -> tuple[Any, ...]:
+        """The arguments of `attention_forward` after the value, as an implementation takes them.
+
+        Args:
+            implementation: who computes.
+            keys: how many there are of all ranks.
+        """
+        query, options = self.tensor, self.options
+        bias, sink = options.bias, options.sink
+        is_relative = isinstance(bias, RelativeBias)
+        table = bias.table if isinstance(bias, RelativeBias) else bias
+        if implementation is ops.attention.IMPLEMENTATION:
+            table, sink = cast_for_kernels(query, table, sink)
+        mask, note, block = self._mask(implementation)
+        left, right = (-1, -1) if options.window is None else options.window
+        first, end = int32_bounds(options.visible, keys)
+        return (
+            with_rank(table, 3 if is_relative else 4),
+            mask,
+            self.scale,
+            options.causal,
+            left,
+            right,
+            *tensor_and_number(sink),
+            is_relative,
+            with_rank(first, 3),
+            with_rank(end, 3),
+            note,
+            block,
+            options.dropout,
+            None if options.dropout == 0 else seed_of_call(options.seed, query),
+            dispatch.takes_tf32(query.dtype),
+        )
+
+    def _mask(self, implementation: Implementation) -> tuple[Tensor | None, Tensor | None, int]:
+        """The mask, its note and its block."""
+        query, mask = self.tensor, self.options.mask
+        if not isinstance(mask, TileMask):
+            return with_rank(mask, 4), None, 1
+        queries, keys = query.shape[2], self.key.shape[2]
+        if implementation is not ops.attention.IMPLEMENTATION:
+            return with_rank(mask.tensor, 4), None, mask.block
+        if queries <= kernel_limits().attention["kMaxDecodeQueries"]:  # no tiles, so no blocks
+            return with_rank(mask.to_mask(queries, keys), 4), None, 1
+        if self.options.visible is not None or not query.is_cuda or hasattr(query, "device_mesh"):
+            note = None
+        else:
+            note = mask.note(queries, keys, ops.attention.tile_note)
+        return with_rank(mask.tensor, 4), note, mask.block
 
 
 def attention_reasons(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *unnamed: Any,
-    bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | TileMask | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    visible: Ranges | None = None,
-    sink: Tensor | float | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    return_lse: bool = False,
-    fused: bool | None = None,
-    **others: Any,
+    query: Tensor, key: Tensor, value: Tensor, *unnamed: Any, **given: Any
 ) -> Reasons:
-    """Binds no signature, which would cost as much as all else: models ask in each call."""
-    if unnamed or others:
-        raise checks.misnamed("attention", 3, unnamed, others)
+    options = read_options(AttentionOptions, "attention", 3, unnamed, given)
     query, key, value = as_autocast(query, key, value)
-    scale, window = _checked_attention(
-        *(query, key, value, bias, mask, scale, causal, window, sink, fused, visible, dropout),
-        *(seed, return_lse),
-    )
-    reasons = dispatch.reasons_against_fused_attention(query, key, value, scale, dropout)
-    if torch.compiler.is_compiling():  # which traces no class of tuples
-        return cast(Reasons, reasons)
-    against_sdpa = reasons_against_sdpa(
-        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
-    )
-    return Reasons(reasons, against_sdpa)
+    options.check(query, key, value)
+    return AttentionCall(query, key, value, options).why_not_fused()
 
 
 attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
 
-_OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
-
 
 def served_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], dropout: float
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor | None:
     """`attention` where the C++ part has this call, so that it runs fused; else None.
 
     For adapters, which would ask and call, and go on with [batch, queries, heads, value_dim], which
-    this returns, contiguous. `options` has bias, mask, scale, causal, window, visible and sink:
-    merging it with defaults would take longer than to name them.
+    this returns, contiguous. Of a seed, `return_lse` and `fused` the options have the defaults.
     """
     if torch.compiler.is_compiling():
-        given = dict(options)
-        of_all = given.pop("scale"), given.pop("causal"), dropout
-        traced = traced_attention(query, key, value, *of_all, *given.values())
+        of_all = options.scale, options.causal, options.dropout
+        limits = options.bias, options.mask, options.window, options.visible, options.sink
+        traced = _traced_attention(query, key, value, *of_all, *limits)
         return None if traced is None else traced.transpose(1, 2)
     if host.calls is None:
         return None
-    served: Tensor | None = host.calls.attention_transposed(
-        query,
-        key,
-        value,
-        options["bias"],
-        options["mask"],
-        options["scale"],
-        options["causal"],
-        options["window"],
-        options["visible"],
-        options["sink"],
-        dropout,
-        None,
-        False,
-        None,
-    )
+    served: Tensor | None = host.calls.attention_transposed(query, key, value, *options)
     return served
 
 
-def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
 
     A quick yes. Without it `why_not_fused` tells.
     """
     if torch.compiler.is_compiling() or host.calls is None:
         return False
-    is_served: bool = host.calls.serves_attention(query, key, value, *(_OPTIONS | options).values())
+    is_served: bool = host.calls.serves_attention(query, key, value, *options)
     return is_served

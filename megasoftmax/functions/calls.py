@@ -1,36 +1,43 @@
 """What calls of all operations share: who computes, and the operands as ops take them."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, checks, host
-from megasoftmax.arguments import Ranges
+from megasoftmax import arguments, host
 from megasoftmax.autocast import autocast_dtype
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import sharding
+from megasoftmax.options import Ranges
 from megasoftmax.tracing import in_jit_trace
 
 
-def runs_fused(
-    fused: bool | None,
-    reasons_against: Callable[..., tuple[Reason, ...]],
-    scores: Tensor,
-    *args: Any,
-) -> bool:
-    """Whether a call runs fused; raises where it must and cannot."""
-    if fused is False or (fused is None and not scores.is_cuda):
-        return False
-    reasons = reasons_against(scores, *args)
-    can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
-    if fused and not can_be:
-        raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
-    if can_be:
-        host.admit(scores)
-    return can_be
+class Call:
+    """A call of an operation: tensors, the first of which says where it runs, and valid options."""
+
+    __slots__ = ("options", "tensor")
+
+    options: Any
+    tensor: Tensor
+
+    def reasons(self) -> tuple[Reason, ...]:
+        """All the reasons why it cannot run fused; empty: it can."""
+        raise NotImplementedError
+
+    def runs_fused(self) -> bool:
+        """Whether it runs fused; raises where it must and cannot."""
+        fused = self.options.fused
+        if fused is False or (fused is None and not self.tensor.is_cuda):
+            return False
+        reasons = self.reasons()
+        can_be = len(reasons) == 0  # torch.compile cannot trace `not reasons`
+        if fused and not can_be:
+            raise ValueError("fused: cannot be True here. " + "; ".join(map(str, reasons)))
+        if can_be:
+            host.admit(self.tensor)
+        return can_be
 
 
 def runs_as_op(name: str, scores: Tensor) -> bool:
@@ -70,10 +77,8 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
 
 
-def seed_of_call(dropout: float, seed: Tensor | None, scores: Tensor) -> Tensor | None:
-    """As ops take it: None without dropout."""
-    if dropout == 0:
-        return None
+def seed_of_call(seed: Tensor | None, scores: Tensor) -> Tensor:
+    """The seed that was given, or a new one; of DTensors one for each shard."""
     if seed is None:
         seed = new_seed(scores.device)
     return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
@@ -119,21 +124,3 @@ def cast_for_kernels(
     if isinstance(sink, Tensor) and sink.dtype == torch.float64:
         sink = sink.float()
     return bias, sink
-
-
-def bound_arguments(
-    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults too. An error names the function."""
-    by_position = sum(
-        each.kind is each.POSITIONAL_OR_KEYWORD for each in signature.parameters.values()
-    )
-    others = {each: value for each, value in kwargs.items() if each not in signature.parameters}
-    if others or len(args) > by_position:
-        raise checks.misnamed(name, by_position, args[by_position:], others)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}(): {error}") from None
-    bound.apply_defaults()
-    return bound.arguments

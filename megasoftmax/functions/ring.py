@@ -5,13 +5,20 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from megasoftmax import arguments, dispatch
-from megasoftmax.arguments import Ranges, Window
+from megasoftmax import arguments
 from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias
 from megasoftmax.distributed import context_parallel
-from megasoftmax.functions.attention import attention_implementation, attention_scale, operands
-from megasoftmax.functions.calls import int32_bounds, seed_of_call, tensor_and_number, with_rank
+from megasoftmax.functions.attention import AttentionCall
+from megasoftmax.options import (
+    AttentionOptions,
+    Ranges,
+    Window,
+    as_number,
+    check_group,
+    checked_window,
+)
+from megasoftmax.reference.attention import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,27 +115,18 @@ def ring_attention(
         Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889. "zigzag": the context
         parallelism of The Llama 3 Herd of Models, section 3.3, https://arxiv.org/abs/2407.21783.
     """
-    arguments.check_group(group)
+    check_group(group)
     query, key, value = as_autocast(query, key, value)
-    scale = arguments.as_number("scale", scale)
-    window = arguments.checked_window("window", window)
-    every = arguments.check_ring(
-        *(query, key, value, group, lengths, bias, mask, scale, causal, window, sink, fused),
-        *(visible, dropout, seed, order),
+    options = AttentionOptions(
+        *(bias, mask, as_number("scale", scale), causal, checked_window("window", window)),
+        *(visible, sink, dropout, seed, False, fused),
     )
-    scale = attention_scale(query, scale)
-    implementation = attention_implementation(query, key, value, scale, dropout, fused)
-    bias_tensor, sink = operands(implementation, query, bias, sink)
-    left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = tensor_and_number(sink)
-    first, end = int32_bounds(visible, sum(every))
+    every = arguments.check_ring(query, key, value, options, group, lengths, order)
+    call = AttentionCall(query, key, value, options)
+    implementation = call.implementation()
+    operands = call.operands(implementation, sum(every))
     return context_parallel.attention(
         implementation,
         context_parallel.Ring(group, every, order == "zigzag"),
-        *(query, key, value, bias_tensor, with_rank(mask, 4)),
-        *(with_rank(first, 3), with_rank(end, 3), sink_tensor, seed_of_call(dropout, seed, query)),
-        context_parallel.Options(
-            *(scale, left, 0 if causal else right, sink_value, isinstance(bias, RelativeBias)),
-            *(dropout, dispatch.takes_tf32(query.dtype)),
-        ),
+        ForwardArguments(query, key, value, *operands),
     )

@@ -1,27 +1,34 @@
 """Softmax of attention scores."""
 
-import inspect
 import math
 from typing import Any, Literal, Never, cast, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megasoftmax import arguments, autograd, checks, dispatch, host, ops
-from megasoftmax.arguments import Ranges, Window
+from megasoftmax.autograd.function import Implementation
 from megasoftmax.dispatch import Reason
 from megasoftmax.functions.calls import (
-    bound_arguments,
+    Call,
     call_op,
     cast_for_kernels,
     dtype_of_probabilities,
     int32_bounds,
     runs_as_op,
-    runs_fused,
     seed_of_call,
     tensor_and_number,
 )
-from megasoftmax.functions.traced import traced_softmax
+from megasoftmax.options import (
+    Ranges,
+    SoftmaxOptions,
+    Window,
+    as_number,
+    checked_window,
+    read_options,
+)
+from megasoftmax.reference.softmax import BackwardArguments
 
 
 @overload
@@ -171,7 +178,7 @@ def softmax(
             and dim == -1
             and (fused is None or fused is True)
         ):
-            traced = traced_softmax(scores, mask, scale, causal, dtype)
+            traced = _traced_softmax(scores, mask, scale, causal, dtype)
             if traced is not None:
                 return traced
     elif host.calls is not None:
@@ -193,40 +200,78 @@ def softmax(
         )
         if served is not None:
             return cast(Tensor, served)
-    scale = arguments.as_number("scale", scale)
-    if type(dim) is not int:
-        dim = checks.as_integer(dim)
-    if window is not None:
-        window = arguments.checked_window("window", window)
-    arguments.check_softmax(
-        *(scores, scale, mask, bias, causal, window, sink, dtype, dim, fused, visible, dropout),
-        *(seed, return_lse),
-    )
-    is_last = dim in (-1, scores.dim() - 1)
     if (  # the shortest way for the most frequent call on a CPU
-        mask is None
+        not is_compiling
+        and mask is None
         and bias is None
         and window is None
         and visible is None
         and sink is None
-        and not (causal or dropout or return_lse or fused)
-        and is_last
-        and not is_compiling
-        and dispatch.is_plain_on_cpu(scores)
+        and seed is None
+        and causal is False
+        and return_lse is False
+        and (fused is None or fused is False)
+        and type(dropout) in (float, int)
+        and not dropout
+        and type(scale) in (float, int)
         and scale == 1
+        and type(dim) is int
+        and dispatch.is_plain_scores(scores)
+        and dim in (-1, scores.dim() - 1)
         and (dtype is None or dtype == scores.dtype)
     ):
         return autograd.torch_softmax.softmax(scores)
-    if is_last:
-        probabilities, lse = _softmax_over_last(
-            *(scores, scale, mask, bias, causal, window, visible, sink, dropout, seed),
-            *(dtype, return_lse, fused),
-        )
-    else:
-        probabilities, lse = _softmax_over_earlier(
-            scores, scale, mask, bias, sink, dtype, return_lse, dim % scores.dim(), fused
-        )
+    if type(dim) is not int:
+        dim = checks.as_integer(dim)
+    if window is not None:
+        window = checked_window("window", window)
+    options = SoftmaxOptions(
+        *(as_number("scale", scale), mask, bias, causal, window, visible, sink, dropout),
+        *(seed, dtype, return_lse, dim, fused),
+    )
+    options.check(scores)
+    probabilities, lse = SoftmaxCall(scores, options).run()
     return (probabilities, lse) if return_lse else probabilities
+
+
+def _traced_softmax(
+    scores: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype | None
+) -> Tensor | None:
+    """`softmax` of these alone in compiled code, as one op; None where that is not certain.
+
+    What torch.compile reads while it traces it guards at each call of what it compiled. The way
+    that checks and decides everything has 280 guards, and this one 75. The level of
+    forward mode is read in place, because a function that asks for it would add 5 guards.
+    """
+    if (
+        type(scores) is Tensor
+        and not scores.requires_grad
+        and dispatch.runs_fused_traced(scores.device, scores.dtype, dtype)
+        and forward_ad._current_level < 0
+        and (causal is False or causal is True)
+        and 1 + causal <= scores.dim() <= 4
+        and 0 < scores.numel() < 2**30  # far below the limits of all sizes
+        and type(scale) is float
+        and 1e-30 < scale < 1e30  # far within theirs
+        and (mask is None or _masks(mask, scores))
+    ):
+        return ops.softmax.forward_alone(scores, scale, mask, causal, dtype or scores.dtype)
+    return None
+
+
+def _masks(mask: Tensor, scores: Tensor) -> bool:
+    """Whether it is certainly a mask of these scores, without many guards."""
+    if not (
+        type(mask) is Tensor
+        and mask.dtype == torch.bool
+        and mask.device == scores.device
+        and mask.dim() <= scores.dim()
+    ):
+        return False
+    for dim in range(-mask.dim(), 0):
+        if mask.size(dim) != 1 and mask.size(dim) != scores.size(dim):
+            return False
+    return True
 
 
 def softmax_backward(
@@ -255,131 +300,136 @@ def softmax_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
     """
-    scale = arguments.as_number("scale", scale)
     try:
-        arguments.check_softmax(
-            probabilities, scale, None, None, causal, None, None, None, -1, None, visible
-        )
+        options = SoftmaxOptions(as_number("scale", scale), causal=causal, visible=visible)
+        options.check(probabilities)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, {"scores": "probabilities"}) from None
     arguments.check_gradient(gradient, probabilities)
     first, end = int32_bounds(visible, probabilities.shape[-1])
-    reasons_against = dispatch.reasons_against_fused_softmax
-    is_fused = runs_fused(
-        None, reasons_against, probabilities, scale, None, None, causal, None, None, (first, end)
-    )
+    is_fused = SoftmaxCall(probabilities, options).runs_fused()
     implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
-    d_scores, _, _ = implementation.backward(
+    given = BackwardArguments(
         gradient.detach() if gradient.dim() <= 4 else gradient.detach().contiguous(),
         probabilities.detach(),
-        None,
-        None,
-        scale,
-        None,
-        causal,
-        -1,
-        -1,
-        first,
-        end,
-        None,
-        None,
-        probabilities.dtype,
-        False,
-        False,
+        scale=options.scale,
+        causal=causal,
+        window_left=-1,
+        window_right=-1,
+        first=first,
+        end=end,
+        dtype=probabilities.dtype,
+        bias_gradient=False,
+        sink_gradient=False,
     )
+    d_scores, _, _ = implementation.backward(*given)
     return d_scores
 
 
-def _softmax_over_last(
-    scores: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    visible: Ranges | None,
-    sink: Tensor | float | None,
-    dropout: float,
-    seed: Tensor | None,
-    dtype: torch.dtype | None,
-    return_lse: bool,
-    fused: bool | None,
-) -> tuple[Tensor, Tensor]:
-    function = autograd.dropout if dropout > 0 else autograd.softmax
-    kernels = ops.softmax.WITH_DROPOUT if dropout > 0 else ops.softmax.IMPLEMENTATION
-    implementation = function.REFERENCE
-    reasons_against = dispatch.reasons_against_fused_softmax
-    first, end = int32_bounds(visible, scores.shape[-1])
-    if runs_fused(
-        *(fused, reasons_against, scores, scale, mask, bias, causal, window, dtype), (first, end)
-    ):
-        implementation = kernels
-        bias, sink = cast_for_kernels(scores, bias, sink)
-    elif runs_as_op("scores", scores):
-        implementation = kernels
+class SoftmaxCall(Call):
+    """A call of `softmax`. Over an earlier dimension, columns are rows that are moved last."""
 
-    left, right = (-1, -1) if window is None else window
-    sink_tensor, sink_value = tensor_and_number(sink)
-    needs_gradient = torch.is_grad_enabled() and (
-        scores.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (sink_tensor is not None and sink_tensor.requires_grad)
-    )
-    return call_op(
-        function.call,
-        implementation,
-        needs_gradient,
-        scores,
-        scale,
-        mask,
-        bias,
-        causal,
-        left,
-        right,
-        first,
-        end,
-        sink_tensor,
-        sink_value,
-        dtype_of_probabilities(scores, dtype),
-        return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
-        dropout,
-        seed_of_call(dropout, seed, scores),
-    )
+    __slots__ = ()
 
+    options: SoftmaxOptions
 
-def _softmax_over_earlier(
-    scores: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | float | None,
-    dtype: torch.dtype | None,
-    return_lse: bool,
-    dim: int,
-    fused: bool | None,
-) -> tuple[Tensor, Tensor]:
-    """Over a dimension, counted from 0, before the last."""
-    reasons_against = dispatch.reasons_against_fused_columns
-    if _has_columns_alone(scores, mask, bias, sink, dim) and runs_fused(
-        fused, reasons_against, scores, scale, dtype
-    ):
-        return _softmax_of_columns(scores, scale, dtype, return_lse, dim)
-    probabilities, lse = _softmax_over_last(
-        scores.movedim(dim, -1),
-        scale,
-        _moved_to_last(mask, dim, scores.dim()),
-        _moved_to_last(bias, dim, scores.dim()),
-        False,
-        None,
-        None,
-        sink,
-        0.0,
-        None,
-        dtype,
-        return_lse,
-        fused,
-    )
-    return probabilities.movedim(-1, dim).contiguous(), lse
+    def __init__(self, scores: Tensor, options: SoftmaxOptions) -> None:
+        self.tensor = scores
+        self.options = options
+
+    def reasons(self) -> tuple[Reason, ...]:
+        scores, options = self.tensor, self.options
+        if options.dim in (-1, scores.dim() - 1):
+            return dispatch.reasons_against_fused_softmax(scores, options)
+        if self._is_of_columns():
+            return dispatch.reasons_against_fused_columns(scores, options)
+        return self._of_rows().reasons()
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Probabilities and log-sum-exp."""
+        scores, dim = self.tensor, self.options.dim
+        if dim in (-1, scores.dim() - 1):
+            return self._run_rows()
+        if self._is_of_columns() and self.runs_fused():
+            return self._run_columns()
+        probabilities, lse = self._of_rows()._run_rows()
+        return probabilities.movedim(-1, dim).contiguous(), lse
+
+    def _is_of_columns(self) -> bool:
+        """Whether there is nothing but scores, and something follows `dim`: else they are rows."""
+        options = self.options
+        if options.mask is not None or options.bias is not None or options.sink is not None:
+            return False
+        sizes = self.tensor.shape
+        return any(size != 1 for size in sizes[options.dim % len(sizes) + 1 :])
+
+    def _of_rows(self) -> "SoftmaxCall":
+        """The same over the last dimension."""
+        scores, options = self.tensor, self.options
+        rank, dim = scores.dim(), options.dim % scores.dim()
+        mask, bias = (_moved_to_last(each, dim, rank) for each in (options.mask, options.bias))
+        return SoftmaxCall(scores.movedim(dim, -1), options._replace(mask=mask, bias=bias, dim=-1))
+
+    def _run_rows(self) -> tuple[Tensor, Tensor]:
+        has_dropout = self.options.dropout > 0
+        function = autograd.dropout if has_dropout else autograd.softmax
+        kernels = ops.softmax.WITH_DROPOUT if has_dropout else ops.softmax.IMPLEMENTATION
+        is_fused = self.runs_fused()
+        if is_fused or runs_as_op("scores", self.tensor):
+            return self._call(function, kernels, self.tensor, is_fused)
+        return self._call(function, function.REFERENCE, self.tensor, False)
+
+    def _run_columns(self) -> tuple[Tensor, Tensor]:
+        shape, dim = self.tensor.shape, self.options.dim % self.tensor.dim()
+        before, after = shape[:dim], shape[dim + 1 :]
+        scores = self.tensor.reshape(math.prod(before), shape[dim], math.prod(after))
+        probabilities, lse = self._call(autograd.softmax, ops.columns.IMPLEMENTATION, scores, True)
+        return probabilities.view(shape), lse.view(
+            before + after
+        ) if self.options.return_lse else lse
+
+    def _call(
+        self, function: Any, implementation: Implementation, scores: Tensor, is_fused: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Calls an implementation with the arguments of `softmax_forward`.
+
+        Args:
+            function: the module of autograd.
+            implementation: who computes.
+            scores: in the shape that it takes.
+            is_fused: whether it is kernels.
+        """
+        options = self.options
+        bias, sink, dropout = options.bias, options.sink, options.dropout
+        if is_fused:
+            bias, sink = cast_for_kernels(scores, bias, sink)
+        left, right = (-1, -1) if options.window is None else options.window
+        sink_tensor, sink_value = tensor_and_number(sink)
+        needs_gradient = torch.is_grad_enabled() and (
+            scores.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sink_tensor is not None and sink_tensor.requires_grad)
+        )
+        result: tuple[Tensor, Tensor] = call_op(
+            function.call,
+            implementation,
+            needs_gradient,
+            scores,
+            options.scale,
+            options.mask,
+            bias,
+            options.causal,
+            left,
+            right,
+            *int32_bounds(options.visible, scores.shape[-1]),
+            sink_tensor,
+            sink_value,
+            dtype_of_probabilities(scores, options.dtype),
+            options.return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
+            dropout,
+            None if dropout == 0 else seed_of_call(options.seed, scores),
+        )
+        return result
 
 
 def _moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
@@ -389,59 +439,10 @@ def _moved_to_last(tensor: Tensor | None, dim: int, rank: int) -> Tensor | None:
     return tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
 
 
-def _has_columns_alone(
-    scores: Tensor, mask: Tensor | None, bias: Tensor | None, sink: Tensor | float | None, dim: int
-) -> bool:
-    """Whether there is nothing but scores, and something follows `dim`: else columns are rows."""
-    if mask is not None or bias is not None or sink is not None:
-        return False
-    return any(size != 1 for size in scores.shape[dim + 1 :])
+def softmax_reasons(scores: Tensor, *unnamed: Any, **given: Any) -> tuple[Reason, ...]:
+    options = read_options(SoftmaxOptions, "softmax", 1, unnamed, given)
+    options.check(scores)
+    return SoftmaxCall(scores, options).reasons()
 
 
-def _softmax_of_columns(
-    scores: Tensor, scale: float, dtype: torch.dtype | None, return_lse: bool, dim: int
-) -> tuple[Tensor, Tensor]:
-    """Fused, where `_has_columns_alone`."""
-    before, after = scores.shape[:dim], scores.shape[dim + 1 :]
-    probabilities, lse = call_op(
-        autograd.softmax.call,
-        ops.columns.IMPLEMENTATION,
-        torch.is_grad_enabled() and scores.requires_grad,
-        scores.reshape(math.prod(before), scores.shape[dim], math.prod(after)),
-        scale,
-        None,
-        None,
-        False,
-        -1,
-        -1,
-        None,
-        None,
-        None,
-        None,
-        dtype_of_probabilities(scores, dtype),
-        return_lse,
-        0.0,
-        None,
-    )
-    return probabilities.view(scores.shape), lse.view(before + after) if return_lse else lse
-
-
-_SIGNATURE = inspect.signature(softmax)
-
-
-def softmax_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    given = bound_arguments("softmax", _SIGNATURE, args, kwargs)
-    given["scale"] = arguments.as_number("scale", given["scale"])
-    given["dim"] = checks.as_integer(given["dim"])
-    given["window"] = arguments.checked_window("window", given["window"])
-    arguments.check_softmax(**given)
-    unneeded = "fused", "dropout", "seed", "return_lse"
-    sink, dim, *_ = (given.pop(name) for name in ("sink", "dim", *unneeded))
-    scores, mask, bias = given["scores"], given["mask"], given["bias"]
-    rank = scores.dim()
-    if _has_columns_alone(scores, mask, bias, sink, dim % rank):
-        return dispatch.reasons_against_fused_columns(scores, given["scale"], given["dtype"])
-    given["scores"] = scores.movedim(dim, -1)
-    given["mask"] = _moved_to_last(mask, dim, rank)
-    given["bias"] = _moved_to_last(bias, dim, rank)
-    return dispatch.reasons_against_fused_softmax(**given)
+softmax_reasons.__qualname__ = "softmax"  # in the error of a call without scores

@@ -1,22 +1,21 @@
 """Softmax with top-k."""
 
-import inspect
 from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
 
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, autograd, checks, dispatch, host, ops
+from megasoftmax import autograd, checks, dispatch, host, ops
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import vocabulary
 from megasoftmax.functions.calls import (
-    bound_arguments,
+    Call,
     call_op,
     cast_for_kernels,
     dtype_of_probabilities,
     runs_as_op,
-    runs_fused,
 )
+from megasoftmax.options import TopkOptions, as_number, read_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,49 +142,59 @@ def softmax_topk(
         )
         if served is not None:
             return cast(tuple[Tensor, ...], served)
-    scale = arguments.as_number("scale", scale)
     k = checks.as_integer(k)
-    arguments.check_topk(logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused)
-    implementation = autograd.topk.REFERENCE
-    reasons_against = dispatch.reasons_against_fused_topk
-    if runs_fused(fused, reasons_against, logits, k, scale, mask, bias, dtype):
-        implementation = ops.topk.IMPLEMENTATION
-        bias, _ = cast_for_kernels(logits, bias, None)
-    elif runs_as_op("logits", logits):
-        implementation = ops.topk.IMPLEMENTATION
-    out = dtype_of_probabilities(logits, dtype)
-    if group is not None:
-        probabilities, indices, statistics = vocabulary.softmax_topk(
-            implementation, group, logits, k, scale, mask, bias, renormalize, out
-        )
-    else:
-        needs_gradient = torch.is_grad_enabled() and (
-            logits.requires_grad or (bias is not None and bias.requires_grad)
-        )
-        probabilities, indices, statistics = call_op(
-            autograd.topk.call,
-            implementation,
-            needs_gradient,
-            logits,
-            k,
-            scale,
-            mask,
-            bias,
-            renormalize,
-            out,
-            False,
-        )
+    options = TopkOptions(
+        *(as_number("scale", scale), mask, bias, renormalize, dtype, return_lse, group, fused)
+    )
+    options.check(logits, k)
+    probabilities, indices, statistics = TopkCall(logits, k, options).run()
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
 
 
-_SIGNATURE = inspect.signature(softmax_topk)
+class TopkCall(Call):
+    """A call of `softmax_topk`."""
+
+    __slots__ = ("k",)
+
+    options: TopkOptions
+
+    def __init__(self, logits: Tensor, k: int, options: TopkOptions) -> None:
+        self.tensor = logits
+        self.k = k
+        self.options = options
+
+    def reasons(self) -> tuple[Reason, ...]:
+        return dispatch.reasons_against_fused_topk(self.tensor, self.k, self.options)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities, indices, and statistics, the last of which is the log-sum-exp."""
+        logits, options = self.tensor, self.options
+        implementation, bias = autograd.topk.REFERENCE, options.bias
+        if self.runs_fused():
+            implementation = ops.topk.IMPLEMENTATION
+            bias, _ = cast_for_kernels(logits, bias, None)
+        elif runs_as_op("logits", logits):
+            implementation = ops.topk.IMPLEMENTATION
+        operands = (
+            *(logits, self.k, options.scale, options.mask, bias, options.renormalize),
+            dtype_of_probabilities(logits, options.dtype),
+        )
+        if options.group is not None:
+            return vocabulary.softmax_topk(implementation, options.group, *operands)
+        needs_gradient = torch.is_grad_enabled() and (
+            logits.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        found: tuple[Tensor, Tensor, Tensor] = call_op(
+            autograd.topk.call, implementation, needs_gradient, *operands, False
+        )
+        return found
 
 
-def topk_reasons(*args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    given = bound_arguments("softmax_topk", _SIGNATURE, args, kwargs)
-    given["scale"] = arguments.as_number("scale", given["scale"])
-    given["k"] = checks.as_integer(given["k"])
-    arguments.check_topk(**given)
-    for name in ("renormalize", "return_lse", "group", "fused"):
-        del given[name]
-    return dispatch.reasons_against_fused_topk(**given)
+def topk_reasons(logits: Tensor, k: int, *unnamed: Any, **given: Any) -> tuple[Reason, ...]:
+    options = read_options(TopkOptions, "softmax_topk", 2, unnamed, given)
+    k = checks.as_integer(k)
+    options.check(logits, k)
+    return TopkCall(logits, k, options).reasons()
+
+
+topk_reasons.__qualname__ = "softmax_topk"  # in the error of a call without logits

@@ -1,41 +1,27 @@
 """Attention on a CPU by torch's scaled_dot_product_attention, where that computes the same."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megasoftmax import autograd, dispatch
-from megasoftmax.arguments import Ranges, Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.functions.calls import int32_bounds
 from megasoftmax.masks import TileMask
+from megasoftmax.options import AttentionOptions
 
 
 def reasons_against_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | RelativeBias | None = None,
-    mask: Tensor | TileMask | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    visible: Ranges | None = None,
-    sink: Tensor | float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-    **others: Any,
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute an `attention` that is not fused.
 
-    Takes what `attention` takes, after autocast; the others make no difference. Checks nothing. Off
-    a CPU the device is the only reason.
+    Takes tensors after autocast. Checks nothing. Off a CPU the device is the only reason.
     """
     device = dispatch.sdpa_device(query)
     if device is not None:
         return (device,)
+    bias, mask, visible = options.bias, options.mask, options.visible
     table = bias.table if isinstance(bias, RelativeBias) else bias
     added = []
     if bias is not None:
@@ -44,11 +30,9 @@ def reasons_against_sdpa(
         added.append((mask.tensor if isinstance(mask, TileMask) else mask).shape[:-2])
     if visible is not None:
         added += [bound.shape[:-1] for bound in visible if bound is not None]
-    if window is not None or _needs_mask(causal, query, key):
+    if options.window is not None or _needs_mask(options.causal, query, key):
         added.append(torch.Size())
-    return dispatch.reasons_against_sdpa(
-        query, key, value, table, added, scale, sink, dropout, return_lse
-    )
+    return dispatch.reasons_against_sdpa(query, key, value, table, added, options)
 
 
 def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
@@ -57,27 +41,16 @@ def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
 
 
 def attention_by_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | RelativeBias | None,
-    mask: Tensor | TileMask | None,
-    scale: float,
-    causal: bool,
-    window: Window | None,
-    visible: Ranges | None,
-    sink: Tensor | float | None,
-    dropout: float,
-    return_lse: bool,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions
 ) -> Tensor | None:
     """The output by torch's own attention; None where that does not compute the same."""
-    if reasons_against_sdpa(
-        *(query, key, value, bias, mask, scale, causal, window, visible, sink, dropout, return_lse)
-    ):
+    if reasons_against_sdpa(query, key, value, options):
         return None
+    bias, mask, window, causal = options.bias, options.mask, options.window, options.causal
     queries, keys = query.shape[2], key.shape[2]
     needs_mask = _needs_mask(causal, query, key)
-    if bias is None and mask is None and window is None and visible is None and not needs_mask:
+    limits = bias, mask, window, options.visible
+    if not needs_mask and all(limit is None for limit in limits):
         added = None
     else:
         added = autograd.sdpa.added_to_scores(
@@ -87,6 +60,6 @@ def attention_by_sdpa(
             mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask,
             needs_mask,
             (-1, -1) if window is None else window,
-            *int32_bounds(visible, keys),
+            *int32_bounds(options.visible, keys),
         )
     return autograd.sdpa.attention(query, key, value, added, causal and queries == keys, scale)

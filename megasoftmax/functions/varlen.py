@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megasoftmax import arguments, checks, ranges
-from megasoftmax.arguments import Window
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reasons
 from megasoftmax.functions.attention import attention, attention_reasons
+from megasoftmax.options import Window, checked_window
 
 
 @overload
@@ -134,7 +134,7 @@ def _as_one_batch(
         cu_seqlens_k = cu_seqlens_q
     arguments.check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, bias)
     checks.check_flag("causal", causal)
-    window = arguments.checked_window("window", window)
+    window = checked_window("window", window)
     tokens = query.shape[0]
     if bias is not None:
         surplus = tokens - (bias.table.shape[-1] + 1) // 2

@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, checks, host
-from megasoftmax.arguments import Window
+from megasoftmax import checks, host
 from megasoftmax.autocast import autocast_dtype
 from megasoftmax.dispatch import Reason
 from megasoftmax.functions.softmax import softmax
 from megasoftmax.functions.why_not_fused import why_not_fused
+from megasoftmax.options import Window, as_number, check_scale, checked_window
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -95,9 +95,9 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             raise TypeError(f"mask_func: expected None or a function, got {checks.kind(mask_func)}")
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16, input_in_bf16: expected at most one, got both")
-        scale = arguments.as_number("scale", scale)
+        scale = as_number("scale", scale)
         if scale is not None:
-            arguments.check_scale(scale, torch.float64)
+            check_scale("scale", scale, torch.float64)
         if scale is not None and not softmax_in_fp32:
             raise ValueError(
                 f"softmax_in_fp32: expected True where scale is given, got {softmax_in_fp32} "
@@ -111,7 +111,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.mask_func = mask_func
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
-        self.window_size = arguments.checked_window("window_size", window_size)
+        self.window_size = checked_window("window_size", window_size)
 
     def forward(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
@@ -272,7 +272,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """What `mask_func` is to apply, in turn."""
-        left, right = arguments.checked_window("window_size", self.window_size) or (-1, -1)
+        left, right = checked_window("window_size", self.window_size) or (-1, -1)
         queries, keys = scores.shape[-2:]
         if self.scaled_masked_softmax_fusion:  # all of them hold, as fused
             given = () if mask is None else (mask,)
