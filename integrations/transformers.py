@@ -301,7 +301,8 @@ def attention_forward(
             return served, None
         tensors = as_autocast(query, key, value)
         if fused is False or takes_attention(*tensors, options):
-            given = options._asdict() | {"fused": fused}
+            given = options._asdict()
+            given["fused"] = fused
             output = megasoftmax.attention(*tensors, **given)
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)

@@ -157,7 +157,8 @@ class AttentionOptions(NamedTuple):
         if self.sink is not None:
             _check_sink(self.sink, "query", query)
         check_flag("return_lse", self.return_lse)
-        _check_fused(self.fused)
+        if self.fused is not None:
+            _check_fused(self.fused)
         check_dropout("dropout", self.dropout)
         if self.seed is not None:
             _check_seed(self.seed, "query", query)
@@ -189,12 +190,13 @@ def read_options(
         unnamed: what it was given by position besides.
         given: what it was given by name.
     """
-    others = {name: value for name, value in given.items() if name not in record._fields}
-    if unnamed or others:
-        raise misnamed(function, tensors, unnamed, others)
-    for name, read in _READ.items():
-        if name in given:
-            given[name] = read(name, given[name])
+    if unnamed:
+        raise misnamed(function, tensors, unnamed, {})
+    for name in given:
+        if name not in record._fields:
+            raise misnamed(function, tensors, (), {name: given[name]})
+        if name in _READ:
+            given[name] = _READ[name](name, given[name])
     return record(**given)
 
 
@@ -317,11 +319,12 @@ def _check_choices(dtype: torch.dtype | None, return_lse: bool, fused: bool | No
         raise TypeError(f"dtype: expected {FLOATING_NAMES}, got {found!r}")
     if return_lse is not False:
         check_flag("return_lse", return_lse)
-    _check_fused(fused)
+    if fused is not None:
+        _check_fused(fused)
 
 
-def _check_fused(fused: bool | None) -> None:
-    if fused is not None and not isinstance(fused, bool):
+def _check_fused(fused: bool) -> None:
+    if not isinstance(fused, bool):
         raise TypeError(f"fused: expected None or a bool, got {kind(fused)}")
 
 

@@ -235,9 +235,9 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     if window is not None:
         window = checked_window("window", window)
+    scale = as_number("scale", scale)
     options = AttentionOptions(
-        *(bias, mask, as_number("scale", scale), causal, window, visible, sink),
-        *(dropout, seed, return_lse, fused),
+        bias, mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused
     )
     options.check(query, key, value)
     output, lse = AttentionCall(query, key, value, options).run()
@@ -367,7 +367,11 @@ class AttentionCall(Call):
             table, sink = cast_for_kernels(query, table, sink)
         mask, note, block = self._mask(implementation)
         left, right = (-1, -1) if options.window is None else options.window
-        first, end = int32_bounds(options.visible, keys)
+        first = end = sink_tensor = sink_value = None
+        if options.visible is not None:
+            first, end = int32_bounds(options.visible, keys)
+        if sink is not None:
+            sink_tensor, sink_value = tensor_and_number(sink)
         return (
             with_rank(table, 3 if is_relative else 4),
             mask,
@@ -375,7 +379,8 @@ class AttentionCall(Call):
             options.causal,
             left,
             right,
-            *tensor_and_number(sink),
+            sink_tensor,
+            sink_value,
             is_relative,
             with_rank(first, 3),
             with_rank(end, 3),

@@ -84,17 +84,13 @@ def seed_of_call(seed: Tensor | None, scores: Tensor) -> Tensor:
     return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
 
 
-def tensor_and_number(sink: Tensor | float | None) -> tuple[Tensor | None, float | None]:
+def tensor_and_number(sink: Tensor | float) -> tuple[Tensor | None, float | None]:
     """A sink as ops take it; one of the two is None."""
-    if sink is None or isinstance(sink, Tensor):
-        return sink, None
-    return None, float(sink)
+    return (sink, None) if isinstance(sink, Tensor) else (None, float(sink))
 
 
-def int32_bounds(visible: Ranges | None, keys: int) -> Ranges:
+def int32_bounds(visible: Ranges, keys: int) -> Ranges:
     """Both in int32."""
-    if visible is None:
-        return None, None
     first, end = visible
     return _as_int32(first, keys), _as_int32(end, keys)
 

@@ -117,9 +117,9 @@ def ring_attention(
     """
     check_group(group)
     query, key, value = as_autocast(query, key, value)
+    scale, window = as_number("scale", scale), checked_window("window", window)
     options = AttentionOptions(
-        *(bias, mask, as_number("scale", scale), causal, checked_window("window", window)),
-        *(visible, sink, dropout, seed, False, fused),
+        bias, mask, scale, causal, window, visible, sink, dropout, seed, fused=fused
     )
     every = arguments.check_ring(query, key, value, options, group, lengths, order)
     call = AttentionCall(query, key, value, options)

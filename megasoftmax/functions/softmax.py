@@ -216,8 +216,9 @@ def softmax(
         and type(scale) in (float, int)
         and scale == 1
         and type(dim) is int
-        and dispatch.is_plain_scores(scores)
+        and isinstance(scores, Tensor)
         and dim in (-1, scores.dim() - 1)
+        and dispatch.is_plain_scores(scores)
         and (dtype is None or dtype == scores.dtype)
     ):
         return autograd.torch_softmax.softmax(scores)
@@ -225,9 +226,21 @@ def softmax(
         dim = checks.as_integer(dim)
     if window is not None:
         window = checked_window("window", window)
+    scale = as_number("scale", scale)
     options = SoftmaxOptions(
-        *(as_number("scale", scale), mask, bias, causal, window, visible, sink, dropout),
-        *(seed, dtype, return_lse, dim, fused),
+        scale,
+        mask,
+        bias,
+        causal,
+        window,
+        visible,
+        sink,
+        dropout,
+        seed,
+        dtype,
+        return_lse,
+        dim,
+        fused,
     )
     options.check(scores)
     probabilities, lse = SoftmaxCall(scores, options).run()
@@ -306,7 +319,9 @@ def softmax_backward(
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, {"scores": "probabilities"}) from None
     arguments.check_gradient(gradient, probabilities)
-    first, end = int32_bounds(visible, probabilities.shape[-1])
+    first = end = None
+    if visible is not None:
+        first, end = int32_bounds(visible, probabilities.shape[-1])
     is_fused = SoftmaxCall(probabilities, options).runs_fused()
     implementation = ops.softmax.IMPLEMENTATION if is_fused else autograd.softmax.REFERENCE
     given = BackwardArguments(
@@ -360,14 +375,15 @@ class SoftmaxCall(Call):
         options = self.options
         if options.mask is not None or options.bias is not None or options.sink is not None:
             return False
-        sizes = self.tensor.shape
-        return any(size != 1 for size in sizes[options.dim % len(sizes) + 1 :])
+        shape = self.tensor.shape
+        return shape[options.dim % len(shape) + 1 :].numel() != 1
 
     def _of_rows(self) -> "SoftmaxCall":
         """The same over the last dimension."""
         scores, options = self.tensor, self.options
         rank, dim = scores.dim(), options.dim % scores.dim()
-        mask, bias = (_moved_to_last(each, dim, rank) for each in (options.mask, options.bias))
+        mask = _moved_to_last(options.mask, dim, rank)
+        bias = _moved_to_last(options.bias, dim, rank)
         return SoftmaxCall(scores.movedim(dim, -1), options._replace(mask=mask, bias=bias, dim=-1))
 
     def _run_rows(self) -> tuple[Tensor, Tensor]:
@@ -404,7 +420,11 @@ class SoftmaxCall(Call):
         if is_fused:
             bias, sink = cast_for_kernels(scores, bias, sink)
         left, right = (-1, -1) if options.window is None else options.window
-        sink_tensor, sink_value = tensor_and_number(sink)
+        first = end = sink_tensor = sink_value = None
+        if options.visible is not None:
+            first, end = int32_bounds(options.visible, scores.shape[-1])
+        if sink is not None:
+            sink_tensor, sink_value = tensor_and_number(sink)
         needs_gradient = torch.is_grad_enabled() and (
             scores.requires_grad
             or (bias is not None and bias.requires_grad)
@@ -421,7 +441,8 @@ class SoftmaxCall(Call):
             options.causal,
             left,
             right,
-            *int32_bounds(options.visible, scores.shape[-1]),
+            first,
+            end,
             sink_tensor,
             sink_value,
             dtype_of_probabilities(scores, options.dtype),

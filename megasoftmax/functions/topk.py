@@ -143,9 +143,8 @@ def softmax_topk(
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     k = checks.as_integer(k)
-    options = TopkOptions(
-        *(as_number("scale", scale), mask, bias, renormalize, dtype, return_lse, group, fused)
-    )
+    scale = as_number("scale", scale)
+    options = TopkOptions(scale, mask, bias, renormalize, dtype, return_lse, group, fused)
     options.check(logits, k)
     probabilities, indices, statistics = TopkCall(logits, k, options).run()
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)

@@ -46,11 +46,10 @@ def attention_by_sdpa(
     """The output by torch's own attention; None where that does not compute the same."""
     if reasons_against_sdpa(query, key, value, options):
         return None
-    bias, mask, window, causal = options.bias, options.mask, options.window, options.causal
+    bias, mask, window, visible = options.bias, options.mask, options.window, options.visible
     queries, keys = query.shape[2], key.shape[2]
-    needs_mask = _needs_mask(causal, query, key)
-    limits = bias, mask, window, options.visible
-    if not needs_mask and all(limit is None for limit in limits):
+    needs_mask = _needs_mask(options.causal, query, key)
+    if bias is None and mask is None and window is None and visible is None and not needs_mask:
         added = None
     else:
         added = autograd.sdpa.added_to_scores(
@@ -60,6 +59,8 @@ def attention_by_sdpa(
             mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask,
             needs_mask,
             (-1, -1) if window is None else window,
-            *int32_bounds(options.visible, keys),
+            *((None, None) if visible is None else int32_bounds(visible, keys)),
         )
-    return autograd.sdpa.attention(query, key, value, added, causal and queries == keys, scale)
+    return autograd.sdpa.attention(
+        query, key, value, added, options.causal and queries == keys, scale
+    )
