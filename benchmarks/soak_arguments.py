@@ -20,7 +20,8 @@ from soak_cases import BFLOAT, FLOAT, HALF, Data, Deviations, Drawn, chance, ora
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import autograd, biases, functional, ranges
+from megasoftmax import autograd, biases, ranges
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.integrations import flash_attn
 
 Make = Callable[["Call"], Any]
@@ -315,7 +316,7 @@ FUNCTIONS = {
         f"{OF_ROWS}, bias, renormalize: flag, group: none",
     ),
     "softmax_backward": Function(
-        functional.softmax_backward,
+        softmax_backward,
         "gradient: scores, probabilities: scores",
         "scale, causal: flag, visible",
     ),

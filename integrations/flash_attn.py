@@ -32,11 +32,18 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import arguments, checks
-from megasoftmax.arguments import Window
+from megasoftmax import checks
+from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias, alibi_bias
-from megasoftmax.functional import as_autocast
 from megasoftmax.integrations.products import between_products, capped
+from megasoftmax.options import (
+    AttentionOptions,
+    Window,
+    as_number,
+    check_dropout,
+    check_scale,
+    checked_window,
+)
 
 _NAMES = {  # of arguments of megasoftmax.attention
     "query": "q",
@@ -253,10 +260,10 @@ def _options(
     return_attn_probs: bool,
 ) -> dict[str, Any]:
     """What attention, of packed sequences or not, and softmax take by the same names."""
-    arguments.check_dropout(dropout_p, "dropout_p")
+    check_dropout("dropout_p", dropout_p)
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
-    arguments.check_scale(softcap, torch.float32, "softcap")
+    check_scale("softcap", softcap, torch.float32)
     if softcap < 0:
         raise ValueError(f"softcap: expected a number from 0 on, got {softcap}")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
@@ -264,9 +271,9 @@ def _options(
             "deterministic: expected torch.use_deterministic_algorithms(True) beside True"
         )
     return {
-        "scale": arguments.as_number("softmax_scale", softmax_scale),
+        "scale": as_number("softmax_scale", softmax_scale),
         "causal": causal,
-        "window": arguments.checked_window("window_size", window_size),
+        "window": checked_window("window_size", window_size),
         "dropout": dropout_p,
     }
 
@@ -290,7 +297,7 @@ def _capped_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as from `megasoftmax.attention`."""
     query, key, value = as_autocast(query, key, value)
-    arguments.check_attention(query, key, value, options["bias"], scale=options["scale"])
+    AttentionOptions(options["bias"], scale=options["scale"]).check(query, key, value)
     scale = max(query.shape[-1], 1) ** -0.5 if options["scale"] is None else options["scale"]
     bias = options["bias"]
     if bias is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 import megasoftmax
-from megasoftmax.arguments import Ranges, Window
+from megasoftmax.options import Ranges, Window
 
 
 class Rule(NamedTuple):

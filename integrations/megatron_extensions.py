@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasoftmax.functional import softmax_backward
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.integrations.replacing import Change, Replaced
 from megasoftmax.modules import (
     FusedScaleMaskSoftmax,

@@ -1,26 +1,26 @@
 """Attention that writes its scores, for adapters: matmul, fused softmax, matmul."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import megasoftmax
-from megasoftmax.functional import reasons_against_sdpa, serves_attention
+from megasoftmax.functions.attention import attention_reasons, serves_attention
+from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
+from megasoftmax.options import AttentionOptions
 
 
-def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Whether `megasoftmax.attention` runs in kernels."""
     if serves_attention(query, key, value, options):
         return True
     if not query.dtype == key.dtype == value.dtype:
         return False
-    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, key, value, **options)
+    reasons = attention_reasons(query, key, value, **options._asdict())
     return len(reasons) == 0  # torch.compile cannot trace `not reasons`
 
 
-def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Whether `megasoftmax.attention` is quicker than `between_products`.
 
     It is where it runs fused, or on a CPU by torch's own attention. Its reference is slower.
@@ -29,7 +29,7 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str
         return runs_fused(query, key, value, options)
     if not query.dtype == key.dtype == value.dtype:
         return False
-    return len(reasons_against_sdpa(query, key, value, **options)) == 0
+    return len(reasons_against_sdpa(query, key, value, options)) == 0
 
 
 def capped(scores: Tensor, scale: float, softcap: float) -> tuple[Tensor, float]:

@@ -79,13 +79,14 @@ except ImportError as error:
     ) from error
 
 import megasoftmax
-from megasoftmax.arguments import Ranges, Window
-from megasoftmax.functional import as_autocast, served_attention
+from megasoftmax.autocast import as_autocast
+from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import between_products, capped, takes_attention
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
+from megasoftmax.options import AttentionOptions, Ranges, Window
 from megasoftmax.tracing import is_traced
 
 # Models that compute with their mask and so need a tensor, but do not ask for one: with packed
@@ -293,19 +294,20 @@ def attention_forward(
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
-    key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
     dropout = dropout if module.training else 0.0
+    key, value, options = _read(module, query, key, value, attention_mask, dropout, **kwargs)
     if not _against_attention(module, softcap, kwargs):
-        served = served_attention(query, key, value, options, dropout) if fused is None else None
+        served = served_attention(query, key, value, options) if fused is None else None
         if served is not None:
             return served, None
         tensors = as_autocast(query, key, value)
-        dropping = options | {"dropout": dropout}
-        if fused is False or takes_attention(*tensors, dropping):
-            output = megasoftmax.attention(*tensors, **dropping, fused=fused)
+        if fused is False or takes_attention(*tensors, options):
+            given = options._asdict()
+            given["fused"] = fused
+            output = megasoftmax.attention(*tensors, **given)
             return output.transpose(1, 2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
-    return _through_softmax(query, key, value, options, dropout, softcap, upcast)
+    return _through_softmax(query, key, value, options, softcap, upcast)
 
 
 def softmax_attention_forward(
@@ -335,7 +337,8 @@ def why_not_attention(
     Raises:
         ValueError: as `attention_forward` would.
     """
-    key, value, options = _read(module, query, key, value, attention_mask, **kwargs)
+    dropout = dropout if module.training else 0.0
+    key, value, options = _read(module, query, key, value, attention_mask, dropout, **kwargs)
     reasons = tuple(
         megasoftmax.Reason(constraint, actual, limit)
         for constraint, actual, limit in _against_attention(module, softcap, kwargs)
@@ -346,8 +349,7 @@ def why_not_attention(
         actual = ", ".join(dtypes)
         reasons += (megasoftmax.Reason("dtype", actual, "one for query, key and value"),)
         return megasoftmax.Reasons(reasons, reasons)
-    options["dropout"] = dropout if module.training else 0.0
-    found = megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **options)
+    found = megasoftmax.why_not_fused(megasoftmax.attention, *tensors, **options._asdict())
     return megasoftmax.Reasons((*reasons, *found), (*reasons, *found.against_sdpa))
 
 
@@ -387,6 +389,7 @@ def _read(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None,
+    dropout: float,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -397,11 +400,12 @@ def _read(
     cache: Any = None,
     sinks: Any = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, torch.Tensor, AttentionOptions]:
     """The keys and values in use, and the options that attention and softmax have in common.
 
     Args:
         module, query, key, value, attention_mask: as in `attention_forward`.
+        dropout: the probability to drop a probability, where it counts.
         scaling: factor of the scores, head_dim ** -0.5 by default.
         is_causal: overrides `module.is_causal`. Both count only when there is no mask.
         sliding_window: the tokens that a causal query sees, itself included; else the largest
@@ -449,15 +453,8 @@ def _read(
 
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
-    options = {
-        "scale": query.size(3) ** -0.5 if scaling is None else scaling,
-        "mask": excluded,
-        "bias": bias,
-        "causal": causal,
-        "window": window,
-        "visible": visible,
-        "sink": s_aux,
-    }
+    scale = query.size(3) ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(bias, excluded, scale, causal, window, visible, s_aux, dropout)
     return key, value, options
 
 
@@ -504,8 +501,7 @@ def _through_softmax(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    options: dict[str, Any],
-    dropout: float,
+    options: AttentionOptions,
     softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -516,13 +512,15 @@ def _through_softmax(
     """
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
-        scale = options["scale"]
+        scale = options.scale
+        assert scale is not None
         if softcap is not None:
             scores, scale = capped(scores, scale, softcap)
-        mask = options["mask"]
+        mask = options.mask
         mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
-        changed = {"scale": scale, "mask": mask}
-        probabilities = megasoftmax.softmax(scores, **(options | changed), dtype=value.dtype)
+        changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": value.dtype}
+        probabilities = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
+        dropout = options.dropout
         return torch.nn.functional.dropout(probabilities, dropout) if dropout > 0 else probabilities
 
     output, probabilities = between_products(

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from megasoftmax.build import library
 from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
+from megasoftmax.options import AttentionOptions, Ranges, SoftmaxOptions, TopkOptions
 from megasoftmax.reference.dropout import STEPS
 from megasoftmax.tracing import is_traced
 
@@ -23,9 +24,6 @@ SCALES = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
-
-Window = tuple[int, int]
-Ranges = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,24 @@ def is_plain_on_cpu(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_cpu and not is_traced() and _forward_mode() is None
 
 
+def is_plain_scores(scores: Tensor) -> bool:
+    """Whether `softmax` of these alone is valid, and computed by torch's own softmax.
+
+    True implies what `SoftmaxOptions.check` finds out in more steps. False implies nothing.
+    """
+    return (
+        is_plain_on_cpu(scores)
+        and scores.dtype in _FLOATING
+        and scores.layout is torch.strided
+        and not scores.is_nested
+        and scores.dim() > 0
+    )
+
+
 def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attention` of these alone is valid, and computed by torch's own attention.
 
-    True implies what `arguments.check_attention` and `reasons_against_sdpa` find out in more steps.
+    True implies what `AttentionOptions.check` and `reasons_against_sdpa` find out in more steps.
     False implies nothing.
     """
     try:
@@ -98,25 +110,17 @@ def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
 
 
-def reasons_against_fused_softmax(
-    scores: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    dtype: torch.dtype | None,
-    visible: Ranges | None = None,
-) -> tuple[Reason, ...]:
+def reasons_against_fused_softmax(scores: Tensor, options: SoftmaxOptions) -> tuple[Reason, ...]:
     """All the reasons why these arguments, which must be valid, cannot run fused; empty: they can.
 
     Loads the compiled part, and builds it where it can be built, when the scores are on a GPU.
     """
-    is_limited = causal or window is not None
+    bias = options.bias
+    is_limited = options.causal or options.window is not None
     found = (
-        *_of_any_call(scores, scale, dtype),
+        *_of_any_call(scores, options),
         *(
-            _leading_dimensions(scores, mask, bias, visible=visible)
+            _leading_dimensions(scores, options.mask, bias, visible=options.visible)
             if scores.dim() > 4 and scores.numel()
             else ()
         ),
@@ -128,27 +132,18 @@ def reasons_against_fused_softmax(
     return _given(found)
 
 
-def reasons_against_fused_columns(
-    scores: Tensor, scale: float, dtype: torch.dtype | None
-) -> tuple[Reason, ...]:
+def reasons_against_fused_columns(scores: Tensor, options: SoftmaxOptions) -> tuple[Reason, ...]:
     """The same for scores alone, normalised over a dimension that others follow."""
-    return _given((*_of_any_call(scores, scale, dtype), _compiled_forward_mode()))
+    return _given((*_of_any_call(scores, options), _compiled_forward_mode()))
 
 
-def reasons_against_fused_topk(
-    logits: Tensor,
-    k: int,
-    scale: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-) -> tuple[Reason, ...]:
+def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> tuple[Reason, ...]:
     """The same for the K largest probabilities of each row."""
     found = (
-        *_of_any_call(logits, scale, dtype, "logits"),
+        *_of_any_call(logits, options, "logits"),
         _k(k),
         *(
-            _leading_dimensions(logits, mask, bias, "logits")
+            _leading_dimensions(logits, options.mask, options.bias, "logits")
             if logits.dim() > 4 and logits.numel()
             else ()
         ),
@@ -200,10 +195,7 @@ def reasons_against_sdpa(
     value: Tensor,
     bias: Tensor | None,
     added: list[torch.Size],
-    scale: float | None,
-    sink: Tensor | float | None,
-    dropout: float,
-    return_lse: bool,
+    options: AttentionOptions,
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute what `attention` would on a CPU.
 
@@ -212,17 +204,17 @@ def reasons_against_sdpa(
         bias: likewise; of a RelativeBias its table.
         added: [..., batch, heads] of all that joins the scores, as a bias, or as -inf where a mask,
             a range or a window excludes, so that SDPA gets a tensor of queries x keys.
-        scale, sink, dropout, return_lse: as in `attention`.
+        options: the others of the call.
     """
     if torch.compiler.is_compiling():  # which traces no names of numbers
         return (Reason("transforms", "torch.compile or torch.export", "none"),)
     found = (
         _sdpa_tensors(query, key, value, bias),
         _sdpa_transforms(),
-        _sdpa_scale(scale),
-        None if sink is None else Reason("sink", "one", "None"),
-        None if dropout == 0 else Reason("dropout", str(dropout), "0"),
-        Reason("return_lse", "True", "False") if return_lse else None,
+        _sdpa_scale(options.scale),
+        None if options.sink is None else Reason("sink", "one", "None"),
+        None if options.dropout == 0 else Reason("dropout", str(options.dropout), "0"),
+        Reason("return_lse", "True", "False") if options.return_lse else None,
         *_sdpa_sizes(query, key, value),
         None if bias is None else _sdpa_bias_gradient(bias),
         *(_sdpa_added(query, key, added) if added else ()),
@@ -285,13 +277,14 @@ def _of_any_tensor(
 
 
 def _of_any_call(
-    scores: Tensor, scale: float, dtype: torch.dtype | None, name: str = "scores"
+    scores: Tensor, options: SoftmaxOptions | TopkOptions, name: str = "scores"
 ) -> tuple[Reason | None, ...]:
+    dtype = options.dtype
     return (
         *_of_any_tensor(scores),
         _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _result_dtype(dtype, scores.dtype),
-        _scale(scale),
+        _scale(options.scale),
     )
 
 

@@ -3,7 +3,7 @@
 The stable ABI, which the kernels' bindings use so that one library serves every torch, has no
 autograd. So this part is a module of its own, csrc/host, which ninja compiles for the torch at hand
 when the first call has run fused. It checks arguments, calls the op and records the backward pass.
-What it does not serve it declines, and `functional` goes on in Python, with the same results. It is
+What it does not serve it declines, and `functions` goes on in Python, with the same results. It is
 optional: without it every call takes that way.
 """
 

@@ -11,7 +11,8 @@ A layer has no state of its own: `self` is the module of the model. See `export-
 import torch
 from torch import Tensor
 
-from megasoftmax import functional
+from megasoftmax.functions.softmax import softmax
+from megasoftmax.functions.topk import softmax_topk
 
 
 class Softmax(torch.nn.Module):
@@ -24,7 +25,7 @@ class Softmax(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Probabilities in the shape and type of `input`, which is as in `megasoftmax.softmax`."""
-        return functional.softmax(input, dim=self.dim)
+        return softmax(input, dim=self.dim)
 
 
 class SoftmaxTopKRouter(torch.nn.Module):
@@ -56,7 +57,7 @@ class SoftmaxTopKRouter(torch.nn.Module):
             )
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         logits = torch.nn.functional.linear(hidden_states, self.weight, getattr(self, "bias", None))
-        scores, experts = functional.softmax_topk(
+        scores, experts = softmax_topk(
             logits, self.top_k, renormalize=getattr(self, "norm_topk_prob", True)
         )
         return logits, scores, experts

@@ -70,7 +70,7 @@ def of_documents(
         cu_seqlens_q, cu_seqlens_k: as `packed` takes them, of queries and of keys.
         tokens: the queries.
         causal: as in `megasoftmax.attention`, within each document.
-        window: the same, as `arguments.checked_window` returns it.
+        window: the same, as `options.checked_window` returns it.
 
     Returns:
         first, end: [1, 1, tokens].

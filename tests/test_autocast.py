@@ -8,7 +8,8 @@ from inputs import bits_equal, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import AttnMaskType, FusedScaleMaskSoftmax, RelativeBias, dispatch, functional
+from megasoftmax import AttnMaskType, FusedScaleMaskSoftmax, RelativeBias, dispatch
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.limits import kernel_limits
 
 CASTS = [torch.bfloat16, torch.float16]
@@ -269,6 +270,6 @@ def test_autograd_functions_of_megatron_keep_the_type(dtype, device):
             megasoftmax.ScaledSoftmax.apply(scores, 1.0),
             megasoftmax.ScaledMaskedSoftmax.apply(scores, None, 1.0),
             megasoftmax.ScaledUpperTriangMaskedSoftmax.apply(scores[0], 1.0),
-            functional.softmax_backward(scores, scores),
+            softmax_backward(scores, scores),
         ):
             assert probabilities.dtype == dtype

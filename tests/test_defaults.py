@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import megasoftmax
 import megasoftmax.integrations
-from megasoftmax import FusedAttention, TileMask, attention, biases, functional, ranges, softmax
+from megasoftmax import FusedAttention, TileMask, attention, biases, ranges, softmax
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.integrations import flash_attn
 
 BATCH, HEADS, QUERIES, KEYS, DIM, PACKED = 2, 4, 20, 24, 8, 30
@@ -60,7 +61,7 @@ def softmax_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]
         "columns": (lambda s: softmax(s, dim=1), scores),
         "everything": (with_everything, scores, bias, sink),
         "softmax_backward": (
-            lambda s: functional.softmax_backward(s.detach(), s.detach(), scale=0.3, causal=True),
+            lambda s: softmax_backward(s.detach(), s.detach(), scale=0.3, causal=True),
             scores,
         ),
         "softmax_topk": (lambda s: megasoftmax.softmax_topk(s, 3, return_lse=True), scores),

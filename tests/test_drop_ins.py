@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import megasoftmax
 from megasoftmax import autograd, scaled_dot_product_attention
-from megasoftmax.functional import new_seed
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations import flash_attn
 
 DOUBLE = torch.float64
@@ -125,13 +125,13 @@ def test_a_query_without_keys_is_0(device):
 
 def test_an_expanded_mask_is_inverted_unexpanded(monkeypatch):
     taken = {}
-    attention = megasoftmax.functional.attention
+    attention = megasoftmax.attention
 
     def spy(*tensors, **options):
         taken.update(options)
         return attention(*tensors, **options)
 
-    monkeypatch.setattr(megasoftmax.functional, "attention", spy)
+    monkeypatch.setattr(megasoftmax.functions.sdpa, "attention", spy)
     tensors, _ = sdpa_inputs("fewer queries", "cpu")
     keep = coin(2, 1, 1, 7, device="cpu", odds=0.6).expand(2, 4, 3, 7)
     check_sdpa(tensors, tensors, attn_mask=keep)

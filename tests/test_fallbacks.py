@@ -5,12 +5,10 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import dispatch, functional
+from megasoftmax import dispatch
+from megasoftmax.functions.calls import Call
 from megasoftmax.integrations.products import takes_attention
-
-
-class _OnGpu:
-    is_cuda = True
+from megasoftmax.options import AttentionOptions
 
 
 @pytest.fixture
@@ -21,12 +19,11 @@ def asks_for_reasons(device, monkeypatch):
         return
     for name in ("_device", "_compiled_part"):
         monkeypatch.setattr(dispatch, name, lambda tensor: None)
-    is_fused = functional._is_fused
 
-    def on_gpu(fused, reasons_against, scores, *args):
-        return is_fused(fused, lambda _, *rest: reasons_against(scores, *rest), _OnGpu(), *args)
+    def on_gpu(call):
+        return len(call.reasons()) == 0
 
-    monkeypatch.setattr(functional, "_is_fused", on_gpu)
+    monkeypatch.setattr(Call, "runs_fused", on_gpu)
 
 
 def attention(query: Tensor) -> Tensor:
@@ -106,6 +103,6 @@ def test_compiled_adapters_ask_why():
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(query: Tensor) -> Tensor:
-        return query + takes_attention(query, query, query, {})
+        return query + takes_attention(query, query, query, AttentionOptions())
 
     torch.testing.assert_close(function(query), query)

@@ -20,10 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
-from megasoftmax import dispatch, functional, host
+from megasoftmax import dispatch, host
 from megasoftmax.build import library
+from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.products import runs_fused
 from megasoftmax.ops.registration import NAMESPACE
+from megasoftmax.options import AttentionOptions
 
 CPU = torch.device("cpu")
 
@@ -275,7 +277,7 @@ def test_backward_ops_are_given_the_same(
 @pytest.mark.parametrize("case", of_attention())
 def test_adapters_ask_it_first(case: str, served: list[bool]):
     tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
-    assert runs_fused(*tensors, of_attention()[case])
+    assert runs_fused(*tensors, AttentionOptions(**of_attention()[case]))
     assert served == [True]
 
 
@@ -307,16 +309,14 @@ def test_layers_get_attention_as_they_go_on_with_it(
 ):
     """[batch, queries, heads, dim]: the same bits, gradients too, and no view."""
     options = of_attention()[case]
-    names = ("bias", "mask", "scale", "causal", "window", "visible", "sink")
-    given = dict.fromkeys(names) | {"causal": False, "scale": 8**-0.5} | options
     torch.manual_seed(1)
     leaves = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
     weights = normal(4, 6, 4, 8, grad=False)
-    output = functional.served_attention(*leaves, given, 0.0)
+    output = served_attention(*leaves, AttentionOptions(**options))
     assert served == [True]
     assert output is not None
     assert (output.is_contiguous(), output._is_view()) == (True, False)
-    expected = in_python(lambda: megasoftmax.attention(*leaves, **given, fused=True))
+    expected = in_python(lambda: megasoftmax.attention(*leaves, **options, fused=True))
     assert output.equal(expected.transpose(1, 2))
     grads = [
         torch.autograd.grad((each.float() * weights).sum(), leaves)
@@ -328,8 +328,7 @@ def test_layers_get_attention_as_they_go_on_with_it(
 
 def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
     leaf = normal(1, 2, 3, 8, dtype=torch.bfloat16)
-    options = dict.fromkeys(("bias", "mask", "window", "visible", "sink"))
-    output = functional.served_attention(*[leaf] * 3, options | {"scale": 1, "causal": True}, 0.0)
+    output = served_attention(*[leaf] * 3, AttentionOptions(scale=1, causal=True))
     assert output is not None
     output.mul_(2)  # it is kept for the backward pass, which notices
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -338,7 +337,7 @@ def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
 
 def test_adapters_ask_python_then(served: list[bool]):
     query = normal(4, 4, 6, 8)
-    assert not runs_fused(query, query, query, {"causal": True})
+    assert not runs_fused(query, query, query, AttentionOptions(causal=True))
     assert served == [False]
 
 

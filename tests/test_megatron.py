@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megasoftmax
-from megasoftmax import functional
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations.megatron import (
     MegasoftmaxCoreAttention,
     apply_megasoftmax_to_megatron,
@@ -41,6 +41,7 @@ from megasoftmax.integrations.megatron import (
 from megasoftmax.integrations.megatron.routers import ROUTED_WHERE
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
 from megasoftmax.integrations.replacing import Change, Replaced, Served
+from megasoftmax.options import AttentionOptions
 from megasoftmax.reference import dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -338,7 +339,7 @@ def test_dropout(monkeypatch):
     torch.manual_seed(5)
     output = core(*tensors, mask)
     torch.manual_seed(5)
-    seed = functional.new_seed(torch.device("cpu"))
+    seed = new_seed(torch.device("cpu"))
     keep = dropout.kept_of_scores(seed, 0.3, torch.empty(BATCH, HEADS, 9, 9))
     factors = dropout.dropped(torch.ones(keep.shape, dtype=torch.float64), keep, 0.3)
     assert 0 < (factors == 0).sum() < factors.numel()
@@ -559,7 +560,7 @@ def test_dropout_of_packed_sequences(path):
             *(tensor, tensor, tensor, packed([6, 6]).cu_seqlens_q),
             causal=True,
             dropout=0.5,
-            seed=functional.new_seed(torch.device("cpu")),
+            seed=new_seed(torch.device("cpu")),
         )
         assert torch.equal(output, expected.flatten(1))
     first, second = core.eval()(
@@ -870,7 +871,8 @@ def test_training_fused(name, monkeypatch):
     calls = record_calls(monkeypatch, "attention")
     options = {"bf16": True, "params_dtype": torch.bfloat16} | MODELS[name]
     ours, plain = build_pair("cuda", torch.bfloat16, **options)
-    assert core_attention.takes_attention(*torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16(), {})
+    tensors = torch.randn(3, 2, 4, 9, 8, device="cuda").bfloat16()
+    assert core_attention.takes_attention(*tensors, AttentionOptions())
     losses, _, _ = train(ours)
     expected, _, _ = train(plain)
     assert len(calls) == 8

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask, biases, dispatch, ranges
+from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.limits import kernel_limits
 
 INF, NAN = torch.inf, torch.nan
@@ -418,7 +419,7 @@ def test_softmax_backward(device: str) -> None:
     g = normal(2, 3, 40, 100, device=device, seed=1)
     p = megasoftmax.softmax(scores, visible=visible, causal=True, scale=0.3)
     (expected,) = torch.autograd.grad(p, scores, g)
-    backward = megasoftmax.functional.softmax_backward
+    backward = softmax_backward
     for given in ({}, {"visible": visible}, {"visible": visible, "causal": True}):
         torch.testing.assert_close(backward(g, p.detach(), scale=0.3, **given), expected)
 
@@ -1143,9 +1144,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (of_softmax(visible=(None, FIVE), dim=1), ValueError, "visible: expected only over the last"),
     (lambda: megasoftmax.softmax(torch.zeros(3), visible=(FIVE, None)), ValueError, "visible"),
     (
-        lambda: megasoftmax.functional.softmax_backward(
-            torch.zeros(4, 5), torch.zeros(4, 5), visible=(FIVE, None)
-        ),
+        lambda: softmax_backward(torch.zeros(4, 5), torch.zeros(4, 5), visible=(FIVE, None)),
         ValueError,
         r"visible\[0\]",
     ),

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask, autograd
+from megasoftmax.options import AttentionOptions
 
 INF, NAN = torch.inf, torch.nan
 OPTIONS: dict[str, list[Any]] = {
@@ -202,7 +203,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*given: Any) -> None:
         raise _CheckedError
 
-    monkeypatch.setattr(megasoftmax.arguments, "check_attention", check)
+    monkeypatch.setattr(AttentionOptions, "check", check)
 
 
 @pytest.mark.usefixtures("checked")

@@ -36,7 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
-from megasoftmax import functional
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import patch_model
 from megasoftmax.integrations.sharing import in_a_pass
@@ -251,7 +251,7 @@ def test_dropout_inside_attention(member, option, checkpointing, monkeypatch):
     def dropping(given, p=0.5, training=True, inplace=False):
         if given.dim() != 4 or not training or p == 0:
             return original(given, p, training, inplace)
-        keep = dropout.kept_of_scores(functional.new_seed(given.device), p, given)
+        keep = dropout.kept_of_scores(new_seed(given.device), p, given)
         return dropout.dropped(given, keep, p)
 
     calls = record_calls(monkeypatch, "attention")

@@ -1,5 +1,5 @@
 #pragma once
-// Calls of public functions, in the order of arguments that megasoftmax/functional.py gives.
+// Calls of public functions, in the order of arguments that megasoftmax/functions gives.
 
 #include <Python.h>
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import checks
-from megasoftmax.functional import as_autocast, new_seed
+from megasoftmax.autocast import as_autocast
+from megasoftmax.functions.calls import new_seed
 from megasoftmax.integrations.megatron.packing import attend_one_by_one, documents_of, one_batch
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
+from megasoftmax.options import AttentionOptions
 
 # Fields of a config that change results and are not computed here, and the value they must have.
 _UNSUPPORTED = {
@@ -239,7 +241,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         """[batch, heads, queries, head_dim] of tensors with heads before tokens."""
         query, key, value = as_autocast(query, key, value)
         options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
-        if takes_attention(query, key, value, options):
+        if takes_attention(query, key, value, AttentionOptions(**options)):
             if (
                 mask is not None
             ):  # forward and backward share its block mask; layers have no pass to share
@@ -266,7 +268,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = as_autocast(query, key, value)
         queries, keys = len(query), len(key)
         batch = one_batch(query), one_batch(key), one_batch(value)
-        if runs_fused(*batch, {"scale": self.softmax_scale, "dropout": self._dropout}):
+        kept = AttentionOptions(scale=self.softmax_scale, dropout=self._dropout)
+        if runs_fused(*batch, kept):
             documents = documents_of(packed, queries, keys, query.device)
             options = self._options(is_causal, query.device)
             return megasoftmax.attention_varlen(query, key, value, *documents, **options).flatten(1)

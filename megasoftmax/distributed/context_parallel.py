@@ -26,6 +26,7 @@ from torch import Tensor
 from megasoftmax import checks, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 from megasoftmax.distributed.zigzag import parts_of_rank
+from megasoftmax.reference.attention import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -138,37 +139,8 @@ class Ring(NamedTuple):
         return of_queries.number * parts + of_keys.number
 
 
-class Options(NamedTuple):
-    """What is not a tensor. Query i of a rank stands at its key i; -1 is no limit of a window."""
-
-    scale: float
-    window_left: int
-    window_right: int
-    sink_value: float | None
-    relative: bool
-    dropout: float
-    tf32: bool
-    is_plain: bool = False  # no bias, mask, range or dropout
-
-    @property
-    def joins_parts(self) -> bool:
-        """Whether the two parts of a rank in zigzag order are computed as one."""
-        return self.is_plain and self.window_left < 0 and self.window_right <= 0
-
-
 def attention(
-    implementation: Implementation,
-    ring: Ring,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    first: Tensor | None,
-    end: Tensor | None,
-    sink: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
+    implementation: Implementation, ring: Ring, given: ForwardArguments
 ) -> tuple[Tensor, Tensor]:
     """Output [b, h, m, dv] and log-sum-exp [b, h, m] of this rank's queries and all keys.
 
@@ -176,11 +148,10 @@ def attention(
 
     Args:
         implementation: who computes a block.
-        query, key, value: of this rank, as in `reference.attention.attention_forward`.
-        bias, mask, first, end, sink: the same; of this rank's queries and the keys of all ranks. A
-            table is one of all queries and all keys.
-        seed: of this rank, or None where options.dropout is 0. A block's own is as many more as its
-            number among the pairs of parts, that of the queries first.
+        given: the arguments of `reference.attention.attention_forward`. Query, key and value are
+            those of this rank; query i stands at key i. What joins them is for the keys of all
+            ranks, and a table for all queries too. The seed is that of this rank: a block's own is
+            as many more as its number among the pairs of parts, that of the queries first.
     """
     if is_in_forward_mode():
         raise NotImplementedError(
@@ -189,13 +160,11 @@ def attention(
         )
     total = sum(ring.lengths)
     # Nothing overflows when the first key of a block is subtracted.
-    first, end = (None if bound is None else bound.clamp(0, total) for bound in (first, end))
-    of_pairs = (bias, mask, first, end)
-    is_plain = options.dropout == 0 and all(each is None for each in of_pairs)
-    options = options._replace(is_plain=is_plain)
-    return _RingFunction.apply(
-        query, key, value, bias, mask, first, end, sink, seed, options, implementation, ring
-    )
+    bounds = given.first, given.end
+    first, end = (None if bound is None else bound.clamp(0, total) for bound in bounds)
+    right = 0 if given.causal else given.window_right
+    given = given._replace(first=first, end=end, causal=False, window_right=right)
+    return _RingFunction.apply(*given, implementation, ring)
 
 
 class _Block(NamedTuple):
@@ -241,55 +210,53 @@ class _Block(NamedTuple):
         part = bound if is_shared else bound.narrow(-1, self.first_query, self.queries)
         return part - self.key_position
 
-    def arguments(
-        self,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        first: Tensor | None,
-        end: Tensor | None,
-        seed: Tensor | None,
-        options: Options,
-    ) -> Any:
-        """Those of forward and backward from the bias on.
+    def of_operands(self, given: ForwardArguments, keys: Sequence[Tensor]) -> ForwardArguments:
+        """The arguments of the block, from those of all blocks and the keys and values of a rank.
 
         The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
         whose logits are all -inf: other blocks may have others of it.
         """
-        return (
-            self.of_pairs(bias, options.relative),
-            self.of_pairs(mask, False),
-            options.scale,
-            False,
-            self.window_left,
-            self.window_right,
-            None,
-            -torch.inf,
-            options.relative,
-            self.of_queries(first),
-            self.of_queries(end),
-            None,
-            1,
-            options.dropout,
-            None if seed is None else seed + self.number,
-            options.tf32,
+        rows, columns = self.of_tokens
+        key, value = (each[:, :, columns] for each in keys)
+        return given._replace(
+            query=given.query[:, :, rows],
+            key=key,
+            value=value,
+            bias=self.of_pairs(given.bias, given.relative),
+            mask=self.of_pairs(given.mask, False),
+            window_left=self.window_left,
+            window_right=self.window_right,
+            sink=None,
+            sink_value=-torch.inf,
+            first=self.of_queries(given.first),
+            end=self.of_queries(given.end),
+            seed=None if given.seed is None else given.seed + self.number,
         )
 
 
-def _blocks(ring: Ring, owner: int, queries: int, options: Options) -> list[_Block]:
+def _joins_parts(ring: Ring, given: ForwardArguments) -> bool:
+    """Whether the two parts of a rank in zigzag order are computed as one."""
+    of_pairs = given.bias, given.mask, given.first, given.end
+    is_plain = given.dropout == 0 and all(each is None for each in of_pairs)
+    return ring.zigzag and is_plain and given.window_left < 0 and given.window_right <= 0
+
+
+def _blocks(ring: Ring, owner: int, given: ForwardArguments) -> list[_Block]:
     """Of the queries of this rank and the keys of another, all in which some see each other."""
-    if ring.zigzag and options.joins_parts:
-        return [_joined_block(ring, owner, queries, options)]
+    if _joins_parts(ring, given):
+        return [_joined_block(ring, owner, given)]
     blocks = [
-        _block(ring, of_queries, of_keys, options)
-        for of_queries in ring.parts(ring.rank, queries)
+        _block(ring, of_queries, of_keys, given)
+        for of_queries in ring.parts(ring.rank, given.query.shape[2])
         for of_keys in ring.parts(owner, ring.lengths[owner])
     ]
     return [block for block in blocks if block is not None]
 
 
-def _joined_block(ring: Ring, owner: int, queries: int, options: Options) -> _Block:
+def _joined_block(ring: Ring, owner: int, given: ForwardArguments) -> _Block:
     """Of both parts of this rank and both of another, as the beginning of this file says."""
-    half, is_causal = queries // 2, options.window_right == 0
+    queries = given.query.shape[2]
+    half, is_causal = queries // 2, given.window_right == 0
     is_earlier, is_later = is_causal and owner < ring.rank, is_causal and owner > ring.rank
     return _Block(
         first_query=half if is_later else 0,
@@ -305,10 +272,10 @@ def _joined_block(ring: Ring, owner: int, queries: int, options: Options) -> _Bl
     )
 
 
-def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _Block | None:
+def _block(ring: Ring, of_queries: _Part, of_keys: _Part, given: ForwardArguments) -> _Block | None:
     queries, keys = of_queries.length, of_keys.length
     diagonal = of_queries.start - of_keys.start  # query i stands at key i + diagonal
-    left, right = options.window_left, options.window_right
+    left, right = given.window_left, given.window_right
     if right >= 0:
         keys = min(keys, queries + diagonal + right)
     if left >= 0:
@@ -332,44 +299,31 @@ def _block(ring: Ring, of_queries: _Part, of_keys: _Part, options: Options) -> _
     )
 
 
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
+_TENSORS = (*_DIFFERENTIABLE, "mask", "first", "end", "seed")
+
+
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        first: Tensor | None,
-        end: Tensor | None,
-        sink: Tensor | None,
-        seed: Tensor | None,
-        options: Options,
-        implementation: Implementation,
-        ring: Ring,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *operands, implementation, ring = args
+        given = ForwardArguments(*operands)
+        query = given.query
         compute = reference.softmax.accumulation_dtype(query.dtype)
-        merged = _Merged(query, value.shape[-1], compute)
+        merged = _Merged(query, given.value.shape[-1], compute)
         statistics = []  # of the blocks
-        for owner, held in _round(ring, key, value):
-            for block in _blocks(ring, owner, query.shape[2], options):
-                rows, columns = block.of_tokens
-                of_block, found = implementation.forward(
-                    query[:, :, rows],
-                    *(each[:, :, columns] for each in held),
-                    *block.arguments(bias, mask, first, end, seed, options),
-                )
+        for owner, held in _round(ring, given.key, given.value):
+            for block in _blocks(ring, owner, given):
+                rows, _ = block.of_tokens
+                of_block, found = implementation.forward(*block.of_operands(given, held))
                 statistics.append(found)
                 merged.add(rows, of_block, found[2])
-        logit = reference.softmax.sink_logit(sink, options.sink_value, compute, query.device)
+        logit = reference.softmax.sink_logit(given.sink, given.sink_value, compute, query.device)
         output, lse = merged.with_sink(logit)
-        output = output.to(query.dtype)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *(query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics)
-        )
-        ctx.given = options, implementation, ring
+        tensors = {name: getattr(given, name) for name in _TENSORS}
+        ctx.save_for_backward(*tensors.values(), output, lse, *statistics)
+        ctx.given = given._replace(**dict.fromkeys(tensors)), implementation, ring
         return output, lse
 
     @staticmethod
@@ -380,14 +334,16 @@ class _RingFunction(torch.autograd.Function):
             raise NotImplementedError(
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
-        query, key, value, bias, mask, first, end, sink, seed, output, lse, *statistics = (
-            ctx.saved_tensors
-        )
-        options, implementation, ring = ctx.given
+        given, implementation, ring = ctx.given
+        tensors = ctx.saved_tensors[: len(_TENSORS)]
+        output, lse, *statistics = ctx.saved_tensors[len(_TENSORS) :]
+        given = given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+        needs = ForwardArguments(*ctx.needs_input_grad[: len(given)])
+        query, key, value, bias, sink = (getattr(given, name) for name in _DIFFERENTIABLE)
         compute = lse.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
-        wants_bias = bias is not None and ctx.needs_input_grad[3]
+        wants_bias = bias is not None and needs.bias
         d_query = _Shares(query, compute)
         d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
         found = iter(statistics)
@@ -395,10 +351,9 @@ class _RingFunction(torch.autograd.Function):
         def shares_of(owner: int, held: list[Tensor]) -> list[_Shares]:
             """Of the gradients of the keys and values of a rank; others are added up."""
             of_keys = [_Shares(each, compute) for each in held]
-            for block, of_block in zip(
-                _blocks(ring, owner, query.shape[2], options), of_rank[owner], strict=True
-            ):
+            for block, of_block in zip(_blocks(ring, owner, given), of_rank[owner], strict=True):
                 rows, columns = block.of_tokens
+                own = block.of_operands(given, held)
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
                 d_output_of_rows = d_output[:, :, rows]
@@ -407,28 +362,26 @@ class _RingFunction(torch.autograd.Function):
                 shares = implementation.backward(
                     weighted,
                     None if d_lse is None else weights * d_lse[:, :, rows],
-                    query[:, :, rows],
-                    *(each[:, :, columns] for each in held),
+                    *own[:3],
                     output[:, :, rows],
                     of_block,
-                    *block.arguments(bias, mask, first, end, seed, options),
+                    *own[3:],
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),
                 )
                 d_query.add(rows, shares[0])
                 if d_bias is not None:
-                    block.of_pairs(d_bias, options.relative).add_(shares[3])
+                    block.of_pairs(d_bias, given.relative).add_(shares[3])
                 for each, share in zip(of_keys, shares[1:3], strict=True):
                     each.add(columns, share)
             return of_keys
 
         of_rank = {
-            owner: [next(found) for _ in _blocks(ring, owner, query.shape[2], options)]
-            for owner in _owners(ring)
+            owner: [next(found) for _ in _blocks(ring, owner, given)] for owner in _owners(ring)
         }
         # A share that is alone so far goes to the next rank as it is.
-        ranks, has_one_block = len(ring.lengths), not ring.zigzag or options.joins_parts
+        ranks, has_one_block = len(ring.lengths), not ring.zigzag or _joins_parts(ring, given)
         coming = None
         for owner, held in _round(ring, key, value, own_last=True):
             sums = shares_of(owner, held)
@@ -439,25 +392,19 @@ class _RingFunction(torch.autograd.Function):
                 coming = _Exchange(ring, _contents(sums, is_rounded), owner)
         d_key, d_value = (each.rounded() for each in sums)
         d_sink = None
-        if sink is not None and ctx.needs_input_grad[7]:
+        if sink is not None and needs.sink:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            d_rows = reference.softmax.sink_gradient_of_rows(sink, options.sink_value, lse, d)
+            d_rows = reference.softmax.sink_gradient_of_rows(sink, given.sink_value, lse, d)
             d_sink = reference.softmax.sum_over_rows(d_rows, sink)
-        return (
-            d_query.rounded(),
-            d_key,
-            d_value,
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            d_sink,
-            None,
-            None,
-            None,
-            None,
+        gradients = ForwardArguments(
+            query=d_query.rounded(),
+            key=d_key,
+            value=d_value,
+            bias=None if d_bias is None else d_bias.to(bias.dtype),
+            sink=d_sink,
         )
+        return *gradients, None, None
 
 
 class _Shares:

@@ -5,11 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, biases, checks, functional
-from megasoftmax.arguments import Ranges, Window
+from megasoftmax import biases, checks
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reasons
+from megasoftmax.functions.attention import attention
+from megasoftmax.functions.why_not_fused import why_not_fused
 from megasoftmax.masks import TileMask
+from megasoftmax.options import (
+    Ranges,
+    Window,
+    as_number,
+    check_attention_bias,
+    check_dropout,
+    check_scale,
+    checked_window,
+)
 
 
 class FusedAttention(torch.nn.Module):
@@ -78,14 +88,14 @@ class FusedAttention(torch.nn.Module):
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
-        arguments.check_dropout(dropout)
-        scale = arguments.as_number("scale", scale)
+        check_dropout("dropout", dropout)
+        scale = as_number("scale", scale)
         if scale is not None:
-            arguments.check_scale(scale, torch.float64)
+            check_scale("scale", scale, torch.float64)
         self.heads = heads
         self.scale = scale
         self.causal = causal
-        self.window = arguments.checked_window("window", window)
+        self.window = checked_window("window", window)
         self.max_distance = checks.checked_integer("max_distance", max_distance, 1)
         self.dropout = dropout
         self.sink = self.relative_bias = None
@@ -136,7 +146,7 @@ class FusedAttention(torch.nn.Module):
             TypeError, ValueError: an argument is not as above; names the argument.
         """
         options = self._options(query, key, bias, mask, visible)
-        return functional.attention(query, key, value, **options)
+        return attention(query, key, value, **options)
 
     def why_not_fused(
         self,
@@ -153,7 +163,7 @@ class FusedAttention(torch.nn.Module):
             TypeError, ValueError: as `forward` would.
         """
         options = self._options(query, key, bias, mask, visible)
-        return functional.why_not_fused(functional.attention, query, key, value, **options)
+        return why_not_fused(attention, query, key, value, **options)
 
     def extra_repr(self) -> str:
         options = {
@@ -217,7 +227,7 @@ class FusedAttention(torch.nn.Module):
         own = self._own_bias(queries, keys)
         if own is None or bias is None:
             return bias if own is None else own
-        arguments.check_attention_bias(bias, query, (*query.shape[:3], keys))
+        check_attention_bias(bias, query, (*query.shape[:3], keys))
         given = bias.table if isinstance(bias, RelativeBias) else bias
         heads_dim = -2 if isinstance(bias, RelativeBias) else -3
         heads = given.shape[heads_dim] if given.dim() >= -heads_dim else 1

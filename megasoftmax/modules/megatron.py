@@ -7,9 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megasoftmax import arguments, checks, functional, host
-from megasoftmax.arguments import Window
+from megasoftmax import checks, host
+from megasoftmax.autocast import autocast_dtype
 from megasoftmax.dispatch import Reason
+from megasoftmax.functions.softmax import softmax
+from megasoftmax.functions.why_not_fused import why_not_fused
+from megasoftmax.options import Window, as_number, check_scale, checked_window
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -92,9 +95,9 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             raise TypeError(f"mask_func: expected None or a function, got {checks.kind(mask_func)}")
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16, input_in_bf16: expected at most one, got both")
-        scale = arguments.as_number("scale", scale)
+        scale = as_number("scale", scale)
         if scale is not None:
-            arguments.check_scale(scale, torch.float64)
+            check_scale("scale", scale, torch.float64)
         if scale is not None and not softmax_in_fp32:
             raise ValueError(
                 f"softmax_in_fp32: expected True where scale is given, got {softmax_in_fp32} "
@@ -108,7 +111,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.mask_func = mask_func
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
-        self.window_size = arguments.checked_window("window_size", window_size)
+        self.window_size = checked_window("window_size", window_size)
 
     def forward(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
@@ -144,7 +147,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         """As `forward` with fusion, whatever the flag says."""
         sink = _sink(softmax_offset, input)
         try:
-            return functional.softmax(
+            return softmax(
                 input,
                 scale=1.0 if self.scale is None else self.scale,
                 mask=mask,
@@ -171,9 +174,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if softmax_offset is None:
             probabilities = torch.softmax(scores, -1)
         else:
-            probabilities = functional.softmax(
-                scores, sink=_sink(softmax_offset, scores), fused=False
-            )
+            probabilities = softmax(scores, sink=_sink(softmax_offset, scores), fused=False)
         return probabilities.to(output_dtype or probabilities.dtype)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
@@ -211,8 +212,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             mask = None  # of any shape that `mask_func` takes
         sink = _sink(softmax_offset, input)
         try:
-            others = functional.why_not_fused(
-                functional.softmax,
+            others = why_not_fused(
+                softmax,
                 input,
                 scale=1.0 if self.scale is None else self.scale,
                 mask=mask,
@@ -264,14 +265,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _output_dtype(self, scores: Tensor, *, fusion: bool) -> torch.dtype | None:
         if fusion and torch._C._is_any_autocast_enabled():
-            dtype = functional.autocast_dtype(scores)
+            dtype = autocast_dtype(scores)
             if dtype is not None:
                 return dtype
         return self._half_dtype() if self.softmax_in_fp32 else None
 
     def _masks(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """What `mask_func` is to apply, in turn."""
-        left, right = arguments.checked_window("window_size", self.window_size) or (-1, -1)
+        left, right = checked_window("window_size", self.window_size) or (-1, -1)
         queries, keys = scores.shape[-2:]
         if self.scaled_masked_softmax_fusion:  # all of them hold, as fused
             given = () if mask is None else (mask,)
@@ -324,7 +325,7 @@ class ScaledSoftmax:
 def _softmax_of_apex(inputs: Tensor, scale: float, **options: Any) -> Tensor:
     checks.check_floating("inputs", inputs)
     try:
-        return functional.softmax(inputs, scale=scale, dtype=inputs.dtype, **options)
+        return softmax(inputs, scale=scale, dtype=inputs.dtype, **options)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, {"scores": "inputs"}) from None
 

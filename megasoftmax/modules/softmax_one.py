@@ -6,8 +6,10 @@ import numbers
 import torch
 from torch import Tensor
 
-from megasoftmax import checks, functional
+from megasoftmax import checks
 from megasoftmax.dispatch import Reason
+from megasoftmax.functions.softmax import softmax
+from megasoftmax.functions.why_not_fused import why_not_fused
 
 _NAMES = {"scores": "x", "sink": "denominator_offset"}
 
@@ -53,7 +55,7 @@ class SoftmaxOne(torch.nn.Module):
         scores, sink = self._scores_and_sink(x)
         dim = -1 if self.dim is None else self.dim
         try:
-            return functional.softmax(scores, sink=sink).movedim(-1, dim)
+            return softmax(scores, sink=sink).movedim(-1, dim)
         except (TypeError, ValueError) as error:
             raise checks.renamed(error, _NAMES) from None
 
@@ -65,7 +67,7 @@ class SoftmaxOne(torch.nn.Module):
         """
         scores, sink = self._scores_and_sink(x)
         try:
-            return functional.why_not_fused(functional.softmax, scores, sink=sink)
+            return why_not_fused(softmax, scores, sink=sink)
         except (TypeError, ValueError) as error:
             raise checks.renamed(error, _NAMES) from None
 

@@ -1,0 +1,1 @@
+"""The public functions: one operation a file, and what the operations share."""

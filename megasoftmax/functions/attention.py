@@ -1,0 +1,450 @@
+"""Attention."""
+
+from typing import Any, Literal, Never, cast, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from megasoftmax import autograd, checks, dispatch, host, ops
+from megasoftmax.autocast import as_autocast
+from megasoftmax.autograd.function import Implementation
+from megasoftmax.biases import RelativeBias
+from megasoftmax.dispatch import Reason, Reasons
+from megasoftmax.distributed import sharding
+from megasoftmax.functions.calls import (
+    Call,
+    call_op,
+    cast_for_kernels,
+    int32_bounds,
+    seed_of_call,
+    tensor_and_number,
+    with_rank,
+)
+from megasoftmax.functions.torch_sdpa import attention_by_sdpa, reasons_against_sdpa
+from megasoftmax.limits import kernel_limits
+from megasoftmax.masks import TileMask
+from megasoftmax.options import (
+    LARGEST_FLOAT32,
+    AttentionOptions,
+    Ranges,
+    Window,
+    as_number,
+    checked_window,
+    read_options,
+)
+from megasoftmax.tracing import in_jit_trace
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = ...,
+    mask: Tensor | TileMask | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    visible: Ranges | None = ...,
+    sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | RelativeBias | None = ...,
+    mask: Tensor | TileMask | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    visible: Ranges | None = ...,
+    sink: Tensor | float | None = ...,
+    dropout: float = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@checks.takes_options_by_name
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *unnamed: Never,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | TileMask | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    visible: Ranges | None = None,
+    sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    fused: bool | None = None,
+    **others: Never,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with any bias, fused on NVIDIA GPUs: no tensor of queries x keys is made.
+
+        z = scale * query . key + bias
+        P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
+        output = P value
+
+    with z and P in float32 (float64 for float64 queries), whatever the types of the tensors;
+    kernels, and torch's own attention on a CPU, round P and gradients of z to the type of the query
+    where matrix products take them.
+    The same rules hold on GPU and CPU, fused or not.
+
+    * An excluded pair (by mask, causal, window or visible: their union) has P exactly 0, and a
+      gradient of z exactly 0, whatever query, key, bias and incoming gradient make of it. The same
+      holds for a pair whose bias is -inf, in a row without NaN.
+    * A query with nothing left has output 0, gradients 0 and a log-sum-exp of -inf where mask,
+      bias, causal, window or visible is given or where there are no keys, and with a sink a
+      log-sum-exp of the sink. A plain row of -inf is NaN.
+    * A NaN or +inf among the z of a query that is not excluded makes NaN of its output.
+    * Products with P and with gradients of z are plain matrix products: NaN or inf in a value can
+      reach the output of queries that do not see it, as 0 * NaN.
+    * Kernels round what they multiply in float32 to TF32 where torch.backends.cuda.matmul allows
+      it. Else products are as precise as float32, made of three, and an infinite query, key, value
+      or incoming gradient may make NaN. The backward pass takes what the forward pass took.
+
+    Differentiable with respect to query, key, value, bias and a sink that is a tensor. Incoming
+    gradients are not modified. A second derivative takes `fused=False`, and is refused otherwise.
+    In forward mode (torch.func.jvp) calls run in plain torch; DTensors are refused.
+    Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
+    everywhere under torch.use_deterministic_algorithms.
+
+    DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
+    differentiable once. Under torch.vmap each example drops what it would drop alone.
+
+    Under torch.autocast query, key and value are cast to its type, as for torch's
+    scaled_dot_product_attention; float64 stays. Gradients come in the types of what was given. Bias
+    and sink keep their types, where torch would cast the bias too.
+
+    Args:
+        query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
+            strides. Kernels take all but float64. In 16 bits they take head dimensions up to 256,
+            and in float32 up to 128. For inference in 16 bits on compute capability 9.0 and 10.x
+            they take up to 576, and 512 of values (see `why_not_fused`).
+            Of query, key and value they copy what does not consist of dense rows that begin at
+            multiples of 16 bytes.
+        key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
+            head i reads key head i // (heads / key_heads).
+        value: [batch, key_heads, keys, value_dim], of the same dtype.
+        bias: added to the scaled products. Either floating, broadcastable to [batch, heads,
+            queries, keys], any strides. Or a `RelativeBias`. A bias with all four dimensions may
+            also have a batch and heads that divide those of the query: example i then reads entry
+            i // (batch / bias_batch). Broadcast dimensions are not materialised; kernels copy a
+            bias whose rows are not as those of query. Its gradient, in its own type, is summed in
+            float32 over what was broadcast.
+        mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
+            not materialised. Or a `TileMask`: one that several calls share, or of blocks.
+        scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
+            rounded to their type. Kernels take those above 0 up to 1e4.
+        causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
+        window: (left, right), as in `softmax`. A window of W tokens that ends at the query is
+            (W - 1, 0).
+        visible: (first, end), as in `softmax`: a query sees keys first <= j < end. Broadcastable to
+            [batch, heads, queries]. Kernels skip tiles of keys that no query of a block sees.
+        sink: a logit that joins the denominator but has no key, as in `softmax`: floating [heads],
+            or one element, or a number.
+        dropout: as in `softmax`, of the entries of P where they weigh the values.
+        seed: as in `softmax`. The same seed drops the same entries in both.
+        return_lse: also return the log-sum-exp.
+        fused: None runs fused where it can, and else, on a CPU, takes torch's own
+            scaled_dot_product_attention where that computes the same: see `why_not_fused` and its
+            `runs`. True raises where the call cannot run fused. False runs plain torch, a block of
+            batches, heads and queries after the other.
+
+    Returns:
+        The output [batch, heads, queries, value_dim], in the dtype of the query. In memory it lies
+        as [batch, queries, heads, value_dim], so that output.transpose(1, 2).flatten(2) is a view.
+        With return_lse also the natural log of the denominator, sink included, [batch, heads,
+        queries], float32 (float64 for float64 queries), differentiable too.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
+            run fused; names the argument, what was expected and what came. Nothing was launched.
+        NotImplementedError: a second derivative of a call that ran fused, or a forward-mode
+            derivative of DTensors.
+
+    Source:
+        Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
+        https://arxiv.org/abs/2307.08691. Heads that share keys: Ainslie et al.,
+        https://arxiv.org/abs/2305.13245. Sinks: see `softmax`.
+    """
+    if unnamed or others:
+        raise checks.misnamed("attention", 3, unnamed, others)
+    if is_compiling := torch.compiler.is_compiling():
+        if seed is None and return_lse is False and (fused is None or fused is True):
+            limits = bias, mask, window, visible, sink
+            traced = _traced_attention(query, key, value, scale, causal, dropout, *limits)
+            if traced is not None:
+                return traced
+    elif host.calls is not None:
+        served = host.calls.attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale,
+            causal,
+            window,
+            visible,
+            sink,
+            dropout,
+            seed,
+            return_lse,
+            fused,
+        )
+        if served is not None:
+            return cast(Tensor, served)
+    if (  # the shortest way for the most frequent call on a CPU
+        not is_compiling
+        and bias is None
+        and mask is None
+        and window is None
+        and visible is None
+        and sink is None
+        and seed is None
+        and fused is None
+        and type(causal) is bool
+        and type(dropout) is float
+        and return_lse is False
+        and not dropout
+        and dispatch.is_plain_self_attention(query, key, value)
+        and (scale is None or (type(scale) is float and 0 < scale <= LARGEST_FLOAT32))
+    ):
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        output = autograd.sdpa.attention(query, key, value, None, causal, factor)
+        if output is not None:
+            return output
+        fused = False  # the reference computes
+    query, key, value = as_autocast(query, key, value)
+    if window is not None:
+        window = checked_window("window", window)
+    scale = as_number("scale", scale)
+    options = AttentionOptions(
+        bias, mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused
+    )
+    options.check(query, key, value)
+    output, lse = AttentionCall(query, key, value, options).run()
+    return (output, cast(Tensor, lse)) if return_lse else output
+
+
+def _traced_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
+    dropout: float,
+    *others: Any,
+) -> Tensor | None:
+    """`attention` without dropout and the others in compiled code, as that of softmax. It has
+    104 guards in place of 350."""
+    for other in others:
+        if other is not None:
+            return None
+    if not (
+        type(dropout) in (int, float)
+        and dropout == 0
+        and forward_ad._current_level < 0
+        and type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.device == key.device == value.device
+        and query.dtype == key.dtype == value.dtype
+        and (causal is False or causal is True)
+    ):
+        return None
+    most = dispatch.head_dim_traced(query.device, query.dtype)
+    if (
+        key.size(0) == value.size(0) == query.size(0)
+        and key.size(1) == value.size(1)
+        and key.size(2) == value.size(2)
+        and key.size(3) == query.size(3) <= most
+        and value.size(3) <= most
+        and 0 < query.numel() < 2**30
+        and 0 < key.numel() < 2**30
+        and value.numel() > 0
+        and query.size(1) % key.size(1) == 0
+        and (scale is None or (type(scale) is float and 1e-30 < scale < 1))
+    ):
+        factor = query.size(3) ** -0.5 if scale is None else scale
+        return ops.attention.forward_alone(query, key, value, factor, causal)
+    return None
+
+
+class AttentionCall(Call):
+    """A call of `attention`, after autocast."""
+
+    __slots__ = ("key", "scale", "value")
+
+    options: AttentionOptions
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> None:
+        scale = options.scale
+        self.tensor = query
+        self.key = key
+        self.value = value
+        self.scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+        self.options = options
+
+    def reasons(self) -> tuple[Reason, ...]:
+        return dispatch.reasons_against_fused_attention(
+            self.tensor, self.key, self.value, self.scale, self.options.dropout
+        )
+
+    def why_not_fused(self) -> Reasons:
+        """The reasons, and those against torch's own attention."""
+        reasons = self.reasons()
+        if torch.compiler.is_compiling():  # which traces no class of tuples
+            return cast(Reasons, reasons)
+        against_sdpa = reasons_against_sdpa(self.tensor, self.key, self.value, self.options)
+        return Reasons(reasons, against_sdpa)
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Output and log-sum-exp, which is None where it is not asked for."""
+        query, key, value, options = self.tensor, self.key, self.value, self.options
+        if options.fused is None and query.is_cpu:
+            output = attention_by_sdpa(query, key, value, self.scale, options)
+            if output is not None:
+                return output, None
+        implementation = self.implementation()
+        operands = self.operands(implementation, key.shape[2])
+        needs_gradient = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad
+            for each in (query, key, value, operands[0], options.sink)
+        )
+        output, statistics = call_op(
+            autograd.attention.call, implementation, needs_gradient, query, key, value, *operands
+        )
+        return output, statistics[2] if options.return_lse else None
+
+    def implementation(self) -> Implementation:
+        """Who computes; raises where it must be kernels and cannot be."""
+        if self.runs_fused():
+            return ops.attention.IMPLEMENTATION
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        # Compiled, an op would drop tangents.
+        if (
+            (compiled and forward_ad._current_level < 0)
+            or sharding.prepare(self.tensor)
+            or in_jit_trace()
+        ):
+            return ops.attention.IN_BLOCKS
+        return autograd.attention.REFERENCE
+
+    def operands(self, implementation: Implementation, keys: int) -> tuple[Any, ...]:
+        """The arguments of `attention_forward` after the value, as an implementation takes them.
+
+        Args:
+            implementation: who computes.
+            keys: how many there are of all ranks.
+        """
+        query, options = self.tensor, self.options
+        bias, sink = options.bias, options.sink
+        is_relative = isinstance(bias, RelativeBias)
+        table = bias.table if isinstance(bias, RelativeBias) else bias
+        if implementation is ops.attention.IMPLEMENTATION:
+            table, sink = cast_for_kernels(query, table, sink)
+        mask, note, block = self._mask(implementation)
+        left, right = (-1, -1) if options.window is None else options.window
+        first = end = sink_tensor = sink_value = None
+        if options.visible is not None:
+            first, end = int32_bounds(options.visible, keys)
+        if sink is not None:
+            sink_tensor, sink_value = tensor_and_number(sink)
+        return (
+            with_rank(table, 3 if is_relative else 4),
+            mask,
+            self.scale,
+            options.causal,
+            left,
+            right,
+            sink_tensor,
+            sink_value,
+            is_relative,
+            with_rank(first, 3),
+            with_rank(end, 3),
+            note,
+            block,
+            options.dropout,
+            None if options.dropout == 0 else seed_of_call(options.seed, query),
+            dispatch.takes_tf32(query.dtype),
+        )
+
+    def _mask(self, implementation: Implementation) -> tuple[Tensor | None, Tensor | None, int]:
+        """The mask, its note and its block."""
+        query, mask = self.tensor, self.options.mask
+        if not isinstance(mask, TileMask):
+            return with_rank(mask, 4), None, 1
+        queries, keys = query.shape[2], self.key.shape[2]
+        if implementation is not ops.attention.IMPLEMENTATION:
+            return with_rank(mask.tensor, 4), None, mask.block
+        if queries <= kernel_limits().attention["kMaxDecodeQueries"]:  # no tiles, so no blocks
+            return with_rank(mask.to_mask(queries, keys), 4), None, 1
+        if self.options.visible is not None or not query.is_cuda or hasattr(query, "device_mesh"):
+            note = None
+        else:
+            note = mask.note(queries, keys, ops.attention.tile_note)
+        return with_rank(mask.tensor, 4), note, mask.block
+
+
+def attention_reasons(
+    query: Tensor, key: Tensor, value: Tensor, *unnamed: Any, **given: Any
+) -> Reasons:
+    options = read_options(AttentionOptions, "attention", 3, unnamed, given)
+    query, key, value = as_autocast(query, key, value)
+    options.check(query, key, value)
+    return AttentionCall(query, key, value, options).why_not_fused()
+
+
+attention_reasons.__qualname__ = "attention"  # in the error of a call with other arguments
+
+
+def served_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor | None:
+    """`attention` where the C++ part has this call, so that it runs fused; else None.
+
+    For adapters, which would ask and call, and go on with [batch, queries, heads, value_dim], which
+    this returns, contiguous. Of a seed, `return_lse` and `fused` the options have the defaults.
+    """
+    if torch.compiler.is_compiling():
+        of_all = options.scale, options.causal, options.dropout
+        limits = options.bias, options.mask, options.window, options.visible, options.sink
+        traced = _traced_attention(query, key, value, *of_all, *limits)
+        return None if traced is None else traced.transpose(1, 2)
+    if host.calls is None:
+        return None
+    served: Tensor | None = host.calls.attention_transposed(query, key, value, *options)
+    return served
+
+
+def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
+
+    A quick yes. Without it `why_not_fused` tells.
+    """
+    if torch.compiler.is_compiling() or host.calls is None:
+        return False
+    is_served: bool = host.calls.serves_attention(query, key, value, *options)
+    return is_served

@@ -1,0 +1,132 @@
+"""Attention over a sequence that is split among the ranks of a group."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from megasoftmax import arguments
+from megasoftmax.autocast import as_autocast
+from megasoftmax.biases import RelativeBias
+from megasoftmax.distributed import context_parallel
+from megasoftmax.functions.attention import AttentionCall
+from megasoftmax.options import (
+    AttentionOptions,
+    Ranges,
+    Window,
+    as_number,
+    check_group,
+    checked_window,
+)
+from megasoftmax.reference.attention import ForwardArguments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: "ProcessGroup",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    lengths: Sequence[int] | None = None,
+    bias: Tensor | RelativeBias | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    visible: Ranges | None = None,
+    sink: Tensor | float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a sequence that is split among the ranks of a group: context parallelism.
+
+        group = mesh.get_group("context")
+        query, key, value = (
+            megasoftmax.zigzag_chunk(each, group.size(), 2)[group.rank()] for each in whole
+        )
+        output, lse = megasoftmax.ring_attention(
+            query, key, value, group=group, order="zigzag", causal=True
+        )
+
+    What `attention` would compute for this rank's queries if it had the keys of all ranks, in the
+    order of the sequence. Keys and values go round in a ring while blocks are computed, forward and
+    backward; beside its own, a rank holds those of two ranks at a time. What is kept for the
+    backward pass is of this rank, and three numbers for each query, head and part that it sees.
+
+    With causality and the order "contiguous" the last rank computes 2 * ranks - 1 times as much as
+    the first, and all wait for it. With "zigzag" each rank has an early and a late part of the
+    sequence, and all compute the same. Blocks that causality excludes are computed in neither.
+
+    Differentiable once, in reverse mode. The gradients of query, key and value are whole. That of a
+    sink or bias is what this rank's queries contribute: where ranks share one, as with any
+    parameter of a model whose batch is sharded, their gradients are to be added up.
+
+    All ranks must call it, with the same options and kinds of arguments, forward and backward.
+    Compiled code leaves its graph for the call. torch.autocast acts as on `attention`.
+
+    Args:
+        query: [batch, heads, queries, head_dim] of this rank, as in `attention`.
+        key: [batch, key_heads, keys, head_dim] of this rank, of the same dtype.
+        value: [batch, key_heads, keys, value_dim], of the same dtype.
+        group: the ranks. Every backend of torch.distributed that can send and receive serves.
+        order: "contiguous": rank r holds part r of the sequence, as torch.chunk cuts it. "zigzag":
+            the sequence has 2 * ranks equal parts, and rank r holds parts r and 2 * ranks - 1 - r,
+            one after the other, as `zigzag_chunk` cuts it; `zigzag_cat` joins outputs. Each rank
+            then has as many queries as keys, an even number.
+        lengths: the number of keys of each rank, from 0 on; by default that of this rank. It must
+            be given if ranks differ, which is not checked. With "zigzag" all must be equal.
+        bias: floating, broadcastable to this rank's queries, in their order, and the keys of all
+            ranks, in the order of the sequence: [batch, heads, queries, sum(lengths)], as in
+            `attention`. Or a `RelativeBias` with the table of the whole sequence,
+            2 * sum(lengths) - 1 entries.
+        mask: bool, True = excluded, broadcastable to the same.
+        scale: factor of the products; by default head_dim ** -0.5.
+        causal: exclude keys after the query.
+        window: (left, right), as in `attention`.
+        visible: (first, end) of this rank's queries, [batch, heads, queries], as in `attention`,
+            counted in the whole sequence.
+        sink: a logit that joins the denominator, once: floating [heads], or one element, or a
+            number.
+        dropout: as in `attention`.
+        seed: as in `attention`; ranks may have the same or others. The queries of rank r and the
+            keys of rank k drop what `attention` of these alone drops with the seed
+            seed + r * ranks + k, where seed is that of rank r. With "zigzag" the 2 * ranks parts
+            of the sequence take the place of ranks.
+        fused: of each block, as in `attention`.
+
+    Returns:
+        The output of this rank's queries, [batch, heads, queries, value_dim], in the dtype of the
+        query, in memory [batch, queries, heads, value_dim]; and the log-sum-exp over the keys of
+        all ranks, sink included, [batch, heads, queries], float32 (float64 for float64 queries),
+        differentiable too.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; causality, a window, a `RelativeBias` or
+            "zigzag" is given, for which query i is the token of key i, but not as many queries as
+            keys; or `fused` is True and a block cannot run fused.
+        NotImplementedError: a backward pass with create_graph=True, or a forward-mode derivative.
+
+    Source:
+        Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889. "zigzag": the context
+        parallelism of The Llama 3 Herd of Models, section 3.3, https://arxiv.org/abs/2407.21783.
+    """
+    check_group(group)
+    query, key, value = as_autocast(query, key, value)
+    scale, window = as_number("scale", scale), checked_window("window", window)
+    options = AttentionOptions(
+        bias, mask, scale, causal, window, visible, sink, dropout, seed, fused=fused
+    )
+    every = arguments.check_ring(query, key, value, options, group, lengths, order)
+    call = AttentionCall(query, key, value, options)
+    implementation = call.implementation()
+    operands = call.operands(implementation, sum(every))
+    return context_parallel.attention(
+        implementation,
+        context_parallel.Ring(group, every, order == "zigzag"),
+        ForwardArguments(query, key, value, *operands),
+    )

@@ -1,0 +1,66 @@
+"""Attention on a CPU by torch's scaled_dot_product_attention, where that computes the same."""
+
+import torch
+from torch import Tensor
+
+from megasoftmax import autograd, dispatch
+from megasoftmax.biases import RelativeBias
+from megasoftmax.dispatch import Reason
+from megasoftmax.functions.calls import int32_bounds
+from megasoftmax.masks import TileMask
+from megasoftmax.options import AttentionOptions
+
+
+def reasons_against_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> tuple[Reason, ...]:
+    """Why torch's scaled_dot_product_attention does not compute an `attention` that is not fused.
+
+    Takes tensors after autocast. Checks nothing. Off a CPU the device is the only reason.
+    """
+    device = dispatch.sdpa_device(query)
+    if device is not None:
+        return (device,)
+    bias, mask, visible = options.bias, options.mask, options.visible
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    added = []
+    if bias is not None:
+        added.append(bias.table.shape[:-1] if isinstance(bias, RelativeBias) else bias.shape[:-2])
+    if mask is not None:
+        added.append((mask.tensor if isinstance(mask, TileMask) else mask).shape[:-2])
+    if visible is not None:
+        added += [bound.shape[:-1] for bound in visible if bound is not None]
+    if options.window is not None or _needs_mask(options.causal, query, key):
+        added.append(torch.Size())
+    return dispatch.reasons_against_sdpa(query, key, value, table, added, options)
+
+
+def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
+    """Whether SDPA needs a mask for causality: it aligns top-left, and one query sees all keys."""
+    return causal and query.shape[2] not in (1, key.shape[2])
+
+
+def attention_by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions
+) -> Tensor | None:
+    """The output by torch's own attention; None where that does not compute the same."""
+    if reasons_against_sdpa(query, key, value, options):
+        return None
+    bias, mask, window, visible = options.bias, options.mask, options.window, options.visible
+    queries, keys = query.shape[2], key.shape[2]
+    needs_mask = _needs_mask(options.causal, query, key)
+    if bias is None and mask is None and window is None and visible is None and not needs_mask:
+        added = None
+    else:
+        added = autograd.sdpa.added_to_scores(
+            query,
+            key,
+            bias.dense(queries, keys) if isinstance(bias, RelativeBias) else bias,
+            mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask,
+            needs_mask,
+            (-1, -1) if window is None else window,
+            *((None, None) if visible is None else int32_bounds(visible, keys)),
+        )
+    return autograd.sdpa.attention(
+        query, key, value, added, options.causal and queries == keys, scale
+    )
