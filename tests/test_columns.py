@@ -1,6 +1,5 @@
 """softmax over a dimension that is not the last, against the oracle; the ops of columns."""
 
-from collections.abc import Callable
 from typing import Any
 
 import op_checks
@@ -11,8 +10,7 @@ from inputs import DTYPES, DTYPES_OF_KERNELS
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import Reason, dispatch, ops, why_not_fused
-from megasoftmax.reference.softmax import ForwardArguments
+from megasoftmax import Reason, dispatch, why_not_fused
 
 INF, NAN = torch.inf, torch.nan
 
@@ -20,7 +18,6 @@ gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
-columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
 
 
 class Path:
@@ -358,18 +355,6 @@ def test_empty(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         path.check(scores, dim, bias=path.normal(*shape, dtype=dtype).requires_grad_())
 
 
-def test_change_of_the_result_is_noticed(path: Path) -> None:
-    scores = path.normal(3, 20, 10).requires_grad_()
-    p = path.softmax(scores, dim=1)
-    if path.fused:  # else it is a copy of what the gradient needs
-        p.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            p.sum().backward()
-    with torch.no_grad():
-        assert not path.softmax(scores, dim=1).requires_grad
-    assert not path.softmax(scores.detach(), dim=1).requires_grad
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> None:
     scores = path.normal(5, 130, 70, dtype=dtype).requires_grad_()
@@ -385,186 +370,16 @@ def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> No
             assert a[part].equal(b)
 
 
-# Derivatives, transforms and compilation
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gradients_in_float64(path: Path, dim: int) -> None:
-    if path.device == "cuda":
-        pytest.skip("kernels take no float64")
-    scores = path.normal(3, 4, 2, dtype=torch.float64).requires_grad_()
+def test_compiled_beside_a_mask(path: Path) -> None:
+    """All dimensions are moved there. test_ops.py compiles the op of columns."""
 
     def function(scores: Tensor) -> Any:
-        return path.softmax(scores, scale=-0.7, dim=dim, return_lse=True)
+        return path.softmax(scores, scale=0.5, mask=scores[:, :, :1] > 1, dim=0, return_lse=True)
 
-    assert torch.autograd.gradcheck(function, scores, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, scores, fast_mode=True)
+    def draw(*sizes: int) -> list[Tensor]:
+        return [path.normal(*sizes, 4).requires_grad_()]
 
-
-def test_double_backward(path: Path) -> None:
-    """Against the second derivatives that torch's own softmax gives."""
-    scores = path.normal(3, 9, 5).requires_grad_()
-    found = []
-    for p in (path.softmax(scores, scale=0.5, dim=1), (scores * 0.5).softmax(1)):
-        (first,) = torch.autograd.grad(p.square().sum(), scores, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), scores)[0])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("in_dim", [0, 1, 2, 3])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_vmap(path: Path, in_dim: int, dim: int) -> None:
-    batch = path.normal(2, 3, 4, 5)
-
-    def function(scores: Tensor) -> Any:
-        return path.softmax(scores, scale=0.5, dim=dim, return_lse=True)
-
-    actual = torch.vmap(function, in_dims=in_dim)(batch)
-    expected = [function(one) for one in batch.unbind(in_dim)]
-    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(wanted))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_per_example(path: Path, dim: int) -> None:
-    batch = path.normal(4, 5, 3)
-
-    def loss(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
-        def value(scores: Tensor) -> Tensor:
-            p, lse = function(scores)
-            return p.square().sum() + lse.sin().sum()
-
-        return value
-
-    ours = loss(lambda scores: path.softmax(scores, dim=dim, return_lse=True))
-    theirs = loss(lambda scores: (scores.softmax(dim), scores.logsumexp(dim)))
-    actual = torch.vmap(torch.func.grad(ours))(batch)
-    torch.testing.assert_close(actual, torch.vmap(torch.func.grad(theirs))(batch))
-    actual = torch.func.jacrev(torch.func.jacrev(ours))(batch[0])
-    expected = torch.func.jacrev(torch.func.jacrev(theirs))(batch[0])
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize(("masked", "dynamic"), [(False, False), (True, True)])
-def test_compile(path: Path, masked: bool, dynamic: bool) -> None:
-    """Dimensions in one graph: most of the time is that of a graph. Beside a mask all are moved.
-
-    test_ops.py compiles the last one.
-    """
-    dims = (0,) if masked else (0, 1, -2)
-
-    def function(scores: Tensor) -> list[Tensor]:
-        mask = scores[:, :, :1] > 1 if masked else None
-        results = []
-        for dim in dims:
-            results += path.softmax(scores, scale=0.5, mask=mask, dim=dim, return_lse=True)
-        return results
-
-    backend = "aot_eager" if path.device == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    for sizes in ((2, 3, 4, 5), (3, 4, 5, 6)) if dynamic else ((2, 3, 4, 5),):
-        scores = path.normal(*sizes).requires_grad_()
-        found = []
-        for each in (compiled, function):
-            results = each(scores)
-            losses = [
-                result.masked_fill(result == -INF, 0).square().sum() * weight
-                for weight, result in enumerate(results, 1)
-            ]
-            found.append((*results, *torch.autograd.grad(sum(losses), scores)))
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(path: Path, strict: bool) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, scores: Tensor) -> Tensor:
-            return path.softmax(scores, scale=0.5, dim=1)
-
-    scores = path.normal(3, 4, 5)
-    sizes = {0: torch.export.Dim("batch", min=2, max=64)}
-    program = torch.export.export(Module(), (scores,), dynamic_shapes=(sizes,), strict=strict)
-    if path.fused:
-        assert columns_forward in [node.target for node in program.graph.nodes]
-    more = path.normal(7, 4, 5)
-    torch.testing.assert_close(program.module()(more), Module()(more))
-
-
-# The ops
-
-
-def forward_arguments(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    scores = torch.randn(changes.get("shape", (2, 5, 3)), device=device, dtype=dtype)
-    return scores.requires_grad_(), -0.7, changes.get("out", dtype), changes.get("lse", True)
-
-
-def backward_arguments(device: str, dtype: torch.dtype = torch.float32, lse: bool = True) -> Any:
-    shape = (2, 5, 3)
-    gradient, probabilities = (
-        torch.rand(shape, device=device, dtype=dtype).add_(0.1).requires_grad_() for _ in range(2)
-    )
-    rows = torch.randn(2, 3, device=device, dtype=dtype, requires_grad=True) if lse else None
-    return gradient, probabilities, rows, -0.7, dtype
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lse", [False, True])
-def test_opcheck(device: str, lse: bool) -> None:
-    torch.manual_seed(0)
-    for changes in ({}, {"out": torch.float16}, {"shape": (2, 0, 3)}, {"shape": (2, 5, 1)}):
-        arguments = forward_arguments(device, lse=lse, **changes)
-        op_checks.check_op(columns_forward, arguments, is_traced=not changes)
-    torch.library.opcheck(columns_backward, backward_arguments(device, lse=lse))
-
-
-@pytest.mark.parametrize("lse", [False, True])
-def test_gradients_of_the_ops(lse: bool) -> None:
-    torch.manual_seed(0)
-    for op, arguments in (
-        (columns_forward, forward_arguments("cpu", torch.float64, lse=lse)),
-        (columns_backward, backward_arguments("cpu", torch.float64, lse=lse)),
-    ):
-        assert torch.autograd.gradcheck(op, arguments, fast_mode=True)
-        assert torch.autograd.gradgradcheck(op, arguments, fast_mode=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_vmap_of_the_ops(device: str) -> None:
-    torch.manual_seed(0)
-    scores, *rest = forward_arguments(device, shape=(2, 5, 4, 3))
-    actual = torch.vmap(lambda one: columns_forward(one, *rest), in_dims=2)(scores)
-    expected = [columns_forward(one.contiguous(), *rest) for one in scores.unbind(2)]
-    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(wanted))
-    _, p, h, *rest = backward_arguments(device)
-    g = torch.randn(2, 5, 3, 4, device=device)
-    actual = torch.vmap(lambda one: columns_backward(one, p, h, *rest), in_dims=3)(g)
-    expected = [columns_backward(one.contiguous(), p, h, *rest) for one in g.unbind(3)]
-    torch.testing.assert_close(actual, torch.stack(expected))
-
-
-@gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ops_agree_between_cpu_and_gpu(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(3, 70, 20).to(dtype)
-    results = []
-    for device in ("cpu", "cuda"):
-        p, lse = columns_forward(scores.to(device), 0.7, torch.float32, True)
-        d_scores = columns_backward(p.neg(), p, lse.sin(), 0.7, dtype)
-        results.append((p.cpu(), lse.cpu(), d_scores.cpu()))
-    for cpu, cuda in zip(*results, strict=True):
-        torch.testing.assert_close(cuda, cpu)
-
-
-def test_ops_take_what_is_not_contiguous() -> None:
-    scores = torch.randn(3, 2, 5).transpose(0, 1)
-    arguments = ForwardArguments(scores, 0.5, dtype=torch.float32, return_lse=True)
-    with torch.no_grad():
-        p, lse = ops.columns.IMPLEMENTATION.forward(*arguments)
-    torch.testing.assert_close(p, (scores * 0.5).softmax(1))
-    torch.testing.assert_close(lse, (scores * 0.5).logsumexp(1))
+    op_checks.check_compiled_once(function, draw)
 
 
 # What runs fused
@@ -637,18 +452,6 @@ def test_memory() -> None:
     torch.cuda.synchronize()
     output = scores.numel() * scores.element_size()
     assert torch.cuda.max_memory_allocated() - before <= 2 * output + 2**18
-
-
-@gpu
-def test_cuda_graph() -> None:
-    scores = torch.randn(4, 300, 200, device="cuda", dtype=torch.float16, requires_grad=True)
-    g = oracle.random_like(scores, 1)
-
-    def run() -> tuple[Tensor, Tensor]:
-        p = megasoftmax.softmax(scores, dim=1, fused=True)
-        return p, torch.autograd.grad(p, scores, g)[0]
-
-    op_checks.check_cuda_graph(run, [scores])
 
 
 # Errors
