@@ -745,6 +745,13 @@ def of_a_vocabulary(logits: Tensor) -> Any:
             (partial(FAMILIES[name].call, fused=True), partial(FAMILIES[name].draw, Draw("cuda")))
             for name in ("softmax", "topk", "renormalised")
         ),
+        *(
+            (
+                partial(FAMILIES["softmax"].call, fused=True),
+                partial(FAMILIES["softmax"].draw, Draw("cuda", torch.bfloat16), 2, 16, columns),
+            )
+            for columns in (37, 1000, 9001, 40000)
+        ),
         (
             lambda x: (megasoftmax.softmax(x, dim=1, fused=True),),
             lambda: halves((4, 300, 200)),
