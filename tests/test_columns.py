@@ -82,54 +82,51 @@ def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 # Every dimension
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+OF_KERNELS = [*DTYPES_OF_KERNELS, *((dtype, None) for dtype in DTYPES)]
+SHAPES = [(37,), (5, 37), (37, 5), (8, 8), (3, 17, 9), (1, 33, 1), (4, 1, 6), (2, 64, 16)]
+SHAPES += [(2, 3, 5, 7), (1, 1, 9, 13), (3, 1, 31, 1), (2, 1, 2, 1, 9)]
+LARGE = [(1, 20011, 3), (2, 5000, 40), (1, 100003, 1000), (3, 1024, 1024), (70001, 3, 5)]
+LARGE += [(2, 9, 70001), (70001, 2, 2), (1, 2, 5_000_011)]
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "dims", "dtypes", "options"),
     [
-        (37,),
-        (5, 37),
-        (37, 5),
-        (8, 8),
-        (3, 17, 9),
-        (1, 33, 1),
-        (4, 1, 6),
-        (2, 64, 16),
-        (2, 3, 5, 7),
-        (1, 1, 9, 13),
-        (3, 1, 31, 1),
-        (2, 1, 2, 1, 9),
+        *(
+            (shape, range(-len(shape), len(shape)), [(dtype, None)], {"scale": 0.7})
+            for shape in SHAPES
+            for dtype in (*DTYPES, torch.float64)
+        ),
+        *(
+            ((3, length, inner), (1,), [(dtype, None) for dtype in DTYPES], {"scale": -1.5})
+            for length in (1, 2, 3, 16, 33, 130, 257)
+            for inner in (2, 7, 8, 9, 31, 32, 33, 65, 129, 257)
+        ),
+        ((2, 19, 6), (1,), OF_KERNELS, {}),
+        ((2, 19, 6), (0,), OF_KERNELS, {"lse_gradient": False}),
+        *(
+            ((2, 19, 6), (1,), [(torch.float32, None)], {"scale": scale})
+            for scale in (-1.0, -0.37, 80**-0.5, 3, 12.5)
+        ),
     ],
 )
-def test_every_dimension(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if path.device == "cuda" and dtype == torch.float64:
-        path.fused = False
-    scores = path.normal(*shape, dtype=dtype)
-    for dim in range(-len(shape), len(shape)):
-        path.check(scores, dim, scale=0.7)
+def test_data(path: Path, shape: tuple[int, ...], dims: Any, dtypes: Any, options: Any) -> None:
+    for dtype, out in dtypes:
+        if path.device == "cuda" and dtype == torch.float64:
+            path.fused = False
+        scores = path.normal(*shape, dtype=dtype)
+        for dim in dims:
+            path.check(scores, dim, dtype=out, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inner", [2, 7, 8, 9, 31, 32, 33, 65, 129, 257])
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 33, 130, 257])
-def test_sizes(path: Path, length: int, inner: int, dtype: torch.dtype) -> None:
-    path.check(path.normal(3, length, inner, dtype=dtype), 1, scale=-1.5)
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+def test_offset_of_all_scores(path: Path, offset: float) -> None:
+    path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 20011, 3),
-        (2, 5000, 40),
-        (1, 100003, 1000),
-        (3, 1024, 1024),
-        (70001, 3, 5),
-        (2, 9, 70001),
-        (70001, 2, 2),
-        (1, 2, 5_000_011),
-    ],
-)
+@pytest.mark.parametrize("shape", LARGE)
 def test_large_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     path = Path("cuda", True)
     path.check(path.normal(*shape, dtype=dtype), 1)
@@ -148,47 +145,7 @@ def test_more_than_2_to_the_31_elements() -> None:
         oracle.assert_row(scores[column], *results, f"{at}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_negative_dim_is_the_same(path: Path, dtype: torch.dtype) -> None:
-    scores = path.normal(2, 3, 5, 7, dtype=dtype)
-    for dim in range(4):
-        assert path.softmax(scores, dim=dim).equal(path.softmax(scores, dim=dim - 4))
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_of_the_specification(dim: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(3, 5, 7, requires_grad=True)
-    mask, bias = torch.rand(5, 7) < 0.3, torch.randn(5, 1)
-    expected = (scores * 0.5 + bias).masked_fill(mask, -INF)
-    options = {"scale": 0.5, "mask": mask, "bias": bias, "sink": 0.25, "dim": dim}
-    p, lse = megasoftmax.softmax(scores, **options, return_lse=True, fused=False)
-    sink = torch.full_like(expected, 0.25).narrow(dim, 0, 1)
-    together = torch.cat([expected, sink], dim)
-    torch.testing.assert_close(p, together.softmax(dim).narrow(dim, 0, scores.shape[dim]))
-    torch.testing.assert_close(lse, together.logsumexp(dim))
-    assert p.is_contiguous()
-
-
 # The rules
-
-
-@pytest.mark.parametrize(
-    ("dtype", "out"), [*DTYPES_OF_KERNELS, *((dtype, None) for dtype in DTYPES)]
-)
-def test_type_of_probabilities(path: Path, dtype: torch.dtype, out: torch.dtype | None) -> None:
-    path.check(path.normal(2, 19, 6, dtype=dtype), 1, dtype=out)
-    path.check(path.normal(2, 19, 6, dtype=dtype), 0, dtype=out, lse_gradient=False)
-
-
-@pytest.mark.parametrize("scale", [-1.0, -0.37, 80**-0.5, 3, 12.5])
-def test_scale(path: Path, scale: float) -> None:
-    path.check(path.normal(2, 19, 6), 1, scale=scale)
-
-
-@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
-def test_offset_of_all_scores(path: Path, offset: float) -> None:
-    path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
 
 
 @pytest.mark.parametrize("huge", [3e38, -3e38])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from inputs import HALVES, bits_equal, coin, normal
+from inputs import HALVES, bits_equal, coin, deterministic, normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -502,11 +502,8 @@ def test_deterministic(device):
     q, k, v = flash_inputs(device)
     with pytest.raises(ValueError, match=r"^deterministic: .*use_deterministic_algorithms\(True\)"):
         flash_attn.flash_attn_func(q, k, v, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         found = flash_attn.flash_attn_func(q, k, v, deterministic=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(found, flash_attn.flash_attn_func(q, k, v))
 
 

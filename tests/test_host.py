@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import deterministic
 from test_errors import CASES, VALID
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -813,13 +814,10 @@ def test_compiled_autograd(name: str, case: str, served: list[bool]):
 
 def test_deterministic_algorithms(served: list[bool]):
     query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         output = megasoftmax.attention(query, query, query)
         with BackwardOps() as ops:
             output.float().sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert [given[-1] for given in ops.given] == [True]
 
 

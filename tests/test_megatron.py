@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
+from inputs import deterministic
 
 pytest.importorskip("megatron", reason="needs megatron-core")  # without its own needs it fails
 with warnings.catch_warnings():
@@ -1141,25 +1142,22 @@ def routing(logits, *arguments, **options):
     return probabilities, routing_map, gradient
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("pre_softmax", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_routing(k, pre_softmax, scaling, dtype, deterministic, device, monkeypatch):
+def test_routing(k, pre_softmax, scaling, dtype, in_order, device, monkeypatch):
     torch.manual_seed(0)
     # No equals, in bfloat16 neither: which of them is chosen is open.
     logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
     options = {"use_pre_softmax": pre_softmax, "scaling_factor": scaling}
     calls = record_calls(monkeypatch, "softmax_topk")
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic(in_order):
         expected = routing(logits, k, **options)
         assert not calls
         with apply_megasoftmax_to_megatron():
             actual = routing(logits, k, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert len(calls) == 1
     assert torch.equal(actual[1], expected[1])
     rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)

@@ -1,7 +1,6 @@
 """What holds for every op and its public function: autograd, compilation, transforms, CUDA."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -10,6 +9,7 @@ import op_checks
 import pytest
 import torch
 from einops import repeat
+from inputs import deterministic
 from op_checks import gradients_of, loss_of
 from op_families import (
     FAMILIES,
@@ -662,16 +662,6 @@ def test_many_gradients_at_a_time(function: Callable[[Tensor], Tensor], device: 
 
 
 # Training
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("name", NAMES)
