@@ -8,7 +8,7 @@ from inputs import bits_equal, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import AttnMaskType, FusedScaleMaskSoftmax, RelativeBias, dispatch, functional
+from megasoftmax import AttnMaskType, FusedScaleMaskSoftmax, RelativeBias, functional
 from megasoftmax.limits import kernel_limits
 
 CASTS = [torch.bfloat16, torch.float16]
@@ -131,10 +131,8 @@ def test_autocast_of_another_device_changes_nothing():
         assert megasoftmax.attention(*on_meta).dtype == torch.float32
 
 
-def test_why_not_fused_answers_for_what_autocast_makes(device, monkeypatch):
+def test_why_not_fused_answers_for_what_autocast_makes(device, as_if_fused):
     """Kernels take no such head dimensions in float32, but in the 16 bits that autocast makes."""
-    for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda *given: None)
     most = kernel_limits().attention["kMaxFloatHeadDim"]
     query = normal(2, 3, 4, most + 1, device=device)
     ask = functools.partial(megasoftmax.why_not_fused, megasoftmax.attention, query, query, query)

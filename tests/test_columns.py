@@ -10,7 +10,7 @@ from inputs import DTYPES, DTYPES_OF_KERNELS
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import Reason, dispatch, why_not_fused
+from megasoftmax import dispatch, why_not_fused
 
 INF, NAN = torch.inf, torch.nan
 
@@ -71,12 +71,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setattr(dispatch, "_dtype", lambda name, dtype: None)
     device = "cuda" if request.param == "cuda" else "cpu"
     return Path(device, fused=request.param != "reference")
-
-
-@pytest.fixture
-def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda *given: None)
 
 
 # Every dimension
@@ -340,37 +334,6 @@ def test_compiled_beside_a_mask(path: Path) -> None:
 
 
 # What runs fused
-
-
-def test_reasons(as_if_fused: None) -> None:
-    scores = torch.zeros(2, 3, 4, 5, 6, dtype=torch.float16)
-    strided, mask = scores.permute(3, 1, 4, 0, 2), torch.zeros(6, dtype=torch.bool)
-
-    def constraints(*args: Any, **kwargs: Any) -> list[str]:
-        return [reason.constraint for reason in why_not_fused(megasoftmax.softmax, *args, **kwargs)]
-
-    for dim in range(-5, 4):
-        assert constraints(scores, dim=dim, return_lse=True) == []
-    assert constraints(strided, dim=1) == []  # it is copied
-    assert constraints(strided) == ["leading dimensions of scores"]
-    assert constraints(scores, dim=1, mask=mask) == ["leading dimensions of scores"]
-    assert constraints(scores[0], dim=1, mask=mask) == []
-    assert constraints(scores.double(), dim=0, scale=0.0, dtype=torch.float64) == [
-        "dtype of scores",
-        "dtype",
-        "scale",
-    ]
-    bias = torch.zeros(3, 1, 5, 6, requires_grad=True)
-    assert constraints(scores[0], dim=0, bias=bias) == []
-    assert why_not_fused(megasoftmax.softmax, scores[0], dim=1, bias=bias) == (
-        Reason("keys of a bias that needs a gradient", "1", "4"),
-    )
-
-
-def test_reasons_are_raised(as_if_fused: None) -> None:
-    for arguments in ({}, {"sink": 0.5}):
-        with pytest.raises(ValueError, match=r"fused: cannot be True here.*scale"):
-            megasoftmax.softmax(torch.zeros(3, 4), dim=0, scale=0.0, fused=True, **arguments)
 
 
 @gpu

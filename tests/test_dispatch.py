@@ -22,13 +22,6 @@ MAX_HEAD_DIM, MAX_POSITIONS = LIMITS.attention["kMaxHeadDim"], LIMITS.attention[
 MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
 
 
-@pytest.fixture
-def as_if_fused(monkeypatch):
-    """Of the constraints only those that are about a GPU hold on any machine."""
-    for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda *given: None)
-
-
 def names(*args, function=megasoftmax.softmax, **kwargs):
     return [reason.constraint for reason in why_not_fused(function, *args, **kwargs)]
 
@@ -239,6 +232,31 @@ SOFTMAX = [
     ((zeros(*SHAPE), {"bias": zeros(grad=True)}), ["keys of a bias that needs a gradient"]),
     ((zeros(*SHAPE), {"bias": zeros(3, 4, 1)}), []),
     ((zeros(2, 3, 4, 1), {"bias": zeros(3, 4, 1, grad=True)}), []),
+    *(((zeros(2, 3, 4, 5, 6), {"dim": dim, "return_lse": True}), []) for dim in range(-5, 4)),
+    ((zeros(2, 3, 4, 5, 6).permute(3, 1, 4, 0, 2), {"dim": 1}), []),  # it is copied
+    ((zeros(2, 3, 4, 5, 6), {"dim": 1, "mask": zeros(6).bool()}), [OF_SCORES]),
+    ((zeros(3, 4, 5, 6), {"dim": 1, "mask": zeros(6).bool()}), []),
+    (
+        (zeros(2, 3, 4).double(), {"dim": 0, "scale": 0.0, "dtype": torch.float64}),
+        ["dtype of scores", "dtype", "scale"],
+    ),
+    ((zeros(3, 4, 5, 6), {"dim": 0, "bias": zeros(3, 1, 5, 6, grad=True)}), []),
+    (
+        (zeros(3, 4, 5, 6), {"dim": 1, "bias": zeros(3, 1, 5, 6, grad=True)}),
+        ["keys of a bias that needs a gradient"],
+    ),
+    # Kernels see ranges as [batches, heads, queries]: what precedes the heads has one stride.
+    *(
+        ((zeros(2, 3, 4, 5, 6), {"visible": visible}), expected)
+        for shape, is_merging in (
+            *((shape, True) for shape in ((5,), (4, 1), (1, 1, 4, 5), (2, 3, 4, 5), (2, 3, 1, 1))),
+            *((shape, False) for shape in ((3, 4, 5), (2, 1, 4, 5))),
+        )
+        for index, visible in enumerate(
+            ((zeros(*shape).int(), None), (zeros(*shape).long(), None), (None, zeros(*shape).int()))
+        )
+        for expected in ([] if is_merging else [f"leading dimensions of visible[{index // 2}]"],)
+    ),
 ]
 TOPK = [
     *(
@@ -348,23 +366,6 @@ def test_sizes_are_limited_as_the_header_says():
         read_limits(header.replace("kMaxIndex = INT32_MAX - ", "kMaxIndex = 1 << "))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (None, None), (1, None)])
-def test_no_reason_against_attention(as_if_fused, dtype, dims):
-    most = MAX_FLOAT_HEAD_DIM if dtype == torch.float32 else MAX_HEAD_DIM
-    dims = tuple(most if each is None else each for each in dims)
-    query, key, value = attention_tensors(dims=dims, dtype=dtype)
-    assert attention_names(query, key, value, causal=True, window=(1, 1), sink=0.0) == []
-    for options in ({"dtype": dtype}, {"dtype": torch.float32}, {"dtype": torch.float64}):
-        bias = torch.zeros(4, 3, 1, **options, requires_grad=True)
-        table = megasoftmax.RelativeBias(torch.zeros(1, 7, **options, requires_grad=True))
-        mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
-        assert attention_names(query, key, value, bias=bias, mask=mask, return_lse=True) == []
-        assert attention_names(query, key, value, bias=table) == []
-    apart = (each.mT.contiguous().mT for each in (query, key, value))
-    assert attention_names(*apart) == []
-
-
 def test_wide_heads_are_for_inference(as_if_fused):
     """Gradients and dropout have no kernel of these head dimensions."""
     wide = tuple(LIMITS.attention[name] for name in ("kMaxWideHeadDim", "kMaxWideValueDim"))
@@ -442,6 +443,13 @@ def test_torch_decides_over_tf32(setting):
                 "dtype: expected float16, bfloat16 or float32, got torch.float64",
             ],
         ),
+        *(
+            (
+                lambda o=o: megasoftmax.softmax(zeros(3, 4), dim=0, scale=0.0, fused=True, **o),
+                ["scale"],
+            )
+            for o in ({}, {"sink": 0.5})
+        ),
         (
             lambda: megasoftmax.softmax_topk(zeros(2, 300).double(), 300, fused=True),
             [
@@ -459,7 +467,7 @@ def test_torch_decides_over_tf32(setting):
             ],
         ),
     ],
-    ids=["softmax", "softmax_topk", "attention"],
+    ids=["softmax", "columns", "columns, sink", "softmax_topk", "attention"],
 )
 def test_fused_lists_the_reasons(as_if_fused, call, reasons):
     with pytest.raises(ValueError, match="fused: cannot be True here") as error:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 import megasoftmax
-from megasoftmax import RelativeBias, autograd, dispatch, ops, reference
+from megasoftmax import RelativeBias, autograd, ops, reference
 from megasoftmax.build import library
 
 TORCH_2_11 = torch.__version__.startswith("2.11.")
@@ -52,19 +52,6 @@ def assert_close_on(device: str, name: str) -> Callable[[Tensor, Tensor], None]:
     is_rough = device.startswith("cuda") and name == "attention"
     tolerance = {"rtol": 0.02, "atol": 0.02} if is_rough else {}
     return partial(torch.testing.assert_close, **tolerance)
-
-
-@pytest.fixture
-def fused(through_ops: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Public functions run in plain torch, and through the ops: attention in float32 too."""
-    if through_ops:
-        reasons_against = dispatch.reasons_against_fused_attention
-        monkeypatch.setattr(
-            dispatch,
-            "reasons_against_fused_attention",
-            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
-        )
-    return through_ops
 
 
 fused_only = pytest.mark.parametrize("through_ops", ["fused"], indirect=True)
@@ -309,11 +296,11 @@ def test_gradients_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_gradient_of_one_output(used: int, fused: bool) -> None:
+def test_gradient_of_one_output(used: int, through_ops: bool) -> None:
     scores = torch.randn(SHAPE, requires_grad=True)
     exact = scores.detach().double().requires_grad_()
     expected = (exact.softmax(-1), exact.logsumexp(-1))[used].square().sum()
-    actual = megasoftmax.softmax(scores, return_lse=True, fused=fused)[used].square().sum()
+    actual = megasoftmax.softmax(scores, return_lse=True, fused=through_ops)[used].square().sum()
     (wanted,) = torch.autograd.grad(expected, exact)
     torch.testing.assert_close(torch.autograd.grad(actual, scores)[0], wanted.float())
 
@@ -361,9 +348,9 @@ DENSE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_second_derivatives(case: str, fused: bool, device: str) -> None:
+def test_second_derivatives(case: str, through_ops: bool, device: str) -> None:
     """By autograd and by transforms."""
-    functions = (partial(DENSE[case][0], fused=fused), DENSE[case][1])
+    functions = (partial(DENSE[case][0], fused=through_ops), DENSE[case][1])
     ours, dense = (lambda x, f=f: f(x).square().sum() for f in functions)
     x = torch.randn(3, 5, device=device, requires_grad=True)
     found = []
@@ -413,7 +400,7 @@ def test_second_derivatives_of_attention_by_transforms() -> None:
 
 
 @fused_only
-def test_second_derivative_of_attention_is_refused(fused: bool, device: str) -> None:
+def test_second_derivative_of_attention_is_refused(through_ops: bool, device: str) -> None:
     query, key, value, bias, *_ = FAMILIES["attention"].draw(draw_on(device, "attention"))
     message = "expected to be differentiated once, got a second derivative; fused=False"
     arguments = FAMILIES["attention"].arguments(draw_on(device, "attention"))
@@ -441,23 +428,25 @@ def test_second_derivative_of_attention_is_refused(fused: bool, device: str) -> 
         *(("attention", changed) for changed in ("output", "query", "key", "value", "bias")),
     ],
 )
-def test_in_place_change_is_noticed(name: str, changed: str, fused: bool, device: str) -> None:
-    if name == "columns" and not fused:
+def test_in_place_change_is_noticed(
+    name: str, changed: str, through_ops: bool, device: str
+) -> None:
+    if name == "columns" and not through_ops:
         pytest.skip("the result is a copy of what the gradient needs")
     family = FAMILIES[name]
     inputs = family.draw(draw_on(device, name))
-    output, *_ = family.call(*inputs, fused=fused)
+    output, *_ = family.call(*inputs, fused=through_ops)
     with torch.no_grad():
         (dict(zip(family.names, inputs, strict=True)) | {"output": output})[changed].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
-def test_bias_of_softmax_may_change_before_the_backward(fused: bool) -> None:
+def test_bias_of_softmax_may_change_before_the_backward(through_ops: bool) -> None:
     scores, bias, *_ = FAMILIES["softmax"].draw(Draw())
     found = []
     for change in (False, True):
-        probabilities = megasoftmax.softmax(scores, bias=bias, fused=fused)
+        probabilities = megasoftmax.softmax(scores, bias=bias, fused=through_ops)
         if change:
             with torch.no_grad():
                 bias.zero_()
@@ -466,12 +455,12 @@ def test_bias_of_softmax_may_change_before_the_backward(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_recorded_without_need(name: str, fused: bool) -> None:
+def test_nothing_is_recorded_without_need(name: str, through_ops: bool) -> None:
     family = FAMILIES[name]
     inputs = family.draw(Draw())
 
     def which_need(*inputs: Tensor) -> list[bool]:
-        results = family.call(*inputs, fused=fused)
+        results = family.call(*inputs, fused=through_ops)
         assert not any(each.requires_grad for each in results if not each.is_floating_point())
         return [each.requires_grad for each in results]
 
@@ -483,11 +472,11 @@ def test_nothing_is_recorded_without_need(name: str, fused: bool) -> None:
         assert any(which_need(*some)) == one.requires_grad
 
 
-def test_gradient_of_the_bias_of_topk_alone(fused: bool) -> None:
+def test_gradient_of_the_bias_of_topk_alone(through_ops: bool) -> None:
     family = FAMILIES["topk"]
     logits, bias, mask = family.draw(Draw())
     found = [
-        torch.autograd.grad(loss_of(family.call(each, bias, mask, fused=fused)), bias)
+        torch.autograd.grad(loss_of(family.call(each, bias, mask, fused=through_ops)), bias)
         for each in (logits, logits.detach())
     ]
     op_checks.assert_all_equal(*found)
@@ -511,7 +500,7 @@ def test_gradient_of_the_bias_of_topk_alone(fused: bool) -> None:
     ],
 )
 def test_mixed_types(
-    name: str, last: torch.dtype, other: torch.dtype, fused: bool, device: str
+    name: str, last: torch.dtype, other: torch.dtype, through_ops: bool, device: str
 ) -> None:
     """Scores, or queries, keys and values, in bfloat16, beside the last tensor and others."""
     family = FAMILIES[name]
@@ -521,7 +510,7 @@ def test_mixed_types(
     inputs = [
         each.detach().to(dtype).requires_grad_() for each, dtype in zip(inputs, types, strict=True)
     ]
-    actual = gradients_of(partial(family.call, fused=fused), *inputs, mask)
+    actual = gradients_of(partial(family.call, fused=through_ops), *inputs, mask)
     exact = [each.detach().double().requires_grad_() for each in inputs]
     expected = gradients_of(family.call, *exact, mask)
     for found, wanted in zip(actual, expected, strict=True):
@@ -535,8 +524,8 @@ def test_mixed_types(
 
 @pytest.mark.parametrize("name", NAMES)
 @op_checks.static_and_dynamic
-def test_compile(name: str, fused: bool, device: str, dynamic: bool) -> None:
-    function = partial(FAMILIES[name].call, fused=fused)
+def test_compile(name: str, through_ops: bool, device: str, dynamic: bool) -> None:
+    function = partial(FAMILIES[name].call, fused=through_ops)
     inputs = FAMILIES[name].draw(draw_on(device, name))
     # See docs/limits.md.
     is_slow = TORCH_2_11 and name == "attention"
@@ -556,9 +545,9 @@ def test_attention_is_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_once_for_all_lengths(name: str, fused: bool, device: str) -> None:
+def test_compiled_once_for_all_lengths(name: str, through_ops: bool, device: str) -> None:
     draw = partial(FAMILIES[name].draw, draw_on(device, name))
-    function = partial(FAMILIES[name].call, fused=fused)
+    function = partial(FAMILIES[name].call, fused=through_ops)
     op_checks.check_compiled_once(function, draw, assert_close_on(device, name))
 
 
@@ -573,18 +562,18 @@ class Called(torch.nn.Module):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(name: str, fused: bool, device: str, strict: bool) -> None:
+def test_export(name: str, through_ops: bool, device: str, strict: bool) -> None:
     family = FAMILIES[name]
     inputs = tuple(each.detach() for each in family.draw(draw_on(device, name), 5))
     module, batch = (
-        Called(partial(family.call, fused=fused)),
+        Called(partial(family.call, fused=through_ops)),
         torch.export.Dim("batch", min=4, max=64),
     )
     has_batch = [each.dim() > 2 and each.shape[0] == 5 for each in inputs]
     sizes = (tuple({0: batch} if each else None for each in has_batch),)
     program = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=strict)
     targets = [node.target for node in program.graph.nodes]
-    assert (family.forward in targets) == fused
+    assert (family.forward in targets) == through_ops
     more = [
         torch.cat([each, each.flip(-1), each]) if grows else each
         for each, grows in zip(inputs, has_batch, strict=True)
@@ -601,10 +590,10 @@ def test_export(name: str, fused: bool, device: str, strict: bool) -> None:
     ("name", "batched"),
     [(name, batched) for name in NAMES for batched in (*FAMILIES[name].names, "all")],
 )
-def test_vmap(name: str, batched: str, fused: bool, device: str) -> None:
+def test_vmap(name: str, batched: str, through_ops: bool, device: str) -> None:
     """Results and gradients of each example. Tensors that examples share have gradients too."""
     family = FAMILIES[name]
-    function = partial(family.call, fused=fused)
+    function = partial(family.call, fused=through_ops)
     inputs, dims = [], []
     given = family.draw(draw_on(device, name))
     for position, (what, each) in enumerate(zip(family.names, given, strict=True), 2):
@@ -666,28 +655,33 @@ def test_many_gradients_at_a_time(function: Callable[[Tensor], Tensor], device: 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(name: str, fused: bool, device: str, reentrant: bool) -> None:
-    function = partial(FAMILIES[name].call, fused=fused)
+def test_checkpointing(name: str, through_ops: bool, device: str, reentrant: bool) -> None:
+    function = partial(FAMILIES[name].call, fused=through_ops)
     inputs = FAMILIES[name].draw(draw_on(device, name))
     # For attention in plain torch cuBLAS would ask for a setting.
-    with deterministic(fused and name == "attention"):
+    with deterministic(through_ops and name == "attention"):
         op_checks.check_checkpoint(function, inputs, reentrant)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(name: str, fused: bool, device: str, cast: torch.dtype) -> None:
-    function, inputs = partial(FAMILIES[name].call, fused=fused), FAMILIES[name].draw(Draw(device))
+def test_autocast_changes_nothing(
+    name: str, through_ops: bool, device: str, cast: torch.dtype
+) -> None:
+    function, inputs = (
+        partial(FAMILIES[name].call, fused=through_ops),
+        FAMILIES[name].draw(Draw(device)),
+    )
     op_checks.check_autocast_changes_nothing(lambda: gradients_of(function, *inputs), device, cast)
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward_too", [False, True])
 def test_autocast_changes_nothing_but_types_of_attention(
-    fused: bool, device: str, cast: torch.dtype, backward_too: bool
+    through_ops: bool, device: str, cast: torch.dtype, backward_too: bool
 ) -> None:
     inputs = FAMILIES["attention"].draw(draw_on(device, "attention"))[:3]
-    attention = partial(megasoftmax.attention, causal=True, fused=fused)
+    attention = partial(megasoftmax.attention, causal=True, fused=through_ops)
     expected = attention(*(each.to(cast) for each in inputs))
     wanted = torch.autograd.grad(expected.float().square().sum(), inputs)
     with torch.autocast(device, dtype=cast):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
-from megasoftmax import RelativeBias, TileMask, biases, dispatch, ranges
+from megasoftmax import RelativeBias, TileMask, biases, ranges
 from megasoftmax.limits import kernel_limits
 
 INF, NAN = torch.inf, torch.nan
@@ -446,15 +446,8 @@ def test_forward_mode() -> None:
 
 
 @pytest.fixture
-def functions(through_ops: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
-    """softmax, attention and attention_varlen; float32 on a CPU may be fused too."""
-    reasons_against = dispatch.reasons_against_fused_attention
-    if through_ops:
-        monkeypatch.setattr(
-            dispatch,
-            "reasons_against_fused_attention",
-            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
-        )
+def functions(through_ops: bool) -> tuple[Any, Any, Any]:
+    """softmax, attention and attention_varlen."""
     public = (megasoftmax.softmax, megasoftmax.attention, megasoftmax.attention_varlen)
     return tuple(functools.partial(each, fused=through_ops) for each in public)
 
@@ -1035,26 +1028,6 @@ def test_module(device: str) -> None:
 
 
 # Reasons and errors
-
-
-@pytest.fixture
-def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_device", lambda tensor: None)
-    monkeypatch.setattr(dispatch, "_compiled_part", lambda tensor: None)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_leading_dimensions_of_ranges(as_if_fused: None, dtype: torch.dtype) -> None:
-    """Kernels see [batches, heads, queries]: what precedes the heads has one stride."""
-    scores = torch.zeros(2, 3, 4, 5, 6)
-    merging = [(5,), (4, 1), (1, 1, 4, 5), (2, 3, 4, 5), (2, 3, 1, 1)]
-    others = [(3, 4, 5), (2, 1, 4, 5)]
-    for shape in (*merging, *others):
-        for visible in ((torch.ones(shape, dtype=dtype), None), (None, torch.ones(shape).int())):
-            reasons = megasoftmax.why_not_fused(megasoftmax.softmax, scores, visible=visible)
-            assert [reason.constraint.split("[")[0] for reason in reasons] == (
-                [] if shape in merging else ["leading dimensions of visible"]
-            )
 
 
 def of_softmax(**arguments: Any) -> Callable[[], Any]:
