@@ -75,18 +75,6 @@ def test_attention_takes_the_type_of_sdpa(dtypes, cast, device):
         assert_close(one, other, device)
 
 
-@pytest.mark.parametrize("backward_too", [False, True])
-def test_gradients_do_not_depend_on_autocast_in_the_backward(backward_too, device):
-    inputs = states(device, *[torch.float32] * 3)
-    found = []
-    for enabled in (False, backward_too):
-        with torch.autocast(device, torch.bfloat16):
-            output = megasoftmax.attention(*inputs)
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            found.append(torch.autograd.grad(output.float().square().sum(), inputs))
-    assert_close(*found, device)
-
-
 @pytest.mark.parametrize("make", [lambda bias: bias, lambda bias: RelativeBias(bias[0, :, 0])])
 def test_bias_and_sink_keep_their_types(make, device):
     query, key, value = states(device, *[torch.float32] * 3)

@@ -959,53 +959,45 @@ def test_mask_of_the_user(implementation, family, dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_output_attentions(implementation, family):
-    ours, eager = build_pair(implementation, family)
-    batch = build_batch("left")
-    actual = ours.eval()(**batch, output_attentions=True).attentions
-    expected = eager.eval()(**batch, output_attentions=True).attentions
+@pytest.mark.parametrize("member", ["gpt2", "llama", "t5"])
+def test_output_attentions(implementation, member):
+    ours, eager = build_pair(implementation, member)
+    batch = build_batch("right" if member == "t5" else "left")
+    actual, expected = (m.eval()(**batch, output_attentions=True) for m in (ours, eager))
+    if member == "t5":
+        for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+            assert len(expected[name]) == 2
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+        return
     real = batch["attention_mask"].bool()
-    assert len(actual) == len(expected) == 2
-    for layer_actual, layer_expected in zip(actual, expected, strict=True):
-        rows, rows_expected = layer_actual.transpose(1, 2), layer_expected.transpose(1, 2)
+    assert len(actual.attentions) == len(expected.attentions) == 2
+    for layer_actual, wanted in zip(actual.attentions, expected.attentions, strict=True):
+        rows, rows_expected = layer_actual.transpose(1, 2), wanted.transpose(1, 2)
         torch.testing.assert_close(rows[real], rows_expected[real], rtol=1e-5, atol=1e-6)
         assert rows[~real].count_nonzero() == 0  # queries without a visible key
-
-
-def test_output_attentions_of_t5(implementation):
-    ours, eager = build_pair(implementation, "t5")
-    batch = build_batch("right")
-    actual, expected = (m.eval()(**batch, output_attentions=True) for m in (ours, eager))
-    for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
-        assert len(expected[name]) == 2
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 # Wrong use
 
 
-@pytest.mark.parametrize("argument", ["cache", "sinks", "indices", "block_indices"])
-def test_unsupported_argument_is_named(argument):
-    query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=argument):
-        integration.attention_forward(
-            torch.nn.Module(), query, query, query, None, **{argument: torch.ones(())}
-        )
-
-
-@pytest.mark.parametrize("softcap", [0.0, -1.0, math.nan])
-def test_softcap_that_caps_nothing_is_refused(softcap):
-    query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=f"softcap: expected .* got {softcap}"):
-        integration.attention_forward(torch.nn.Module(), query, query, query, None, softcap=softcap)
-
-
-def test_mask_with_two_dimensions_is_refused():
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        *(
+            (None, {name: torch.ones(())}, name)
+            for name in ("cache", "sinks", "indices", "block_indices")
+        ),
+        *(
+            (None, {"softcap": cap}, f"softcap: expected .* got {cap}")
+            for cap in (0.0, -1.0, math.nan)
+        ),
+        (torch.ones(3, 3, dtype=torch.bool), {}, r"attention_mask.*\(3, 3\)"),
+    ],
+)
+def test_wrong_use_is_named(mask, options, message):
     query = torch.randn(3, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"attention_mask.*\(3, 3\)"):
-        integration.attention_forward(
-            torch.nn.Module(), query, query, query, torch.ones(3, 3, dtype=torch.bool)
-        )
+    with pytest.raises(ValueError, match=message):
+        integration.attention_forward(torch.nn.Module(), query, query, query, mask, **options)
 
 
 def test_mask_that_a_layer_reads_itself_says_what_to_do(implementation):
