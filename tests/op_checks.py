@@ -91,6 +91,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 def gradients_of(function: Function, *inputs: Tensor) -> Results:
     outputs = function(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     gradients = torch.autograd.grad(loss_of(outputs), in_need(inputs))
     return *(each.detach() for each in outputs), *gradients
 

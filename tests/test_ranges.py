@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import op_checks
 import oracle
 import oracle_attention
 import pytest
@@ -460,12 +461,6 @@ def closeness(device: str) -> dict[str, float]:
     return {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
 
 
-def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    output = function(*leaves)
-    return output.detach(), *torch.autograd.grad(output.float().sin().sum(), leaves)
-
-
 @pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)], ids=str)
 def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
     """Of ranges that each example has, or all share; and gradients of each example."""
@@ -553,10 +548,9 @@ def test_compiled(functions: Any, device: str) -> None:
         (of_documents, documents),
     ):
         torch.compiler.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        expected = gradients_of(function, *inputs)
-        for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, **closeness(device))
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        close = functools.partial(torch.testing.assert_close, **closeness(device))
+        op_checks.check_compiled(function, op_checks.gradients_of, leaves, False, close)
 
 
 def test_builders_compile_once_for_all_lengths(device: str) -> None:

@@ -737,17 +737,6 @@ def test_kernels_drop_the_entries_of_the_reference(chunks: int, dtype: torch.dty
             assert torch.equal(p != 0, kept & (plain != 0)), (columns, limits)
 
 
-@gpu
-@pytest.mark.parametrize("columns", [64, 520, 2000, 9001])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_rows_share_a_bias_with_dropout(columns: int, dtype: torch.dtype) -> None:
-    """Its gradient is summed in parts."""
-    scores = normal(16, 3, 33, columns, device="cuda", dtype=dtype)
-    for shape in ((3, 1, columns), (16, 1, 33, columns), (columns,)):
-        bias = normal(*shape, device="cuda", dtype=dtype, seed=2).requires_grad_()
-        check(scores, bias=bias, causal=True, **dropped(scores))
-
-
 @pytest.mark.parametrize("dropout", [0.5, 1.0, 2.0**-18])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [37, 1024, pytest.param(9000, marks=gpu)])
@@ -881,15 +870,22 @@ def test_mask_and_bias_that_heads_share(dtype: torch.dtype, queries: int) -> Non
 
 
 @gpu
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(8, 4, 64, 300), (64, 2, 3, 1000), (16, 1, 200, 65), (2, 2, 9, 9000)]
+    "shape",
+    [
+        *((8, 4, 64, 300), (64, 2, 3, 1000), (16, 1, 200, 65), (2, 2, 9, 9000)),
+        *((16, 3, 33, columns) for columns in (64, 520, 2000, 9001)),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_of_a_bias_that_many_rows_share(
-    shape: tuple[int, int, int, int], dtype: torch.dtype
+    shape: tuple[int, int, int, int], dtype: torch.dtype, drops: bool
 ) -> None:
+    """It is summed in parts."""
     batch, heads, queries, keys = shape
     scores = normal(*shape, device="cuda", dtype=dtype)
+    options = dropped(scores) if drops else {}
     for sizes in (
         (keys,),
         (heads, 1, keys),
@@ -899,8 +895,8 @@ def test_gradient_of_a_bias_that_many_rows_share(
         (queries, keys),
     ):
         bias = normal(*sizes, device="cuda", dtype=dtype, seed=2).requires_grad_()
-        check(scores, bias=bias, what=f"bias {sizes}")
-        check(scores, bias=bias, what=f"bias {sizes}", causal=True, window=(40, 0))
+        check(scores, bias=bias, what=f"bias {sizes}", **options)
+        check(scores, bias=bias, what=f"bias {sizes}", causal=True, window=(40, 0), **options)
 
 
 # Memory, reproducibility
