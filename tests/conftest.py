@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+import torch.distributed
 from inputs import KERNELS, attention_kernels, gpu_like, why_no_attention
 from processes import Forks
 
@@ -87,6 +88,16 @@ def forks() -> Iterator[Forks]:
     found = Forks()
     yield found
     found.close()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
+    """A process group that has this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -772,18 +772,7 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each of so many processes found; they run once."""
-    found: dict[int, list[dict[str, Any]]] = {}
-
-    def get(world: int) -> list[dict[str, Any]]:
-        if world not in found:
-            found[world] = []  # should they fail
-            folder = tmp_path_factory.mktemp(f"gloo{world}")
-            found[world] = processes.spawn(worker, world, "cpu", folder)
-        assert found[world], "the processes failed, see the first failure"
-        return found[world]
-
-    return get
+    return processes.spawned_once(worker, tmp_path_factory)
 
 
 def check_split(name: str, found: dict[str, Any], device: str) -> None:
@@ -1087,20 +1076,11 @@ def test_both_ends_of_a_ring_agree(world, monkeypatch):
             assert received == [(rank, size) for _, size in sent]
 
 
-@pytest.fixture
-def ring_of_one() -> Iterator[Any]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
-def test_ring_of_one(ring_of_one):
+def test_ring_of_one(group_of_one):
     for case in cases_of_rings(1):
         name, _, (tokens,) = case
         if "through the ops" not in name:
-            found = run_ring(RINGS[name](tokens), ring_of_one, case, 0, "cpu")
+            found = run_ring(RINGS[name](tokens), group_of_one, case, 0, "cpu")
             check_ring(case, [{"rings": {case: found}}], "cpu")
 
 
@@ -1199,7 +1179,7 @@ def test_wrong_arguments(call, error, message):
         call(zeros(2, 12))
 
 
-def test_ring_under_autocast(ring_of_one):
+def test_ring_under_autocast(group_of_one):
     """As attention: mixed types become that of autocast, gradients have those of the inputs."""
     dtypes = (torch.float32, torch.float32, torch.bfloat16)
     inputs = [
@@ -1207,7 +1187,7 @@ def test_ring_under_autocast(ring_of_one):
         for each, dtype in zip(of_ring(TOKENS).values(), dtypes, strict=True)
     ]
     with torch.autocast("cpu", torch.bfloat16):
-        output, lse = megasoftmax.ring_attention(*inputs, group=ring_of_one, causal=True)
+        output, lse = megasoftmax.ring_attention(*inputs, group=group_of_one, causal=True)
         wanted = megasoftmax.attention(*inputs, causal=True)
     assert output.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
@@ -1218,11 +1198,11 @@ def test_ring_under_autocast(ring_of_one):
         torch.testing.assert_close(gradient, other)
 
 
-def test_forward_mode_of_rings_is_refused(ring_of_one):
+def test_forward_mode_of_rings_is_refused(group_of_one):
     query, key, value = of_ring(TOKENS).values()
 
     def function(query: Tensor) -> Tensor:
-        return megasoftmax.ring_attention(query, key, value, group=ring_of_one)[0]
+        return megasoftmax.ring_attention(query, key, value, group=group_of_one)[0]
 
     message = r"^ring_attention: .* megasoftmax\.attention has forward-mode derivatives"
     with pytest.raises(NotImplementedError, match=message):
