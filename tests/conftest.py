@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+import torch.distributed
 from inputs import KERNELS, attention_kernels, gpu_like, why_no_attention
 from processes import Forks
 
@@ -89,6 +90,16 @@ def forks() -> Iterator[Forks]:
     found.close()
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
+    """A process group that has this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _memory_given_back() -> Iterator[None]:
     """Workers share the GPU: what the allocator of one keeps, the tests of others lack."""
@@ -126,13 +137,29 @@ def _attention_kernels(kind: str) -> AbstractContextManager[None]:
 
 @pytest.fixture(params=["reference", "fused"])
 def through_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether public functions are to run fused: then through the ops for CPU tensors too."""
+    """Whether public functions are to run fused: then through the ops for CPU tensors too.
+
+    Attention in float32 as well.
+    """
     torch.manual_seed(0)
     torch.compiler.reset()
     if request.param == "fused":
         compiled_part = dispatch._compiled_part
+        against_attention = dispatch.reasons_against_fused_attention
         monkeypatch.setattr(dispatch, "_device", lambda scores: None)
         monkeypatch.setattr(
             dispatch, "_compiled_part", lambda s: compiled_part(s) if s.is_cuda else None
         )
+        monkeypatch.setattr(
+            dispatch,
+            "reasons_against_fused_attention",
+            lambda query, *rest: against_attention(query, *rest) if query.is_cuda else (),
+        )
     return request.param == "fused"
+
+
+@pytest.fixture
+def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the constraints only those that are about a GPU hold on any machine."""
+    for name in ("_device", "_compiled_part", "_compute_capability"):
+        monkeypatch.setattr(dispatch, name, lambda *given: None)

@@ -137,6 +137,17 @@ def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
     return attention
 
 
+@contextmanager
+def deterministic(wanted: bool = True, warn_only: bool = False) -> Iterator[None]:
+    """A block in which torch.use_deterministic_algorithms is on, or off."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def dtypes_on(device: str) -> list[torch.dtype]:
     return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Any]
-EXAMPLES = 3  # of a batch that vmap goes over
 
 
 def assert_equal(found: Tensor, wanted: Tensor) -> None:
@@ -83,24 +82,18 @@ def select(inputs: Sequence[Tensor], dims: Sequence[int | None], i: int) -> list
     ]
 
 
-def draw_examples(
-    shapes: dict[str, tuple[int, ...]], batched: str, device: str
-) -> tuple[list[Tensor], tuple[int | None, ...]]:
-    """Inputs of these shapes and where their examples are.
+def loss_of(outputs: Any) -> Tensor:
+    """A number to which every entry of every float contributes, but rows without a visible one."""
+    floats = [each.float() for each in outputs if each.is_floating_point()]
+    finite = [each.masked_fill(each == -torch.inf, 0) for each in floats]
+    return torch.stack([each.sin().mul(each).sum() for each in finite]).sum()
 
-    `batched` names the input that has examples, or is "all". The first has them at 2, others at 0.
-    A "mask" is of bools.
-    """
-    inputs, dims = [], []
-    for position, (name, shape) in enumerate(shapes.items()):
-        dim = None if batched not in (name, "all") else 0 if position else 2
-        sizes = [*shape]
-        if dim is not None:
-            sizes.insert(dim, EXAMPLES)
-        values = torch.randn(sizes, device=device)
-        inputs.append(values < -0.3 if name == "mask" else values)
-        dims.append(dim)
-    return inputs, tuple(dims)
+
+def gradients_of(function: Function, *inputs: Tensor) -> Results:
+    outputs = function(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    gradients = torch.autograd.grad(loss_of(outputs), in_need(inputs))
+    return *(each.detach() for each in outputs), *gradients
 
 
 # Compilation
@@ -137,11 +130,7 @@ def check_compiled_once(
     # A size that equals another one in the first call is taken as the same one.
     for sizes in ((5, 7, 9), (6, 9, 12), (7, 10, 13)):
         inputs = draw(*sizes)
-        found = []
-        for each in (compiled, function):
-            results = each(*inputs)
-            gradients = torch.autograd.grad(results[0].float().square().sum(), in_need(inputs))
-            found.append((*results, *gradients))
+        found = [gradients_of(each, *inputs) for each in (compiled, function)]
         assert_all_close(*found, assert_close)
         compilations.add(backend.frame_count)
     assert len(compilations) == 1
@@ -165,30 +154,26 @@ def check_vmap(
 
 
 def check_gradients_per_example(
-    loss: Callable[..., Tensor], inputs: Sequence[Tensor], dims: Sequence[int | None]
+    loss: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
 ) -> None:
-    """vmap of grad gives each example its gradient of every input, shared or not."""
-    gradient = torch.func.grad(loss, argnums=tuple(range(len(inputs))))
-
-    def one_by_one(*example: Tensor) -> Results:
-        leaves = [each.detach().clone().requires_grad_() for each in example]
-        return torch.autograd.grad(loss(*leaves), leaves)
-
+    """vmap of grad gives each example its gradient of every float, shared or not."""
+    floats = tuple(i for i, each in enumerate(inputs) if each.is_floating_point())
+    gradient = torch.func.grad(loss, argnums=floats)
     found = torch.vmap(gradient, in_dims=tuple(dims))(*inputs)
     for i in range(len(found[0])):
-        expected = one_by_one(*select(inputs, dims, i))
-        assert_all_close([each[i] for each in found], expected)
+        example = [each.detach().clone() for each in select(inputs, dims, i)]
+        leaves = [example[j].requires_grad_() for j in floats]
+        expected = torch.autograd.grad(loss(*example), leaves)
+        assert_all_close([each[i] for each in found], expected, assert_close)
 
 
 # Training
 
 
-def check_checkpoint(
-    function: Function,
-    loss_of: Callable[[Results], Tensor],
-    inputs: Sequence[Tensor],
-    reentrant: bool,
-) -> None:
+def check_checkpoint(function: Function, inputs: Sequence[Tensor], reentrant: bool) -> None:
     """Gradients through a checkpoint are the same to the last bit."""
 
     def again(*tensors: Tensor) -> Any:
@@ -199,7 +184,7 @@ def check_checkpoint(
         for tensor in inputs:
             tensor.grad = None
         loss_of(each(*inputs)).backward()  # reentrant checkpoints refuse autograd.grad
-        found.append([tensor.grad for tensor in inputs])
+        found.append([tensor.grad for tensor in in_need(inputs)])
     assert all(map(bits_equal, *found))
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
@@ -41,6 +42,20 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
     else:  # a process that has asked for GPUs must not fork
         torch.multiprocessing.spawn(_run, arguments, world)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def spawned_once(worker: Worker, factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """What each of so many processes on CPUs returned; they run once for each number of them."""
+    found: dict[int, list[Any]] = {}
+
+    def get(world: int) -> list[Any]:
+        if world not in found:
+            found[world] = []  # should they fail
+            found[world] = spawn(worker, world, "cpu", factory.mktemp(f"gloo{world}"))
+        assert found[world], "the processes failed, see the first failure"
+        return found[world]
+
+    return get
 
 
 def start(function: Callable[..., None], args: tuple[Any, ...], count: int) -> None:

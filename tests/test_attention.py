@@ -17,6 +17,7 @@ from inputs import (
     attention_on,
     bits_equal,
     coin,
+    deterministic,
     dtypes_on,
     normal,
     on_all_kernels,
@@ -58,17 +59,14 @@ def _lowest(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
 
 
 def _with_infinities(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
-    return normal(*shape, device=device, dtype=dtype, seed=4).masked_fill(
-        coin(*shape, device=device, odds=0.4, seed=5), -INF
-    )
+    excluded = coin(*shape, device=device, odds=0.4, seed=5)
+    return normal(*shape, device=device, dtype=dtype, seed=4).masked_fill(excluded, -INF)
 
 
 def _expanded(dim: int) -> Callable[..., Tensor]:
-    def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
-        one = normal(*shape, device=device, dtype=dtype, seed=4).narrow(dim, 0, 1)
-        return one.expand(shape)
-
-    return make
+    return lambda shape, device, dtype: (
+        normal(*shape, device=device, dtype=dtype, seed=4).narrow(dim, 0, 1).expand(shape)
+    )
 
 
 def _transposed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
@@ -77,10 +75,7 @@ def _transposed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tens
 
 
 def _of_shape(choose: Callable[[int, int, int, int], tuple[int, ...]]) -> Callable[..., Tensor]:
-    def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
-        return normal(*choose(*shape), device=device, dtype=dtype, seed=4)
-
-    return make
+    return lambda shape, device, dtype: normal(*choose(*shape), device=device, dtype=dtype, seed=4)
 
 
 def _lying(layout: str, *, float32: bool = False) -> Callable[..., Tensor]:
@@ -374,21 +369,54 @@ def test_wide_heads(lengths: tuple[int, int], dims: tuple[int, int], dtype: torc
 
 
 @gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [192, 256])
-def test_gradients_of_wide_keys_and_values_have_the_same_bits_each_time(
-    dim: int, causal: bool
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("shape", "bias", "causal", "names"),
+    [
+        # Blocks sum gradients of their own keys and values in order.
+        *(
+            ({"heads": (8, 4), "lengths": (1500, 900), "dims": (dim, dim)}, None, causal, "kv")
+            for dim in (192, 256)
+            for causal in (False, True)
+        ),
+        # One block has all keys of a row, and the gradient of the bias a launch of its own.
+        *(
+            (
+                {"batch": 500, "heads": (3, 3), "lengths": lengths, "dims": (32, 32)},
+                (1, 3, *lengths),
+                False,
+                "qkvb",
+            )
+            for lengths in ((49, 49), (64, 64), (33, 60))
+        ),
+        *(
+            ({"lengths": (1000, 900), "dims": (dim, dim)}, (4, 1899), True, "b")
+            for dim in (64, 128)
+        ),
+    ],
+)
+def test_gradients_have_the_same_bits_in_any_mode(
+    shape: dict[str, Any], bias: tuple[int, ...] | None, causal: bool, names: str, kernels: str
 ) -> None:
-    """Each block sums its own in order: other bits would come from a race."""
-    lengths = (1500, 900)
-    inputs = tensors("cuda", torch.bfloat16, heads=(8, 4), lengths=lengths, dims=(dim, dim))
-    leaves = [each.requires_grad_() for each in inputs]
-    output = attention_on("cuda", torch.bfloat16)(*leaves, causal=causal)
+    """Also without torch.use_deterministic_algorithms. Other bits would come from a race."""
+    if kernels != "own" and names != "b":
+        pytest.skip("only this GPU's own kernels promise it")
+    leaves = dict(zip("qkv", tensors("cuda", torch.bfloat16, **shape), strict=True))
+    given: Any = None
+    if bias is not None:
+        dtype = torch.float32 if len(bias) == 2 else torch.bfloat16
+        leaves["b"] = given = normal(*bias, device="cuda", dtype=dtype, seed=4)
+    for each in leaves.values():
+        each.requires_grad_()
+    given = RelativeBias(given) if len(bias or ()) == 2 else given
+    tensors_given = [leaves[name] for name in "qkv"]
+    output = attention_on("cuda", torch.bfloat16)(*tensors_given, bias=given, causal=causal)
     gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-    runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(10)]
-    for _, of_key, of_value in runs[1:]:
-        assert bits_equal(of_key, runs[0][1])
-        assert bits_equal(of_value, runs[0][2])
+    of = [leaves[name] for name in names]
+    runs = [torch.autograd.grad(output, of, gradient, retain_graph=True) for _ in range(10)]
+    for found, *others in zip(*runs, strict=True):
+        assert found.abs().max() > 0
+        assert all(bits_equal(found, each) for each in others)
 
 
 @gpu
@@ -418,12 +446,9 @@ def test_gradients_of_biases_by_each_tile(
     bias = RelativeBias(entries) if kind == "table" else entries
     mask = coin(2, 1, queries, keys, device="cuda")
     mask[..., 64:128] = True
-    torch.use_deterministic_algorithms(in_order, warn_only=True)
-    try:
+    with deterministic(in_order, warn_only=True):
         check(q, k, v, bias=bias, what="bias")
         check(q, k, v, bias=bias, mask=mask, causal=True, what="masked")
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # Of batches, heads, queries and keys that share entries of a bias: windows, and rows of pairs.
@@ -467,12 +492,9 @@ def test_gradients_of_shared_biases_in_order(
         "pairs": {"mask": coin(6, 1, queries, keys, device="cuda"), "causal": True},
         "ranges": {"visible": (first, first + 40)},
     }
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic(True, warn_only=True):
         for what, options in cases.items():
             check(q, k, v, **{"bias": bias} | options, what=what)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @gpu
@@ -511,34 +533,16 @@ def test_all_gradients_have_the_same_bits_in_deterministic_mode(
         "ranges": {"visible": (first, first + 90)},
         "dropout": {"dropout": 0.3},
     }[masking]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic(True, warn_only=True):
         torch.manual_seed(3)
         output = megasoftmax.attention(q, k, v, bias=bias, fused=True, **options)
         gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
         runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(6)]
-    finally:
-        torch.use_deterministic_algorithms(False)
     in_any_order = torch.autograd.grad(output, leaves, gradient, retain_graph=True)
     for found, *others, other in zip(*runs, in_any_order, strict=True):
         assert all(bits_equal(found, each) for each in others)
         scale = found.float().abs().max().item()
         torch.testing.assert_close(found, other, rtol=0.02, atol=0.02 * scale)
-
-
-@gpu
-@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (33, 60)])
-def test_small_windows_have_the_same_bits_in_any_mode(lengths: tuple[int, int]) -> None:
-    """One block has all keys of a row, and the gradient of the bias has a launch of its own."""
-    shape = {"batch": 500, "heads": (3, 3), "lengths": lengths, "dims": (32, 32)}
-    q, k, v = tensors("cuda", torch.bfloat16, **shape)
-    bias = normal(1, 3, *lengths, device="cuda", dtype=torch.bfloat16, seed=4)
-    leaves = [each.requires_grad_() for each in (q, k, v, bias)]
-    output = megasoftmax.attention(q, k, v, bias=bias, fused=True)
-    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-    runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(10)]
-    for found, *others in zip(*runs, strict=True):
-        assert all(bits_equal(found, each) for each in others)
 
 
 @gpu
@@ -875,21 +879,6 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_tables_have_the_same_bits_each_time(dim: int) -> None:
-    """Also without torch.use_deterministic_algorithms."""
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=(1000, 900), dims=(dim, dim))
-    table = normal(4, 1899, device="cuda", seed=4).requires_grad_()
-    output = attention_on("cuda", q.dtype)(q, k, v, bias=RelativeBias(table), causal=True)
-    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-    runs = [torch.autograd.grad(output, table, gradient, retain_graph=True)[0] for _ in range(4)]
-    assert runs[0].abs().max() > 0
-    for run in runs[1:]:
-        assert bits_equal(run, runs[0])
-
-
-@gpu
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_gradients_of_tables_are_no_numbers_at_distances_of_such_a_query_alone(
@@ -952,19 +941,12 @@ def test_blocks_of_the_reference(
     q, k, v = tensors("cpu", batch=4, heads=heads, lengths=(5, 7))
     shapes = [(4, 6, 5, 7), (2, 3, 5, 7), (1, 6, 5, 1), (2, 1, 1, 7), (1, 1, 5, 7), (2, 2, 1, 1)]
     tables = [(1, 11), (6, 11), (4, 6, 11), (2, 3, 11), (2, 2, 11)]
+    sink = normal(6, device="cpu", seed=6).requires_grad_()
+    limits = {"mask": coin(4, 1, 5, 7, device="cpu"), "causal": True, "window": (4, 1)}
     for shape in (*shapes, *tables):
-        bias = normal(*shape, device="cpu", seed=4).requires_grad_()
-        check(
-            q,
-            k,
-            v,
-            bias=RelativeBias(bias) if shape in tables else bias,
-            mask=coin(4, 1, 5, 7, device="cpu"),
-            causal=True,
-            window=(4, 1),
-            sink=normal(6, device="cpu", seed=6).requires_grad_(),
-            what=f"(bias {shape})",
-        )
+        bias: Any = normal(*shape, device="cpu", seed=4).requires_grad_()
+        bias = RelativeBias(bias) if shape in tables else bias
+        check(q, k, v, bias=bias, sink=sink, **limits, what=f"(bias {shape})")
 
 
 def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1391,9 +1373,9 @@ def test_many_queries_of_few_keys(dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 128), (40, 72)])
 @pytest.mark.parametrize("lengths", [(40, 3000), (700, 700)])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 def test_products_of_float32(
-    lengths: tuple[int, int], dims: tuple[int, int], deterministic: bool
+    lengths: tuple[int, int], dims: tuple[int, int], in_order: bool
 ) -> None:
     """In TF32 where torch allows it, with the error of torch's own; else as precise as float32."""
     inputs = [
@@ -1416,15 +1398,14 @@ def test_products_of_float32(
         ]
 
     before = torch.get_float32_matmul_precision()
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     try:
-        torch.set_float32_matmul_precision("high")
-        in_tf32, of_torch = errors(True), errors(False)
-        torch.set_float32_matmul_precision("highest")
-        in_float32 = errors(True)
+        with deterministic(in_order, warn_only=True):
+            torch.set_float32_matmul_precision("high")
+            in_tf32, of_torch = errors(True), errors(False)
+            torch.set_float32_matmul_precision("highest")
+            in_float32 = errors(True)
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.use_deterministic_algorithms(False)
     for found, others, full in zip(in_tf32, of_torch, in_float32, strict=True):
         assert found < 2 * others + 1e-4
         assert found > 3e-5
@@ -1470,13 +1451,6 @@ def test_scales(scale: float, device: str) -> None:
         bias = normal(4, 5, 13, device=device, dtype=dtype, seed=4).requires_grad_()
         oracle_attention.check(function, q, k, v, scale=scale)
         oracle_attention.check(function, q, k, v, scale=scale, bias=bias)
-
-
-def test_default_scale(device: str) -> None:
-    for dtype in dtypes_on(device):
-        q, k, v = tensors(device, dtype)
-        function = attention_on(device, dtype)
-        assert torch.equal(function(q, k, v), function(q, k, v, scale=8**-0.5))
 
 
 @pytest.mark.parametrize("lse_gradient", [False, True])
@@ -1588,33 +1562,25 @@ def test_heads_that_lie_together(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*determinis")  # the oracle's products, on a GPU
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("is_float32", [False, True])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_gradients_of_dense_biases(
-    dim: int, is_float32: bool, deterministic: bool, device: str
-) -> None:
+def test_gradients_of_dense_biases(dim: int, is_float32: bool, in_order: bool, device: str) -> None:
     """Own and shared ones, of whole tiles and parts; rows of 16 bytes, of pairs, and odd ones."""
     if device == "cpu" and dim > 32:
         pytest.skip("the same code for all dimensions")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    try:
+    with deterministic(in_order, warn_only=True):
         for keys, batch in itertools.product((136, 150, 131), (1, 2)):
             dtype = dtypes_on(device)[-1]
             q, k, v = tensors(device, dtype, lengths=(70, keys), dims=(dim, dim))
             bias = normal(batch, 4, 70, keys, device=device, dtype=dtype, seed=4)
             bias = bias.float() if is_float32 else bias
             check(q, k, v, bias=bias.requires_grad_())
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 13), (257, 300), (3, 2000)])
-def test_same_bits_from_run_to_run(
-    lengths: tuple[int, int], deterministic: bool, device: str
-) -> None:
+def test_same_bits_from_run_to_run(lengths: tuple[int, int], in_order: bool, device: str) -> None:
     """Gradients on a GPU only where determinism is asked for."""
     if device == "cpu" and max(lengths) > 300:
         pytest.skip("the same code for all lengths")
@@ -1628,9 +1594,7 @@ def test_same_bits_from_run_to_run(
         RelativeBias(normal(1, 2, m + n - 1, device=device, dtype=dtype).requires_grad_()),
     )
     sink = normal(4, device=device).requires_grad_()
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic(in_order):
         for bias in biases:
             table = bias.table if isinstance(bias, RelativeBias) else bias
             inputs = [each.detach().requires_grad_() for each in (q, k, v)]
@@ -1641,14 +1605,12 @@ def test_same_bits_from_run_to_run(
                     *inputs[:3], bias=bias, sink=sink, causal=True, return_lse=True
                 )
                 found = [output.detach(), lse.detach()]
-                if deterministic or device == "cpu":
+                if in_order or device == "cpu":
                     found += torch.autograd.grad(output.sum() + lse.sum(), inputs)
                 runs.append(found)
             for run in runs[1:]:
                 for one, other in zip(runs[0], run, strict=True):
                     assert bits_equal(one, other)
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def test_statistics(device: str) -> None:
@@ -1660,26 +1622,10 @@ def test_statistics(device: str) -> None:
         bias = normal(1, 4, 5, 13, device=device, dtype=dtype, seed=4)
         sink = normal(4, device=device, seed=6)
         for logit in (None, sink):
-            options = (
-                0.3,
-                False,
-                -1,
-                -1,
-                logit,
-                None,
-                False,
-                None,
-                None,
-                None,
-                1,
-                0.0,
-                None,
-                False,
-            )
-            _, statistics = attention_forward(q, k, v, bias, mask, *options)
-            expected = oracle_attention.attention(
-                q, k, v, bias=bias, mask=mask, scale=0.3, sink=logit
-            )
+            options = (0.3, False, -1, -1, logit, None, False, None, None, None, 1, 0.0, None)
+            _, statistics = attention_forward(q, k, v, bias, mask, *options, False)
+            given = {"bias": bias, "mask": mask, "scale": 0.3, "sink": logit}
+            expected = oracle_attention.attention(q, k, v, **given)
             assert statistics.shape == (3, 2, 4, 5)
             assert statistics.dtype == torch.float32
             assert statistics.is_contiguous()

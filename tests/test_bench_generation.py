@@ -32,12 +32,6 @@ def test_quick_run_measures_every_case(tmp_path):
     assert all(f"| {case} |" in table for case, _ in expected)
 
 
-def test_run_without_cases_leaves_a_header(tmp_path):
-    out = tmp_path / "generation.csv"
-    bench_generation.main(device="cpu", only="no such case", out=out, commit="abc")
-    assert out.read_text() == "device,torch,commit,date,transformers\n"
-
-
 def test_time_of_the_prompt_is_left_out(monkeypatch):
     """20 s for a prompt and the first token, and 2 s for each further one."""
     now = [0.0]

@@ -91,20 +91,6 @@ def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp
         assert bool(row["tokens_per_second"]) != wrong
 
 
-def test_model_that_is_switched_in_part_is_refused(monkeypatch):
-    training = bench_training.Training(find("T5").tiny(), "cpu")
-    config = training.model.config  # encoder and decoder have copies
-
-    def switch_outermost(implementation):
-        config._attn_implementation_internal = implementation
-
-    monkeypatch.setattr(training.model, "set_attn_implementation", switch_outermost)
-    encoder = training.model.get_encoder()
-    monkeypatch.setattr(encoder, "set_attn_implementation", lambda implementation: None)
-    with pytest.raises(RuntimeError, match="encoder: expected eager, got sdpa"):
-        training.step("eager")
-
-
 class Scripted:
     """Stands for a Training: what each implementation computes, or raises."""
 
@@ -143,22 +129,6 @@ def test_comparison(loss, gradient, note):
     assert rows["megasoftmax"].get("note", "") == note
 
 
-@pytest.mark.parametrize("method", ["gradients", "peak_memory"])
-def test_what_has_too_little_memory_is_a_row(method, tmp_path, monkeypatch):
-    original = getattr(bench_training.Training, method)
-
-    def with_limit(self, implementation):
-        if implementation == "eager":
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return original(self, implementation)
-
-    monkeypatch.setattr(bench_training.Training, method, with_limit)
-    rows = run(tmp_path / "training.csv", "GPT-2 .*tokens$")
-    assert [row["note"] for row in rows] == ["out of memory", "", "", "", ""]
-    assert [bool(row["tokens_per_second"]) for row in rows] == [False, True, True, True, True]
-    assert training_table(rows).endswith("| out of memory |")
-
-
 @pytest.mark.parametrize("case", [case for case in cases() if case.drops], ids=str)
 def test_steps_drop_and_comparisons_do_not(case, monkeypatch):
     rates = []
@@ -183,13 +153,6 @@ def test_documents_have_positions_of_their_own():
     assert case.batch * case.length == 8 * 1024
 
 
-def test_bytes_of_scores():
-    assert find("gpt-oss").score_bytes == 4 * 2 * 64 * 4096**2 * 2
-    assert find("8192 tokens, layers checkpointed").score_bytes == 32 * 8192**2 * 2
-    pairs = 1024 * 1024 + 512 * 512 + 512 * 1024  # encoder, decoder, between them
-    assert find("T5").score_bytes == 24 * 16 * 16 * pairs * 2
-
-
 def test_bars():
     case = find("gpt-oss")
     scores = case.score_bytes
@@ -205,11 +168,3 @@ def test_bars():
     ]
     del rows["eager"]["tokens_per_second"], rows["eager"]["peak_memory_bytes"]
     assert all(line.endswith(": not measured") for line in bench_training.bars(case, rows))
-
-
-def test_bar_of_memory_without_eager():
-    case = find("32768")
-    rows = {"sdpa": {"peak_memory_bytes": str(3 * 2**30)}, "megasoftmax": {}}
-    rows["megasoftmax"]["peak_memory_bytes"] = str(2 * 2**30)
-    *_, memory = bench_training.bars(case, rows)
-    assert memory.endswith("megasoftmax below sdpa by 1.00 GiB, bar 1.00 GiB: reached")

@@ -133,58 +133,32 @@ def bounds(keys: int, device: str, queries: int = QUERIES) -> tuple[Tensor, Tens
 @companions
 @dtypes
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
-def test_softmax_forward(
-    beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
-) -> None:
-    for length in lengths_on(device):
-        shape = (BATCHES, HEADS, QUERIES, length)
-        mask, bias = mask_and_bias(beside, shape, dtype, device)
-        scores, sink = normal(*shape, device=device, dtype=dtype), normal(HEADS, device=device)
-        visible = bounds(length, device) if beside == "mask" else (None, None)
-        drop = (0.3, torch.tensor([length], device=device)) if length % 2 else (0.0, None)
-        options = (False, *window, *visible, sink, None, dtype, True, *drop)
-        check((OPS.softmax_forward, (scores, -0.7, mask, bias, *options)), what=f"{length} keys")
-
-
-@dtypes
-@pytest.mark.parametrize("of_bias", [None, "full", "keys"])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
-def test_softmax_backward(
-    of_bias: str | None, dtype: torch.dtype, window: tuple[int, int], device: str
-) -> None:
-    for length in lengths_on(device):
-        shape = (BATCHES, HEADS, QUERIES, length)
-        gradient = normal(*shape, device=device, dtype=dtype, seed=1)
-        probabilities = normal(*shape, device=device).softmax(-1).to(dtype)
-        lse, of_lse = (normal(*shape[:-1], device=device, seed=seed) for seed in (2, 3))
-        sink = normal(HEADS, device=device)
-        bias = None
-        if of_bias is not None:
-            bias = normal(*SHAPES[of_bias](shape), device=device, dtype=dtype)
-        visible = bounds(length, device) if of_bias == "full" else (None, None)
-        options = (False, *window, *visible, sink, None, dtype, bias is not None, True)
-        arguments = (gradient, probabilities, of_lse, lse, 0.7, bias, *options)
-        check((OPS.softmax_backward, arguments), what=f"{length} keys")
-
-
-@companions
-@dtypes
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
-def test_softmax_dropout_backward(
-    beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
+@pytest.mark.parametrize("op", ["forward", "backward", "dropout_backward"])
+def test_softmax(
+    op: str, beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
 ) -> None:
     for length in lengths_on(device):
         shape = (BATCHES, HEADS, QUERIES, length)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         scores, gradient = (normal(*shape, device=device, dtype=dtype, seed=i) for i in (0, 1))
         lse, of_lse = (normal(*shape[:-1], device=device, seed=seed) for seed in (2, 3))
-        sink = normal(HEADS, device=device)
         visible = bounds(length, device) if beside == "mask" else (None, None)
-        has_gradient = bias is not None and bias.shape[-1] == length
-        options = (False, *window, *visible, sink, None, dtype, has_gradient, True)
+        limits = (False, *window, *visible, normal(HEADS, device=device), None, dtype)
         drop = (0.3, torch.tensor([length], device=device))
-        arguments = (gradient, scores, of_lse, lse, -0.7, mask, bias, *options, *drop)
-        check((OPS.softmax_dropout_backward, arguments), what=f"{length} keys")
+        has_gradient = bias is not None and bias.shape[-1] == length
+        arguments: tuple[Any, ...]
+        if op == "forward":
+            drop = drop if length % 2 else (0.0, None)
+            arguments = (scores, -0.7, mask, bias, *limits, True, *drop)
+        elif op == "backward":
+            probabilities = scores.float().softmax(-1).to(dtype)
+            bias = bias if has_gradient else None
+            given = (gradient, probabilities, of_lse, lse, 0.7, bias)
+            arguments = (*given, *limits, has_gradient, True)
+        else:
+            given = (gradient, scores, of_lse, lse, -0.7, mask, bias)
+            arguments = (*given, *limits, has_gradient, True, *drop)
+        check((getattr(OPS, f"softmax_{op}"), arguments), what=f"{length} keys")
 
 
 @dtypes

@@ -1,6 +1,5 @@
 """softmax over a dimension that is not the last, against the oracle; the ops of columns."""
 
-from collections.abc import Callable
 from typing import Any
 
 import op_checks
@@ -11,8 +10,7 @@ from inputs import DTYPES, DTYPES_OF_KERNELS
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import Reason, dispatch, ops, why_not_fused
-from megasoftmax.reference.softmax import ForwardArguments
+from megasoftmax import dispatch, why_not_fused
 
 INF, NAN = torch.inf, torch.nan
 
@@ -20,7 +18,6 @@ gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
-columns_backward = torch.ops.megasoftmax.softmax_columns_backward.default
 
 
 class Path:
@@ -76,63 +73,54 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(device, fused=request.param != "reference")
 
 
-@pytest.fixture
-def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_device", "_compiled_part", "_compute_capability"):
-        monkeypatch.setattr(dispatch, name, lambda *given: None)
-
-
 # Every dimension
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+OF_KERNELS = [*DTYPES_OF_KERNELS, *((dtype, None) for dtype in DTYPES)]
+SHAPES = [(37,), (5, 37), (37, 5), (8, 8), (3, 17, 9), (1, 33, 1), (4, 1, 6), (2, 64, 16)]
+SHAPES += [(2, 3, 5, 7), (1, 1, 9, 13), (3, 1, 31, 1), (2, 1, 2, 1, 9)]
+LARGE = [(1, 20011, 3), (2, 5000, 40), (1, 100003, 1000), (3, 1024, 1024), (70001, 3, 5)]
+LARGE += [(2, 9, 70001), (70001, 2, 2), (1, 2, 5_000_011)]
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "dims", "dtypes", "options"),
     [
-        (37,),
-        (5, 37),
-        (37, 5),
-        (8, 8),
-        (3, 17, 9),
-        (1, 33, 1),
-        (4, 1, 6),
-        (2, 64, 16),
-        (2, 3, 5, 7),
-        (1, 1, 9, 13),
-        (3, 1, 31, 1),
-        (2, 1, 2, 1, 9),
+        *(
+            (shape, range(-len(shape), len(shape)), [(dtype, None)], {"scale": 0.7})
+            for shape in SHAPES
+            for dtype in (*DTYPES, torch.float64)
+        ),
+        *(
+            ((3, length, inner), (1,), [(dtype, None) for dtype in DTYPES], {"scale": -1.5})
+            for length in (1, 2, 3, 16, 33, 130, 257)
+            for inner in (2, 7, 8, 9, 31, 32, 33, 65, 129, 257)
+        ),
+        ((2, 19, 6), (1,), OF_KERNELS, {}),
+        ((2, 19, 6), (0,), OF_KERNELS, {"lse_gradient": False}),
+        *(
+            ((2, 19, 6), (1,), [(torch.float32, None)], {"scale": scale})
+            for scale in (-1.0, -0.37, 80**-0.5, 3, 12.5)
+        ),
     ],
 )
-def test_every_dimension(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if path.device == "cuda" and dtype == torch.float64:
-        path.fused = False
-    scores = path.normal(*shape, dtype=dtype)
-    for dim in range(-len(shape), len(shape)):
-        path.check(scores, dim, scale=0.7)
+def test_data(path: Path, shape: tuple[int, ...], dims: Any, dtypes: Any, options: Any) -> None:
+    for dtype, out in dtypes:
+        if path.device == "cuda" and dtype == torch.float64:
+            path.fused = False
+        scores = path.normal(*shape, dtype=dtype)
+        for dim in dims:
+            path.check(scores, dim, dtype=out, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inner", [2, 7, 8, 9, 31, 32, 33, 65, 129, 257])
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 33, 130, 257])
-def test_sizes(path: Path, length: int, inner: int, dtype: torch.dtype) -> None:
-    path.check(path.normal(3, length, inner, dtype=dtype), 1, scale=-1.5)
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+def test_offset_of_all_scores(path: Path, offset: float) -> None:
+    path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 20011, 3),
-        (2, 5000, 40),
-        (1, 100003, 1000),
-        (3, 1024, 1024),
-        (70001, 3, 5),
-        (2, 9, 70001),
-        (70001, 2, 2),
-        (1, 2, 5_000_011),
-    ],
-)
+@pytest.mark.parametrize("shape", LARGE)
 def test_large_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     path = Path("cuda", True)
     path.check(path.normal(*shape, dtype=dtype), 1)
@@ -151,47 +139,7 @@ def test_more_than_2_to_the_31_elements() -> None:
         oracle.assert_row(scores[column], *results, f"{at}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_negative_dim_is_the_same(path: Path, dtype: torch.dtype) -> None:
-    scores = path.normal(2, 3, 5, 7, dtype=dtype)
-    for dim in range(4):
-        assert path.softmax(scores, dim=dim).equal(path.softmax(scores, dim=dim - 4))
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_of_the_specification(dim: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(3, 5, 7, requires_grad=True)
-    mask, bias = torch.rand(5, 7) < 0.3, torch.randn(5, 1)
-    expected = (scores * 0.5 + bias).masked_fill(mask, -INF)
-    options = {"scale": 0.5, "mask": mask, "bias": bias, "sink": 0.25, "dim": dim}
-    p, lse = megasoftmax.softmax(scores, **options, return_lse=True, fused=False)
-    sink = torch.full_like(expected, 0.25).narrow(dim, 0, 1)
-    together = torch.cat([expected, sink], dim)
-    torch.testing.assert_close(p, together.softmax(dim).narrow(dim, 0, scores.shape[dim]))
-    torch.testing.assert_close(lse, together.logsumexp(dim))
-    assert p.is_contiguous()
-
-
 # The rules
-
-
-@pytest.mark.parametrize(
-    ("dtype", "out"), [*DTYPES_OF_KERNELS, *((dtype, None) for dtype in DTYPES)]
-)
-def test_type_of_probabilities(path: Path, dtype: torch.dtype, out: torch.dtype | None) -> None:
-    path.check(path.normal(2, 19, 6, dtype=dtype), 1, dtype=out)
-    path.check(path.normal(2, 19, 6, dtype=dtype), 0, dtype=out, lse_gradient=False)
-
-
-@pytest.mark.parametrize("scale", [-1.0, -0.37, 80**-0.5, 3, 12.5])
-def test_scale(path: Path, scale: float) -> None:
-    path.check(path.normal(2, 19, 6), 1, scale=scale)
-
-
-@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
-def test_offset_of_all_scores(path: Path, offset: float) -> None:
-    path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
 
 
 @pytest.mark.parametrize("huge", [3e38, -3e38])
@@ -358,18 +306,6 @@ def test_empty(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         path.check(scores, dim, bias=path.normal(*shape, dtype=dtype).requires_grad_())
 
 
-def test_change_of_the_result_is_noticed(path: Path) -> None:
-    scores = path.normal(3, 20, 10).requires_grad_()
-    p = path.softmax(scores, dim=1)
-    if path.fused:  # else it is a copy of what the gradient needs
-        p.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            p.sum().backward()
-    with torch.no_grad():
-        assert not path.softmax(scores, dim=1).requires_grad
-    assert not path.softmax(scores.detach(), dim=1).requires_grad
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> None:
     scores = path.normal(5, 130, 70, dtype=dtype).requires_grad_()
@@ -385,220 +321,19 @@ def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> No
             assert a[part].equal(b)
 
 
-# Derivatives, transforms and compilation
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gradients_in_float64(path: Path, dim: int) -> None:
-    if path.device == "cuda":
-        pytest.skip("kernels take no float64")
-    scores = path.normal(3, 4, 2, dtype=torch.float64).requires_grad_()
+def test_compiled_beside_a_mask(path: Path) -> None:
+    """All dimensions are moved there. test_ops.py compiles the op of columns."""
 
     def function(scores: Tensor) -> Any:
-        return path.softmax(scores, scale=-0.7, dim=dim, return_lse=True)
+        return path.softmax(scores, scale=0.5, mask=scores[:, :, :1] > 1, dim=0, return_lse=True)
 
-    assert torch.autograd.gradcheck(function, scores, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, scores, fast_mode=True)
+    def draw(*sizes: int) -> list[Tensor]:
+        return [path.normal(*sizes, 4).requires_grad_()]
 
-
-def test_double_backward(path: Path) -> None:
-    """Against the second derivatives that torch's own softmax gives."""
-    scores = path.normal(3, 9, 5).requires_grad_()
-    found = []
-    for p in (path.softmax(scores, scale=0.5, dim=1), (scores * 0.5).softmax(1)):
-        (first,) = torch.autograd.grad(p.square().sum(), scores, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), scores)[0])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("in_dim", [0, 1, 2, 3])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_vmap(path: Path, in_dim: int, dim: int) -> None:
-    batch = path.normal(2, 3, 4, 5)
-
-    def function(scores: Tensor) -> Any:
-        return path.softmax(scores, scale=0.5, dim=dim, return_lse=True)
-
-    actual = torch.vmap(function, in_dims=in_dim)(batch)
-    expected = [function(one) for one in batch.unbind(in_dim)]
-    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(wanted))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_per_example(path: Path, dim: int) -> None:
-    batch = path.normal(4, 5, 3)
-
-    def loss(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
-        def value(scores: Tensor) -> Tensor:
-            p, lse = function(scores)
-            return p.square().sum() + lse.sin().sum()
-
-        return value
-
-    ours = loss(lambda scores: path.softmax(scores, dim=dim, return_lse=True))
-    theirs = loss(lambda scores: (scores.softmax(dim), scores.logsumexp(dim)))
-    actual = torch.vmap(torch.func.grad(ours))(batch)
-    torch.testing.assert_close(actual, torch.vmap(torch.func.grad(theirs))(batch))
-    actual = torch.func.jacrev(torch.func.jacrev(ours))(batch[0])
-    expected = torch.func.jacrev(torch.func.jacrev(theirs))(batch[0])
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize(("masked", "dynamic"), [(False, False), (True, True)])
-def test_compile(path: Path, masked: bool, dynamic: bool) -> None:
-    """Dimensions in one graph: most of the time is that of a graph. Beside a mask all are moved.
-
-    test_ops.py compiles the last one.
-    """
-    dims = (0,) if masked else (0, 1, -2)
-
-    def function(scores: Tensor) -> list[Tensor]:
-        mask = scores[:, :, :1] > 1 if masked else None
-        results = []
-        for dim in dims:
-            results += path.softmax(scores, scale=0.5, mask=mask, dim=dim, return_lse=True)
-        return results
-
-    backend = "aot_eager" if path.device == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    for sizes in ((2, 3, 4, 5), (3, 4, 5, 6)) if dynamic else ((2, 3, 4, 5),):
-        scores = path.normal(*sizes).requires_grad_()
-        found = []
-        for each in (compiled, function):
-            results = each(scores)
-            losses = [
-                result.masked_fill(result == -INF, 0).square().sum() * weight
-                for weight, result in enumerate(results, 1)
-            ]
-            found.append((*results, *torch.autograd.grad(sum(losses), scores)))
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(path: Path, strict: bool) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, scores: Tensor) -> Tensor:
-            return path.softmax(scores, scale=0.5, dim=1)
-
-    scores = path.normal(3, 4, 5)
-    sizes = {0: torch.export.Dim("batch", min=2, max=64)}
-    program = torch.export.export(Module(), (scores,), dynamic_shapes=(sizes,), strict=strict)
-    if path.fused:
-        assert columns_forward in [node.target for node in program.graph.nodes]
-    more = path.normal(7, 4, 5)
-    torch.testing.assert_close(program.module()(more), Module()(more))
-
-
-# The ops
-
-
-def forward_arguments(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    scores = torch.randn(changes.get("shape", (2, 5, 3)), device=device, dtype=dtype)
-    return scores.requires_grad_(), -0.7, changes.get("out", dtype), changes.get("lse", True)
-
-
-def backward_arguments(device: str, dtype: torch.dtype = torch.float32, lse: bool = True) -> Any:
-    shape = (2, 5, 3)
-    gradient, probabilities = (
-        torch.rand(shape, device=device, dtype=dtype).add_(0.1).requires_grad_() for _ in range(2)
-    )
-    rows = torch.randn(2, 3, device=device, dtype=dtype, requires_grad=True) if lse else None
-    return gradient, probabilities, rows, -0.7, dtype
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lse", [False, True])
-def test_opcheck(device: str, lse: bool) -> None:
-    torch.manual_seed(0)
-    for changes in ({}, {"out": torch.float16}, {"shape": (2, 0, 3)}, {"shape": (2, 5, 1)}):
-        arguments = forward_arguments(device, lse=lse, **changes)
-        op_checks.check_op(columns_forward, arguments, is_traced=not changes)
-    torch.library.opcheck(columns_backward, backward_arguments(device, lse=lse))
-
-
-@pytest.mark.parametrize("lse", [False, True])
-def test_gradients_of_the_ops(lse: bool) -> None:
-    torch.manual_seed(0)
-    for op, arguments in (
-        (columns_forward, forward_arguments("cpu", torch.float64, lse=lse)),
-        (columns_backward, backward_arguments("cpu", torch.float64, lse=lse)),
-    ):
-        assert torch.autograd.gradcheck(op, arguments, fast_mode=True)
-        assert torch.autograd.gradgradcheck(op, arguments, fast_mode=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_vmap_of_the_ops(device: str) -> None:
-    torch.manual_seed(0)
-    scores, *rest = forward_arguments(device, shape=(2, 5, 4, 3))
-    actual = torch.vmap(lambda one: columns_forward(one, *rest), in_dims=2)(scores)
-    expected = [columns_forward(one.contiguous(), *rest) for one in scores.unbind(2)]
-    for found, wanted in zip(actual, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(wanted))
-    _, p, h, *rest = backward_arguments(device)
-    g = torch.randn(2, 5, 3, 4, device=device)
-    actual = torch.vmap(lambda one: columns_backward(one, p, h, *rest), in_dims=3)(g)
-    expected = [columns_backward(one.contiguous(), p, h, *rest) for one in g.unbind(3)]
-    torch.testing.assert_close(actual, torch.stack(expected))
-
-
-@gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ops_agree_between_cpu_and_gpu(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(3, 70, 20).to(dtype)
-    results = []
-    for device in ("cpu", "cuda"):
-        p, lse = columns_forward(scores.to(device), 0.7, torch.float32, True)
-        d_scores = columns_backward(p.neg(), p, lse.sin(), 0.7, dtype)
-        results.append((p.cpu(), lse.cpu(), d_scores.cpu()))
-    for cpu, cuda in zip(*results, strict=True):
-        torch.testing.assert_close(cuda, cpu)
-
-
-def test_ops_take_what_is_not_contiguous() -> None:
-    scores = torch.randn(3, 2, 5).transpose(0, 1)
-    arguments = ForwardArguments(scores, 0.5, dtype=torch.float32, return_lse=True)
-    with torch.no_grad():
-        p, lse = ops.columns.IMPLEMENTATION.forward(*arguments)
-    torch.testing.assert_close(p, (scores * 0.5).softmax(1))
-    torch.testing.assert_close(lse, (scores * 0.5).logsumexp(1))
+    op_checks.check_compiled_once(function, draw)
 
 
 # What runs fused
-
-
-def test_reasons(as_if_fused: None) -> None:
-    scores = torch.zeros(2, 3, 4, 5, 6, dtype=torch.float16)
-    strided, mask = scores.permute(3, 1, 4, 0, 2), torch.zeros(6, dtype=torch.bool)
-
-    def constraints(*args: Any, **kwargs: Any) -> list[str]:
-        return [reason.constraint for reason in why_not_fused(megasoftmax.softmax, *args, **kwargs)]
-
-    for dim in range(-5, 4):
-        assert constraints(scores, dim=dim, return_lse=True) == []
-    assert constraints(strided, dim=1) == []  # it is copied
-    assert constraints(strided) == ["leading dimensions of scores"]
-    assert constraints(scores, dim=1, mask=mask) == ["leading dimensions of scores"]
-    assert constraints(scores[0], dim=1, mask=mask) == []
-    assert constraints(scores.double(), dim=0, scale=0.0, dtype=torch.float64) == [
-        "dtype of scores",
-        "dtype",
-        "scale",
-    ]
-    bias = torch.zeros(3, 1, 5, 6, requires_grad=True)
-    assert constraints(scores[0], dim=0, bias=bias) == []
-    assert why_not_fused(megasoftmax.softmax, scores[0], dim=1, bias=bias) == (
-        Reason("keys of a bias that needs a gradient", "1", "4"),
-    )
-
-
-def test_reasons_are_raised(as_if_fused: None) -> None:
-    for arguments in ({}, {"sink": 0.5}):
-        with pytest.raises(ValueError, match=r"fused: cannot be True here.*scale"):
-            megasoftmax.softmax(torch.zeros(3, 4), dim=0, scale=0.0, fused=True, **arguments)
 
 
 @gpu
@@ -619,36 +354,6 @@ def test_which_op_runs(arguments: dict[str, Any], name: str | None) -> None:
     assert found == ({name} if name else set())
     expected = megasoftmax.softmax(scores.cpu(), dim=1, **arguments)
     torch.testing.assert_close(actual.cpu(), expected)
-
-
-@gpu
-def test_memory() -> None:
-    scores = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    g = oracle.random_like(scores, 1)
-
-    def run() -> None:
-        torch.autograd.grad(megasoftmax.softmax(scores, dim=1, fused=True), scores, g)
-
-    run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    output = scores.numel() * scores.element_size()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * output + 2**18
-
-
-@gpu
-def test_cuda_graph() -> None:
-    scores = torch.randn(4, 300, 200, device="cuda", dtype=torch.float16, requires_grad=True)
-    g = oracle.random_like(scores, 1)
-
-    def run() -> tuple[Tensor, Tensor]:
-        p = megasoftmax.softmax(scores, dim=1, fused=True)
-        return p, torch.autograd.grad(p, scores, g)[0]
-
-    op_checks.check_cuda_graph(run, [scores])
 
 
 # Errors

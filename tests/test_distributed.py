@@ -772,18 +772,7 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each of so many processes found; they run once."""
-    found: dict[int, list[dict[str, Any]]] = {}
-
-    def get(world: int) -> list[dict[str, Any]]:
-        if world not in found:
-            found[world] = []  # should they fail
-            folder = tmp_path_factory.mktemp(f"gloo{world}")
-            found[world] = processes.spawn(worker, world, "cpu", folder)
-        assert found[world], "the processes failed, see the first failure"
-        return found[world]
-
-    return get
+    return processes.spawned_once(worker, tmp_path_factory)
 
 
 def check_split(name: str, found: dict[str, Any], device: str) -> None:
@@ -1054,58 +1043,6 @@ def test_merge_of_far_apart_and_of_nothing():
         torch.testing.assert_close(gradient, torch.tensor([numbers], dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("outputs", "lses", "message"),
-    [
-        ([], [], "outputs: expected at least one, got none"),
-        ([(2, 3)], [], "lses: expected at least one, got none"),
-        (
-            [(2, 3), (3, 3)],
-            [(2,), (3,)],
-            "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
-        ),
-        (
-            [(2, 3)],
-            [(3,)],
-            "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
-            "got (3,)",
-        ),
-    ],
-)
-def test_messages_of_merge(outputs, lses, message):
-    tensors = ([torch.zeros(shape) for shape in shapes] for shapes in (outputs, lses))
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        megasoftmax.merge_attention(*tensors)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "lses", "message"),
-    [
-        (
-            "int64",
-            "float32",
-            "outputs[0]: expected float16, bfloat16, float32 or float64, got torch.int64",
-        ),
-        (
-            "float32 bfloat16",
-            "float32 float32",
-            "outputs[1]: expected torch.float32, as outputs[0], got torch.bfloat16",
-        ),
-        ("bfloat16", "bfloat16", "lses[0]: expected float32 or float64, got torch.bfloat16"),
-        (
-            "float32 float32",
-            "float32 float64",
-            "lses[1]: expected torch.float32, as lses[0], got torch.float64",
-        ),
-    ],
-)
-def test_messages_of_merged_types(outputs, lses, message):
-    outputs = [torch.zeros(2, 3, dtype=getattr(torch, name)) for name in outputs.split()]
-    lses = [torch.zeros(2, dtype=getattr(torch, name)) for name in lses.split()]
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        megasoftmax.merge_attention(outputs, lses)
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_both_ends_of_a_ring_agree(world, monkeypatch):
     """Whatever is sent is received, in the same order: a rank and the next agree on each call."""
@@ -1138,20 +1075,11 @@ def test_both_ends_of_a_ring_agree(world, monkeypatch):
                 assert not any(to[other] for other in others)
 
 
-@pytest.fixture
-def ring_of_one() -> Iterator[Any]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
-def test_ring_of_one(ring_of_one):
+def test_ring_of_one(group_of_one):
     for case in cases_of_rings(1):
         name, _, (tokens,) = case
         if "through the ops" not in name:
-            found = run_ring(RINGS[name](tokens), ring_of_one, case, 0, "cpu")
+            found = run_ring(RINGS[name](tokens), group_of_one, case, 0, "cpu")
             check_ring(case, [{"rings": {case: found}}], "cpu")
 
 
@@ -1170,58 +1098,87 @@ def test_zigzag_order():
     assert [part.shape for part in (*nothing, megasoftmax.zigzag_cat(nothing, 0))] == [(0,)] * 3
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+IN_16_BITS = zeros(2, 3, dtype=torch.bfloat16)
+chunk, cat, merge = megasoftmax.zigzag_chunk, megasoftmax.zigzag_cat, megasoftmax.merge_attention
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
-            lambda x: megasoftmax.zigzag_chunk(x, 4, 1),
+            lambda x: chunk(x, 4, 1),
             ValueError,
             "tensor: expected a multiple of 2 * ranks, 8, in dimension 1, got shape (2, 12); "
             "pad the sequence",
         ),
+        (lambda x: chunk(x, 0, 1), ValueError, "ranks: expected an integer from 1 on, got 0"),
+        (lambda x: chunk(x, 2.0, 1), TypeError, "ranks: expected an integer from 1 on, got float"),
         (
-            lambda x: megasoftmax.zigzag_chunk(x, 0, 1),
-            ValueError,
-            "ranks: expected an integer from 1 on, got 0",
-        ),
-        (
-            lambda x: megasoftmax.zigzag_chunk(x, 2.0, 1),
-            TypeError,
-            "ranks: expected an integer from 1 on, got float",
-        ),
-        (
-            lambda x: megasoftmax.zigzag_chunk(x, 2, 2),
+            lambda x: chunk(x, 2, 2),
             ValueError,
             "dim: expected a dimension of tensor, (2, 12), got 2",
         ),
         (
-            lambda x: megasoftmax.zigzag_cat([x], -3),
+            lambda x: cat([x], -3),
             ValueError,
             "dim: expected a dimension of tensors[0], (2, 12), got -3",
         ),
+        (lambda x: cat([], 0), ValueError, "tensors: expected at least one, got none"),
         (
-            lambda x: megasoftmax.zigzag_cat([], 0),
-            ValueError,
-            "tensors: expected at least one, got none",
-        ),
-        (
-            lambda x: megasoftmax.zigzag_cat([x[:, 1:]], 1),
+            lambda x: cat([x[:, 1:]], 1),
             ValueError,
             "tensors[0]: expected an even size of dimension 1, got shape (2, 11)",
         ),
         (
-            lambda x: megasoftmax.zigzag_cat([x, x[:, 2:]], 1),
+            lambda x: cat([x, x[:, 2:]], 1),
             ValueError,
             "tensors[1]: expected shape (2, 12), as tensors[0], got (2, 10)",
         ),
+        (lambda x: merge([], []), ValueError, "outputs: expected at least one, got none"),
+        (lambda x: merge([x], []), ValueError, "lses: expected at least one, got none"),
+        (
+            lambda x: merge([zeros(2, 3), zeros(3, 3)], [zeros(2), zeros(3)]),
+            ValueError,
+            "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
+        ),
+        (
+            lambda x: merge([zeros(2, 3)], [zeros(3)]),
+            ValueError,
+            "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
+            "got (3,)",
+        ),
+        (
+            lambda x: merge([zeros(2, 3).long()], [zeros(2)]),
+            TypeError,
+            "outputs[0]: expected float16, bfloat16, float32 or float64, got torch.int64",
+        ),
+        (
+            lambda x: merge([zeros(2, 3), IN_16_BITS], [zeros(2), zeros(2)]),
+            TypeError,
+            "outputs[1]: expected torch.float32, as outputs[0], got torch.bfloat16",
+        ),
+        (
+            lambda x: merge([IN_16_BITS], [IN_16_BITS[:, 0]]),
+            TypeError,
+            "lses[0]: expected float32 or float64, got torch.bfloat16",
+        ),
+        (
+            lambda x: merge([zeros(2, 3), zeros(2, 3)], [zeros(2), zeros(2).double()]),
+            TypeError,
+            "lses[1]: expected torch.float32, as lses[0], got torch.float64",
+        ),
     ],
 )
-def test_messages_of_zigzag_order(call, error, message):
+def test_wrong_arguments(call, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        call(torch.zeros(2, 12))
+        call(zeros(2, 12))
 
 
-def test_ring_under_autocast(ring_of_one):
+def test_ring_under_autocast(group_of_one):
     """As attention: mixed types become that of autocast, gradients have those of the inputs."""
     dtypes = (torch.float32, torch.float32, torch.bfloat16)
     inputs = [
@@ -1229,7 +1186,7 @@ def test_ring_under_autocast(ring_of_one):
         for each, dtype in zip(of_ring(TOKENS).values(), dtypes, strict=True)
     ]
     with torch.autocast("cpu", torch.bfloat16):
-        output, lse = megasoftmax.ring_attention(*inputs, group=ring_of_one, causal=True)
+        output, lse = megasoftmax.ring_attention(*inputs, group=group_of_one, causal=True)
         wanted = megasoftmax.attention(*inputs, causal=True)
     assert output.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
@@ -1240,11 +1197,11 @@ def test_ring_under_autocast(ring_of_one):
         torch.testing.assert_close(gradient, other)
 
 
-def test_forward_mode_of_rings_is_refused(ring_of_one):
+def test_forward_mode_of_rings_is_refused(group_of_one):
     query, key, value = of_ring(TOKENS).values()
 
     def function(query: Tensor) -> Tensor:
-        return megasoftmax.ring_attention(query, key, value, group=ring_of_one)[0]
+        return megasoftmax.ring_attention(query, key, value, group=group_of_one)[0]
 
     message = r"^ring_attention: .* megasoftmax\.attention has forward-mode derivatives"
     with pytest.raises(NotImplementedError, match=message):

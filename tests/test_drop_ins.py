@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from inputs import HALVES, bits_equal, coin, normal
+from inputs import HALVES, bits_equal, coin, deterministic, normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -205,21 +206,23 @@ def test_sdpa_drops_as_attention(device):
     assert bits_equal(scaled_dot_product_attention(query, key, value, None, 0.4), expected)
 
 
-def test_sdpa_compiled(device):
-    (query, key, value), _ = sdpa_inputs("fewer queries", device, torch.float32)
+@pytest.mark.parametrize("name", ["sdpa", "flash_attn"])
+def test_compiled(name, device):
+    tensors, _ = sdpa_inputs("fewer queries", device, torch.float32)
     keep = coin(2, 1, 1, 7, device=device, odds=0.6).expand(2, 4, 3, 7)
+    slopes = torch.tensor([0.5, 0.25, 1.0, 0.1], device=device)
 
-    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        masked = scaled_dot_product_attention(query, key, value, attn_mask=keep)
-        return masked + scaled_dot_product_attention(query, key, value, is_causal=True)
+    def sdpa(*tensors: Tensor) -> Tensor:
+        masked = scaled_dot_product_attention(*tensors, attn_mask=keep)
+        return masked + scaled_dot_product_attention(*tensors, is_causal=True)
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found = []
-    for each in (compiled, function):
-        output = each(query, key, value)
-        found.append([output, *gradients(output, [query, key, value])])
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected)
+    def flash(*tensors: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in tensors)
+        output = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+        return output + flash_attn.flash_attn_func(q, k, v, softcap=0.8, window_size=(3, 0))
+
+    function = sdpa if name == "sdpa" else flash
+    op_checks.check_compiled(function, op_checks.gradients_of, tensors, dynamic=False)
 
 
 def test_sdpa_under_vmap(device):
@@ -502,11 +505,8 @@ def test_deterministic(device):
     q, k, v = flash_inputs(device)
     with pytest.raises(ValueError, match=r"^deterministic: .*use_deterministic_algorithms\(True\)"):
         flash_attn.flash_attn_func(q, k, v, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         found = flash_attn.flash_attn_func(q, k, v, deterministic=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(found, flash_attn.flash_attn_func(q, k, v))
 
 
@@ -522,24 +522,6 @@ def test_flash_attn_has_the_arguments_of_flash_attn():
     )
     assert dense == ["q", "k", "v", *common]
     assert varlen == ["q", "k", "v", *lengths, *common, "block_table"]
-
-
-def test_flash_attn_compiled(device):
-    q, k, v = flash_inputs(device, dtype=torch.float32)
-    slopes = torch.tensor([0.5, 0.25, 1.0, 0.1], device=device)
-    cap = {"softcap": 0.8, "window_size": (3, 0)}
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
-        return output + flash_attn.flash_attn_func(q, k, v, **cap)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found = []
-    for each in (compiled, function):
-        output = each(q, k, v)
-        found.append([output, *gradients(output, [q, k, v])])
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected)
 
 
 # Wrong use

@@ -10,7 +10,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from inputs import coin, normal
+from inputs import coin, deterministic, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -448,14 +448,11 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
     ]
     is_table = bias is not None and len(bias) == 2
     tolerance = 0.05 if is_table else 0.02  # each of its entries has sums of bfloat16
-    torch.use_deterministic_algorithms(in_order)
-    try:
+    with deterministic(in_order):
         for case in ((0.3, False), (0.96, False), (0.3, True)):
             for found, wanted in zip(*(results(f, *case) for f in (True, False)), strict=True):
                 difference = (found - wanted).float().abs().max()
                 assert difference <= tolerance * wanted.float().abs().max()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
@@ -660,13 +657,12 @@ def test_checkpoints_drop_the_same_again(use_reentrant, device):
         output = attention(query, query, query, dropout=0.5)
         return softmax(output, dropout=0.5).float().sin()
 
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(3)
-    (wanted,) = torch.autograd.grad(layer(query).sum(), query)
-    torch.manual_seed(3)
-    query.grad = None
-    checkpoint(layer, query, use_reentrant=use_reentrant).sum().backward()
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        torch.manual_seed(3)
+        (wanted,) = torch.autograd.grad(layer(query).sum(), query)
+        torch.manual_seed(3)
+        query.grad = None
+        checkpoint(layer, query, use_reentrant=use_reentrant).sum().backward()
     assert torch.equal(query.grad, wanted)
 
 

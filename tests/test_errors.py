@@ -13,6 +13,7 @@ from megasoftmax import autograd
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (2, 3, 4, 5)
+FLOATS = "float16, bfloat16, float32 or float64"
 
 
 def floats(*shape):
@@ -21,6 +22,10 @@ def floats(*shape):
 
 def bools(*shape):
     return torch.zeros(shape, dtype=torch.bool)
+
+
+def integers(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 VALID = {
@@ -33,517 +38,194 @@ VALID = {
     },
 }
 
-# name: (arguments, exception, argument named, expected, actual)
-SHARED_CASES = {
-    "scale is a tensor": (
-        {"scale": torch.tensor([0.5])},
-        TypeError,
-        "scale",
-        "a number",
-        "torch.float32",
-    ),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale", "a finite number", "nan"),
-    "mask is additive": (
+# (arguments, of which the last one is named, exception, expected, actual)
+SHARED_CASES = [
+    ({"scale": torch.tensor([0.5])}, TypeError, "a number", "torch.float32"),
+    ({"scale": math.nan}, ValueError, "a finite number", "nan"),
+    (
         {"mask": floats(5)},
         TypeError,
-        "mask",
         "a bool tensor, True = excluded (in scaled_dot_product_attention True = keep)",
         "torch.float32; pass a mask that is added to the scores as bias=",
     ),
-    "bias is a number": ({"bias": 1.0}, TypeError, "bias", "a tensor", "float"),
-    "fused is a string": ({"fused": "yes"}, TypeError, "fused", "None or a bool", "str"),
-}
-SOFTMAX_CASES = {
-    "scores are a list": (
-        {"scores": [[0.0]]},
+    ({"bias": 1.0}, TypeError, "a tensor", "float"),
+    ({"fused": "yes"}, TypeError, "None or a bool", "str"),
+]
+SOFTMAX_CASES = [
+    ({"scores": [[0.0]]}, TypeError, "a tensor", "list"),
+    ({"scores": integers(*SHAPE)}, TypeError, FLOATS, "torch.int64"),
+    ({"scores": torch.zeros(SHAPE, dtype=torch.complex64)}, TypeError, FLOATS, "torch.complex64"),
+    ({"scores": torch.tensor(1.0)}, ValueError, "at least 1 dimension", "without dimensions"),
+    (
+        {"scale": floats().to("meta")},
         TypeError,
-        "scores",
-        "a tensor",
-        "list",
-    ),
-    "scores are integers": (
-        {"scores": torch.zeros(SHAPE, dtype=torch.int64)},
-        TypeError,
-        "scores",
-        "float16, bfloat16, float32 or float64",
-        "torch.int64",
-    ),
-    "scores are complex": (
-        {"scores": torch.zeros(SHAPE, dtype=torch.complex64)},
-        TypeError,
-        "scores",
-        "float16, bfloat16, float32 or float64",
-        "torch.complex64",
-    ),
-    "scores without dimensions": (
-        {"scores": torch.tensor(1.0)},
-        ValueError,
-        "scores",
-        "at least 1 dimension",
-        "without dimensions",
-    ),
-    "scale elsewhere": (
-        {"scale": torch.zeros((), device="meta")},
-        TypeError,
-        "scale",
         "a number",
         "a tensor on meta; reading it would wait for the device",
     ),
-    "scale that learns": (
+    (
         {"scale": torch.tensor(0.5, requires_grad=True)},
         TypeError,
-        "scale",
         "a number, which gets no gradient",
         "a tensor that requires one",
     ),
-    "scale is None": ({"scale": None}, TypeError, "scale", "a number", "NoneType"),
-    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale", "a finite number", "-inf"),
-    "mask of bytes": (
-        {"mask": torch.zeros(SHAPE, dtype=torch.uint8)},
-        TypeError,
-        "mask",
-        "a bool tensor, True = excluded",
-        "torch.uint8",
-    ),
-    "mask is a list": ({"mask": [True]}, TypeError, "mask", "a bool tensor", "list"),
-    "mask of other keys": (
-        {"mask": bools(2, 1, 4, 6)},
-        ValueError,
-        "mask",
-        "(2, 3, 4, 5)",
-        "(2, 1, 4, 6)",
-    ),
-    "mask of two heads for three": (
-        {"mask": bools(2, 2, 4, 5)},
-        ValueError,
-        "mask",
-        "(2, 3, 4, 5)",
-        "(2, 2, 4, 5)",
-    ),
-    "mask of too many dimensions": (
-        {"mask": bools(1, 2, 3, 4, 5)},
-        ValueError,
-        "mask",
-        "(2, 3, 4, 5)",
-        "(1, 2, 3, 4, 5)",
-    ),
-    "mask elsewhere": (
-        {"mask": torch.zeros(SHAPE, dtype=torch.bool, device="meta")},
-        ValueError,
-        "mask",
-        "device cpu, as scores",
-        "meta",
-    ),
-    "bias of integers": (
-        {"bias": torch.zeros(5, dtype=torch.int32)},
-        TypeError,
-        "bias",
-        "a tensor of float16, bfloat16, float32 or float64",
-        "torch.int32",
-    ),
-    "bias of other queries": (
-        {"bias": floats(3, 5, 5)},
-        ValueError,
-        "bias",
-        "(2, 3, 4, 5)",
-        "(3, 5, 5)",
-    ),
-    "bias elsewhere": (
-        {"bias": torch.zeros(5, device="meta")},
-        ValueError,
-        "bias",
-        "device cpu, as scores",
-        "meta",
-    ),
-    "causal is a number": ({"causal": 1}, TypeError, "causal", "a bool", "int"),
-    "causal is a tensor": ({"causal": bools(1)}, TypeError, "causal", "a bool", "torch.bool"),
-    "causal without queries": (
-        {"scores": floats(5), "causal": True},
-        ValueError,
-        "causal",
-        "[..., queries, keys]",
-        "(5,)",
-    ),
-    "window without queries": (
-        {"scores": floats(5), "window": (1, 1)},
-        ValueError,
-        "window",
-        "[..., queries, keys]",
-        "(5,)",
-    ),
-    "window is a number": ({"window": 3}, TypeError, "window", "(left, right)", "int"),
-    "window of three": (
-        {"window": (1, 2, 3)},
-        ValueError,
-        "window",
-        "(left, right)",
-        "(1, 2, 3)",
-    ),
-    "window of fractions": (
-        {"window": (1.5, 2)},
-        TypeError,
-        "window",
-        "two integers from -1 on",
-        "(1.5, 2)",
-    ),
-    "window below -1": (
-        {"window": (0, -2)},
-        ValueError,
-        "window",
-        "two integers from -1 on",
-        "(0, -2)",
-    ),
-    "sink is a string": ({"sink": "0"}, TypeError, "sink", "a tensor or a number", "str"),
-    "sink of integers": (
-        {"sink": torch.zeros(3, dtype=torch.int64)},
-        TypeError,
-        "sink",
-        "a tensor of float16, bfloat16, float32 or float64",
-        "torch.int64",
-    ),
-    "sink of four for three heads": (
-        {"sink": floats(4)},
-        ValueError,
-        "sink",
-        "one element or [3], one per head",
-        "(4,)",
-    ),
-    "sink with dimensions": (
-        {"sink": floats(1, 3, 1, 1)},
-        ValueError,
-        "sink",
-        "one element or [3], one per head",
-        "(1, 3, 1, 1)",
-    ),
-    "sink per head without heads": (
-        {"scores": floats(4, 5), "sink": floats(4)},
-        ValueError,
-        "sink",
-        "one element",
-        "(4,)",
-    ),
-    "sink without elements": ({"sink": floats(0)}, ValueError, "sink", "one element", "(0,)"),
-    "sink elsewhere": (
-        {"sink": torch.zeros(3, device="meta")},
-        ValueError,
-        "sink",
-        "device cpu, as scores",
-        "meta",
-    ),
-    "dtype of integers": (
-        {"dtype": torch.int8},
-        TypeError,
-        "dtype",
-        "float16, bfloat16, float32 or float64",
-        "torch.int8",
-    ),
-    "dtype is a string": (
-        {"dtype": "float16"},
-        TypeError,
-        "dtype",
-        "float16, bfloat16",
-        "'float16'",
-    ),
-}
+    ({"scale": None}, TypeError, "a number", "NoneType"),
+    ({"scale": -math.inf}, ValueError, "a finite number", "-inf"),
+    ({"mask": integers(*SHAPE)}, TypeError, "a bool tensor, True = excluded", "torch.int64"),
+    ({"mask": [True]}, TypeError, "a bool tensor", "list"),
+    ({"mask": bools(2, 1, 4, 6)}, ValueError, str(SHAPE), "(2, 1, 4, 6)"),
+    ({"mask": bools(2, 2, 4, 5)}, ValueError, str(SHAPE), "(2, 2, 4, 5)"),
+    ({"mask": bools(1, 2, 3, 4, 5)}, ValueError, str(SHAPE), "(1, 2, 3, 4, 5)"),
+    ({"mask": bools(*SHAPE).to("meta")}, ValueError, "device cpu, as scores", "meta"),
+    ({"bias": integers(5)}, TypeError, f"a tensor of {FLOATS}", "torch.int64"),
+    ({"bias": floats(3, 5, 5)}, ValueError, str(SHAPE), "(3, 5, 5)"),
+    ({"bias": floats(5).to("meta")}, ValueError, "device cpu, as scores", "meta"),
+    ({"causal": 1}, TypeError, "a bool", "int"),
+    ({"causal": bools(1)}, TypeError, "a bool", "torch.bool"),
+    ({"scores": floats(5), "causal": True}, ValueError, "[..., queries, keys]", "(5,)"),
+    ({"scores": floats(5), "window": (1, 1)}, ValueError, "[..., queries, keys]", "(5,)"),
+    ({"window": 3}, TypeError, "(left, right)", "int"),
+    ({"window": (1, 2, 3)}, ValueError, "(left, right)", "(1, 2, 3)"),
+    ({"window": (1.5, 2)}, TypeError, "two integers from -1 on", "(1.5, 2)"),
+    ({"window": (0, -2)}, ValueError, "two integers from -1 on", "(0, -2)"),
+    ({"sink": "0"}, TypeError, "a tensor or a number", "str"),
+    ({"sink": integers(3)}, TypeError, f"a tensor of {FLOATS}", "torch.int64"),
+    ({"sink": floats(4)}, ValueError, "one element or [3], one per head", "(4,)"),
+    ({"sink": floats(1, 3, 1, 1)}, ValueError, "one element or [3], one per head", "(1, 3, 1, 1)"),
+    ({"scores": floats(4, 5), "sink": floats(4)}, ValueError, "one element", "(4,)"),
+    ({"sink": floats(0)}, ValueError, "one element", "(0,)"),
+    ({"sink": floats(3).to("meta")}, ValueError, "device cpu, as scores", "meta"),
+    ({"dtype": torch.int8}, TypeError, FLOATS, "torch.int8"),
+    ({"dtype": "float16"}, TypeError, "float16, bfloat16", "'float16'"),
+]
 
 
-TOPK_CASES = {
-    "logits are a list": ({"logits": [[0.0]]}, TypeError, "logits", "a tensor", "list"),
-    "logits are integers": (
-        {"logits": torch.zeros(SHAPE, dtype=torch.int64)},
-        TypeError,
-        "logits",
-        "float16, bfloat16, float32 or float64",
-        "torch.int64",
-    ),
-    "logits without dimensions": (
-        {"logits": torch.tensor(1.0)},
-        ValueError,
-        "logits",
-        "at least 1 dimension",
-        "without dimensions",
-    ),
-    "k is a fraction": ({"k": 2.0}, TypeError, "k", "an integer from 0 to 5", "float"),
-    "k is a bool": ({"k": True}, TypeError, "k", "an integer from 0 to 5", "bool"),
-    "k is a tensor": ({"k": torch.tensor(2)}, TypeError, "k", "an integer", "torch.int64"),
-    "k is None": ({"k": None}, TypeError, "k", "an integer from 0 to 5", "NoneType"),
-    "k is negative": ({"k": -1}, ValueError, "k", "an integer from 0 to 5", "-1"),
-    "k above V": ({"k": 6}, ValueError, "k", "an integer from 0 to 5", "6"),
-    "mask of other columns": (
-        {"mask": bools(4, 6)},
-        ValueError,
-        "mask",
-        "(2, 3, 4, 5)",
-        "(4, 6)",
-    ),
-    "mask elsewhere": (
-        {"mask": torch.zeros(SHAPE, dtype=torch.bool, device="meta")},
-        ValueError,
-        "mask",
-        "device cpu, as logits",
-        "meta",
-    ),
-    "bias of other rows": (
-        {"bias": floats(3, 5, 5)},
-        ValueError,
-        "bias",
-        "(2, 3, 4, 5)",
-        "(3, 5, 5)",
-    ),
-    "renormalize is a number": ({"renormalize": 1}, TypeError, "renormalize", "a bool", "int"),
-    "dtype of integers": (
-        {"dtype": torch.int8},
-        TypeError,
-        "dtype",
-        "float16, bfloat16, float32 or float64",
-        "torch.int8",
-    ),
-}
+TOPK_CASES = [
+    ({"logits": [[0.0]]}, TypeError, "a tensor", "list"),
+    ({"logits": integers(*SHAPE)}, TypeError, FLOATS, "torch.int64"),
+    ({"logits": torch.tensor(1.0)}, ValueError, "at least 1 dimension", "without dimensions"),
+    ({"k": 2.0}, TypeError, "an integer from 0 to 5", "float"),
+    ({"k": True}, TypeError, "an integer from 0 to 5", "bool"),
+    ({"k": torch.tensor(2)}, TypeError, "an integer", "torch.int64"),
+    ({"k": None}, TypeError, "an integer from 0 to 5", "NoneType"),
+    ({"k": -1}, ValueError, "an integer from 0 to 5", "-1"),
+    ({"k": 6}, ValueError, "an integer from 0 to 5", "6"),
+    ({"mask": bools(4, 6)}, ValueError, str(SHAPE), "(4, 6)"),
+    ({"mask": bools(*SHAPE).to("meta")}, ValueError, "device cpu, as logits", "meta"),
+    ({"bias": floats(3, 5, 5)}, ValueError, str(SHAPE), "(3, 5, 5)"),
+    ({"renormalize": 1}, TypeError, "a bool", "int"),
+    ({"dtype": torch.int8}, TypeError, FLOATS, "torch.int8"),
+]
 
 
-ATTENTION_CASES = {
-    "query is a list": ({"query": [[0.0]]}, TypeError, "query", "a tensor", "list"),
-    "query of integers": (
-        {"query": torch.zeros(2, 4, 3, 8, dtype=torch.int64)},
-        TypeError,
-        "query",
-        "float16, bfloat16, float32 or float64",
-        "torch.int64",
-    ),
-    "query without batch": (
-        {"query": floats(4, 3, 8)},
+ATTENTION_CASES = [
+    ({"query": [[0.0]]}, TypeError, "a tensor", "list"),
+    ({"query": integers(2, 4, 3, 8)}, TypeError, FLOATS, "torch.int64"),
+    ({"query": floats(4, 3, 8)}, ValueError, "[batch, heads, queries, head_dim]", "(4, 3, 8)"),
+    ({"key": None}, TypeError, "a tensor of torch.float32", "NoneType"),
+    ({"key": floats(2, 2, 5, 8).half()}, TypeError, "torch.float32, as query", "torch.float16"),
+    ({"key": floats(3, 2, 5, 8)}, ValueError, "[2, key_heads, keys, 8]", "(3, 2, 5, 8)"),
+    ({"key": floats(2, 2, 5, 6)}, ValueError, "[2, key_heads, keys, 8]", "(2, 2, 5, 6)"),
+    ({"key": floats(2, 5, 8)}, ValueError, "[2, key_heads, keys, 8]", "(2, 5, 8)"),
+    ({"key": floats(2, 2, 5, 8).to("meta")}, ValueError, "device cpu, as query", "meta"),
+    (
+        {"value": floats(2, 3, 5, 6), "key": floats(2, 3, 5, 8)},
         ValueError,
-        "query",
-        "[batch, heads, queries, head_dim]",
-        "(4, 3, 8)",
-    ),
-    "key is None": ({"key": None}, TypeError, "key", "a tensor of torch.float32", "NoneType"),
-    "key of another type": (
-        {"key": floats(2, 2, 5, 8).half()},
-        TypeError,
-        "key",
-        "torch.float32, as query",
-        "torch.float16",
-    ),
-    "key of another batch": (
-        {"key": floats(3, 2, 5, 8)},
-        ValueError,
-        "key",
-        "[2, key_heads, keys, 8]",
-        "(3, 2, 5, 8)",
-    ),
-    "key of another head_dim": (
-        {"key": floats(2, 2, 5, 6)},
-        ValueError,
-        "key",
-        "[2, key_heads, keys, 8]",
-        "(2, 2, 5, 6)",
-    ),
-    "key of three dimensions": (
-        {"key": floats(2, 5, 8)},
-        ValueError,
-        "key",
-        "[2, key_heads, keys, 8]",
-        "(2, 5, 8)",
-    ),
-    "key elsewhere": (
-        {"key": torch.zeros(2, 2, 5, 8, device="meta")},
-        ValueError,
-        "key",
-        "device cpu, as query",
-        "meta",
-    ),
-    "key heads that do not divide": (
-        {"key": floats(2, 3, 5, 8), "value": floats(2, 3, 5, 6)},
-        ValueError,
-        "key",
         "heads that divide 4",
         "3",
     ),
-    "no key heads": (
-        {"key": floats(2, 0, 5, 8), "value": floats(2, 0, 5, 6)},
+    (
+        {"value": floats(2, 0, 5, 6), "key": floats(2, 0, 5, 8)},
         ValueError,
-        "key",
         "heads that divide 4",
         "0",
     ),
-    "value of another type": (
-        {"value": floats(2, 2, 5, 6).double()},
-        TypeError,
-        "value",
-        "torch.float32, as query",
-        "torch.float64",
-    ),
-    "value of other keys": (
-        {"value": floats(2, 2, 4, 6)},
-        ValueError,
-        "value",
-        "[2, 2, 5, value_dim]",
-        "(2, 2, 4, 6)",
-    ),
-    "value of other heads": (
-        {"value": floats(2, 4, 5, 6)},
-        ValueError,
-        "value",
-        "[2, 2, 5, value_dim]",
-        "(2, 4, 5, 6)",
-    ),
-    "mask of key heads": (
-        {"mask": bools(2, 2, 3, 5)},
-        ValueError,
-        "mask",
-        "(2, 4, 3, 5)",
-        "(2, 2, 3, 5)",
-    ),
-    "mask of a tokenizer": (
+    ({"value": floats(2, 2, 5, 6).double()}, TypeError, "torch.float32, as query", "torch.float64"),
+    ({"value": floats(2, 2, 4, 6)}, ValueError, "[2, 2, 5, value_dim]", "(2, 2, 4, 6)"),
+    ({"value": floats(2, 4, 5, 6)}, ValueError, "[2, 2, 5, value_dim]", "(2, 4, 5, 6)"),
+    ({"mask": bools(2, 2, 3, 5)}, ValueError, "(2, 4, 3, 5)", "(2, 2, 3, 5)"),
+    (
         {"mask": bools(2, 5).long()},
         TypeError,
-        "mask",
         "a bool tensor",
         "torch.int64; pass a tokenizer's attention_mask as visible=megasoftmax.ranges.padding(",
     ),
-    "mask of batches and keys": (
+    (
         {"mask": bools(2, 5)},
         ValueError,
-        "mask",
         "broadcasts to (2, 4, 3, 5)",
         "(2, 5); pass one of [batch, keys] as mask[:, None, None, :]",
     ),
-    "mask of other keys": (
-        {"mask": bools(2, 1, 1, 6)},
-        ValueError,
-        "mask",
-        "(2, 4, 3, 5)",
-        "(2, 1, 1, 6)",
-    ),
-    "bias of bools": ({"bias": bools(3, 5)}, TypeError, "bias", "float16", "torch.bool"),
-    "bias of other queries": (
-        {"bias": floats(4, 5, 5)},
-        ValueError,
-        "bias",
-        "broadcasts to (2, 4, 3, 5)",
-        "(4, 5, 5)",
-    ),
-    "bias of some queries": (
+    ({"mask": bools(2, 1, 1, 6)}, ValueError, "(2, 4, 3, 5)", "(2, 1, 1, 6)"),
+    ({"bias": bools(3, 5)}, TypeError, "float16", "torch.bool"),
+    ({"bias": floats(4, 5, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(4, 5, 5)"),
+    (
         {"query": floats(2, 4, 6, 8), "bias": floats(4, 3, 5)},
         ValueError,
-        "bias",
         "broadcasts to (2, 4, 6, 5)",
         "(4, 3, 5)",
     ),
-    "bias heads that do not divide": (
+    (
         {"bias": floats(2, 3, 3, 5)},
         ValueError,
-        "bias",
         "or 4 dimensions of which the first two divide 2 and 4",
         "(2, 3, 3, 5)",
     ),
-    "bias of two heads for four": (
+    (
         {"bias": floats(2, 3, 5)},
         ValueError,
-        "bias",
         "broadcasts to (2, 4, 3, 5)",
         "(2, 3, 5); pass it as (1, 2, 3, 5) if neighbouring heads share an entry",
     ),
-    "bias of more batches": (
-        {"bias": floats(4, 4, 3, 5)},
-        ValueError,
-        "bias",
-        "broadcasts to (2, 4, 3, 5)",
-        "(4, 4, 3, 5)",
-    ),
-    "bias without heads": (
-        {"bias": floats(2, 0, 3, 5)},
-        ValueError,
-        "bias",
-        "broadcasts to (2, 4, 3, 5)",
-        "(2, 0, 3, 5)",
-    ),
-    "bias of five dimensions": (
-        {"bias": floats(1, 2, 4, 3, 5)},
-        ValueError,
-        "bias",
-        "broadcasts to (2, 4, 3, 5)",
-        "(1, 2, 4, 3, 5)",
-    ),
-    "bias elsewhere": (
-        {"bias": torch.zeros(3, 5, device="meta")},
-        ValueError,
-        "bias",
-        "device cpu, as query",
-        "meta",
-    ),
-    "table that is too short": (
+    ({"bias": floats(4, 4, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(4, 4, 3, 5)"),
+    ({"bias": floats(2, 0, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(2, 0, 3, 5)"),
+    ({"bias": floats(1, 2, 4, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(1, 2, 4, 3, 5)"),
+    ({"bias": floats(3, 5).to("meta")}, ValueError, "device cpu, as query", "meta"),
+    (
         {"bias": megasoftmax.RelativeBias(floats(4, 5))},
         ValueError,
-        "bias.table",
         "[heads, 7] or [batch, heads, 7]",
         "(4, 5)",
     ),
-    "table of one distance": (
+    (
         {"bias": megasoftmax.RelativeBias(floats(4, 1))},
         ValueError,
-        "bias.table",
         "[heads, 7] or [batch, heads, 7]",
         "(4, 1)",
     ),
-    "table of three heads": (
-        {"bias": megasoftmax.RelativeBias(floats(3, 7))},
-        ValueError,
-        "bias.table",
-        "(2, 4, 7)",
-        "(3, 7)",
-    ),
-    "table of two heads for four": (
+    ({"bias": megasoftmax.RelativeBias(floats(3, 7))}, ValueError, "(2, 4, 7)", "(3, 7)"),
+    (
         {"bias": megasoftmax.RelativeBias(floats(2, 7))},
         ValueError,
-        "bias.table",
         "(2, 4, 7)",
         "(2, 7); pass it as (1, 2, 7) if neighbouring heads share an entry",
     ),
-    "causal is a number": ({"causal": 1}, TypeError, "causal", "a bool", "int"),
-    "window of three": ({"window": (1, 2, 3)}, ValueError, "window", "(left, right)", "(1, 2, 3)"),
-    "window below -1": (
-        {"window": (0, -2)},
-        ValueError,
-        "window",
-        "two integers from -1 on",
-        "(0, -2)",
-    ),
-    "sink of key heads": (
-        {"sink": floats(2)},
-        ValueError,
-        "sink",
-        "one element or [4], one per head",
-        "(2,)",
-    ),
-    "sink elsewhere": (
-        {"sink": torch.zeros(4, device="meta")},
-        ValueError,
-        "sink",
-        "device cpu, as query",
-        "meta",
-    ),
-}
+    ({"causal": 1}, TypeError, "a bool", "int"),
+    ({"window": (1, 2, 3)}, ValueError, "(left, right)", "(1, 2, 3)"),
+    ({"window": (0, -2)}, ValueError, "two integers from -1 on", "(0, -2)"),
+    ({"sink": floats(2)}, ValueError, "one element or [4], one per head", "(2,)"),
+    ({"sink": floats(4).to("meta")}, ValueError, "device cpu, as query", "meta"),
+]
 
 
 CASES = [
-    (function, case, expectation)
+    (function, *case)
     for function, cases in (
         ("softmax", SOFTMAX_CASES),
         ("softmax_topk", TOPK_CASES),
         ("attention", ATTENTION_CASES),
     )
-    for case, expectation in (SHARED_CASES | cases).items()
+    for case in SHARED_CASES + cases
 ]
 
 
 @pytest.mark.parametrize(
-    ("function", "expectation"),
-    [(function, expectation) for function, _, expectation in CASES],
-    ids=[f"{function}: {case}" for function, case, _ in CASES],
+    ("function", "arguments", "error", "expected", "actual"),
+    CASES,
+    ids=[f"{function}: {[*given][-1]} of {actual}" for function, given, *_, actual in CASES],
 )
-def test_message_names_argument_expected_and_actual(function, expectation, monkeypatch):
+def test_message_names_argument_expected_and_actual(
+    function, arguments, error, expected, actual, monkeypatch
+):
     """Nothing is computed before."""
 
     def forbidden(*arguments):
@@ -553,7 +235,9 @@ def test_message_names_argument_expected_and_actual(function, expectation, monke
         monkeypatch.setattr(module, "call", forbidden)
     monkeypatch.setattr(autograd.torch_softmax, "softmax", forbidden)
     monkeypatch.setattr(autograd.sdpa, "attention", forbidden)
-    arguments, error, name, expected, actual = expectation
+    (*_, name) = arguments
+    if isinstance(arguments[name], megasoftmax.RelativeBias):
+        name += ".table"
     pattern = f"^{re.escape(name)}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
     called = getattr(megasoftmax, function)
     with pytest.raises(error, match=pattern):
@@ -629,27 +313,20 @@ def test_why_not_fused_names_the_function_that_was_asked_about(function, argumen
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["key", "value", "bias", "mask", "sink"])
-def test_attention_of_two_devices(name):
-    arguments = {each: tensor.cuda() for each, tensor in VALID["attention"].items()}
-    others = {"bias": floats(3, 5), "mask": bools(3, 5), "sink": floats(4)}
-    arguments[name] = (others | VALID["attention"])[name]
-    with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as query, got cpu"):
-        megasoftmax.attention(**arguments)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("function", "name"),
     [
-        ({"mask": bools(*SHAPE)}, "mask"),
-        ({"bias": floats(*SHAPE)}, "bias"),
-        ({"sink": floats(3)}, "sink"),
+        *(("softmax", name) for name in ("bias", "mask", "sink")),
+        *(("attention", name) for name in ("key", "value", "bias", "mask", "sink")),
     ],
 )
-def test_tensors_of_two_devices(arguments, name):
-    with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as scores, got cpu"):
-        megasoftmax.softmax(floats(*SHAPE).cuda(), **arguments)
+def test_tensors_of_two_devices(function, name):
+    valid = VALID[function]
+    arguments = {each: tensor.cuda() for each, tensor in valid.items()}
+    others = {"bias": floats(5), "mask": bools(5), "sink": floats(1)}
+    first = next(iter(valid))
+    with pytest.raises(ValueError, match=f"^{name}: .*device cuda:0, as {first}, got cpu"):
+        getattr(megasoftmax, function)(**(arguments | {name: (others | valid)[name]}))
 
 
 def test_fused_on_a_cpu_says_every_reason():

@@ -141,13 +141,6 @@ def test_long_rows_are_units(backward: bool) -> None:
     assert longest.batches_per_unit == 2**19 // constants["kChunksPerBatch"] // longest.units
 
 
-def test_blocks_that_take_turns() -> None:
-    found = explain(200, 8 * 4352 - 1, HALF, backward=True)
-    assert found.regime.takes_turns
-    assert (found.blocks, found.threads) == (None, found.regime.threads_per_row)
-    assert found.blocks_per_row == found.regime.blocks_per_row
-
-
 def test_clusters_of_a_forward_pass_have_a_row_each() -> None:
     for columns, name, blocks in (
         (65536, "cluster_2", 2),
@@ -281,13 +274,6 @@ def test_very_long_rows_take_turns(rows: int, columns: int, at_a_time: int) -> N
     assert found.workspace_bytes == at_a_time * of_a_row
     blocks = 132 * found.regime.blocks_per_sm
     assert blocks / 2 < at_a_time * found.blocks_per_row <= blocks
-
-
-def test_long_rows_in_a_narrow_window() -> None:
-    found = explain(8 * 8192, 8192, HALF, queries=8192, window=(256, 0))
-    assert found.visible_columns == 257
-    assert found.kind == "narrow"
-    assert found.regime.serves == ("narrow",)
 
 
 @pytest.mark.parametrize("backward", [False, True])

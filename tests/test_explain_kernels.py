@@ -1,9 +1,7 @@
 """What megasoftmax.explain says of attention and top-k, by hand and by the tables of limits.h."""
 
-import dataclasses
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,12 +151,6 @@ def test_float32_has_tiles_of_its_own(head_dim: int, backward: bool) -> None:
     assert found.share == pytest.approx(halves.share / 6)
 
 
-def test_few_queries_of_float32_split_the_keys_too() -> None:
-    found = explain_attention(1, 4, 1, 64, keys=8192, dtype=FLOAT)
-    assert (found.kernel, found.splits > 1) == ("forward", True)
-    assert "float32" in found.why
-
-
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 129, 256])
 def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     """With as many keys as tensor copies of a dense bias do not take."""
@@ -193,10 +185,6 @@ def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
         )
         assert found.blocks == blocks
     assert explain_attention(1, 2, 17, 128).blocks == 2  # fewer tiles than multiprocessors
-
-
-def test_wider_values_choose_the_tile() -> None:
-    assert explain_attention(1, 1, 64, 32, value_dim=200).tile_head_dim == 256
 
 
 def _fewest_keys(dim: int) -> int:
@@ -602,17 +590,6 @@ def test_command_of_attention(run: Any, relative: bool) -> None:
     assert f"{HOPPER_BACKWARD_SHARE:.0%} of 500 TFLOP/s, as given" in text
 
 
-def test_command_of_attention_on_other_gpus(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("2x4x1024x64", "--function=attention")
-    text = words(run(*arguments).output)
-    assert text.startswith("kernel forward, Hopper ")
-    assert f"{HOPPER_FORWARD_SHARE:.0%} of 989 TFLOP/s" in text
-    monkeypatch.setattr(__main__, "current_gpu", lambda: dataclasses.replace(H200, major=10))
-    text = words(run(*arguments).output)
-    assert text.startswith("kernel forward, portable ")
-    assert "36% of 989 TFLOP/s" in text
-
-
 def test_command_of_topk(run: Any) -> None:
     result = run("8192x50257", "--function=softmax_topk", "--k=20", "--bandwidth=1")
     assert result.exit_code == 0, result.output
@@ -636,14 +613,3 @@ def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.output
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Any) -> None:
-    monkeypatch.setattr(library, "status", lambda: library.Status(False, reason="none"))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    common.plans.cache_clear()
-    result = run("8x64", "--function=softmax_topk", "--k=4")
-    common.plans.cache_clear()
-    assert result.exit_code == 1
-    assert "no-such-compiler" in result.output

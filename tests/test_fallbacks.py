@@ -1,5 +1,6 @@
 """Calls that kernels refuse, in code that torch.compile must take whole."""
 
+import op_checks
 import pytest
 import torch
 from torch import Tensor
@@ -46,16 +47,7 @@ def softmax_topk(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [attention, softmax, softmax_of_columns, softmax_topk])
 def test_compile_of_calls_that_fall_back(function, device):
     inputs = torch.randn(2, 3, 5, 8, device=device, requires_grad=True)
-    weights = torch.randn_like(function(inputs))
-    compiled = torch.compile(
-        function, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor"
-    )
-    found = []
-    for each in (compiled, function):
-        output = each(inputs)
-        found.append((output.detach(), *torch.autograd.grad(output, inputs, weights)))
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected)
+    op_checks.check_compiled(function, op_checks.gradients_of, [inputs], dynamic=False)
 
 
 @pytest.mark.usefixtures("asks_for_reasons")

@@ -114,47 +114,40 @@ def test_tiles_are_chosen_by_bytes(
         assert (found.tile_queries, found.tile_keys, found.threads) == expected
 
 
+IN_FLOAT = {"bias": True, "bias_dtype": FLOAT}
+BACKWARD = {"backward": True}
+
+
 @pytest.mark.parametrize(
-    ("dim", "bias", "shared_bytes", "expected"),
+    ("dim", "options", "kilobytes", "expected"),
     [
         # One byte less, and the next tile.
-        (256, {}, 128 * 1024, 128 * 1024),
-        (256, {}, 128 * 1024 - 1, 64 * 1024),
-        (256, {"bias": True}, 144 * 1024, 144 * 1024),
-        (256, {"bias": True}, 144 * 1024 - 1, 72 * 1024),
+        (256, {}, 128, 128),
+        (256, {}, 128 - 2**-10, 64),
+        (256, {"bias": True}, 144, 144),
+        (256, {"bias": True}, 144 - 2**-10, 72),
         # A second tile of the bias, but not in the place of a second block.
-        (128, {"bias": True}, 97 * 1024, 96 * 1024),
-        (128, {"bias": True}, 163 * 1024, 80 * 1024),
-        (128, {"bias": True}, 227 * 1024, 96 * 1024),
-        (128, {"bias": True, "bias_dtype": FLOAT}, 99 * 1024, 98 * 1024),
-    ],
-)
-def test_bytes_of_the_forward(
-    dim: int, bias: dict[str, Any], shared_bytes: int, expected: int
-) -> None:
-    found = explain_attention(1, 1, 100, dim, **bias, major=8, shared_bytes=shared_bytes)
-    assert found.shared_bytes == expected
-
-
-@pytest.mark.parametrize(
-    ("dim", "bias", "shared_bytes", "expected"),
-    [
-        (128, {}, 99 * 1024, 82 * 1024),
-        (128, {"bias": True}, 99 * 1024, 90 * 1024),
-        (128, {"bias": True, "bias_dtype": FLOAT}, 99 * 1024, 99 * 1024),
-        (256, {"bias": True, "bias_dtype": FLOAT}, 163 * 1024, 163 * 1024),
+        (128, {"bias": True}, 97, 96),
+        (128, {"bias": True}, 163, 80),
+        (128, {"bias": True}, 227, 96),
+        (128, IN_FLOAT, 99, 98),
+        (128, BACKWARD, 99, 82),
+        (128, BACKWARD | {"bias": True}, 99, 90),
+        (128, BACKWARD | IN_FLOAT, 99, 99),
+        (256, BACKWARD | IN_FLOAT, 163, 163),
         # Two tiles of queries, but not where one of them leaves room for a second block.
-        (64, {}, 99 * 1024, 66 * 1024),
-        (32, {}, 99 * 1024, 42 * 1024),
-        (32, {"bias": True}, 99 * 1024, 42 * 1024),
-        (32, {"bias": True}, 163 * 1024, 50 * 1024),
+        (64, BACKWARD, 99, 66),
+        (32, BACKWARD, 99, 42),
+        (32, BACKWARD | {"bias": True}, 99, 42),
+        (32, BACKWARD | {"bias": True}, 163, 50),
     ],
 )
-def test_bytes_of_the_backward(
-    dim: int, bias: dict[str, Any], shared_bytes: int, expected: int
+def test_bytes_of_attention(
+    dim: int, options: dict[str, Any], kilobytes: float, expected: int
 ) -> None:
-    given = {"backward": True, "major": 8, "shared_bytes": shared_bytes}
-    assert explain_attention(1, 1, 100, dim, **bias, **given).shared_bytes == expected
+    shared_bytes = int(1024 * kilobytes)
+    found = explain_attention(1, 1, 100, dim, **options, major=8, shared_bytes=shared_bytes)
+    assert found.shared_bytes == 1024 * expected
 
 
 # Softmax and top-k

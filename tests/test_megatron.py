@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
+from inputs import deterministic
 
 pytest.importorskip("megatron", reason="needs megatron-core")  # without its own needs it fails
 with warnings.catch_warnings():
@@ -289,13 +290,6 @@ def test_core_attention(name, path, device):
     torch.testing.assert_close(gradients, wanted, **tolerance)
 
 
-def test_mask_type_of_the_call_counts():
-    case = Case()
-    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
-    actual = build(case)(*tensors, None, attn_mask_type=AttnMaskType.no_mask)
-    torch.testing.assert_close(actual, expected_attention(*tensors, scale=HEAD_DIM**-0.5))
-
-
 @pytest.mark.parametrize("fault", ["scale", "mask", "bias", "causal", "window", "sink"])
 def test_planted_fault_is_caught(fault, monkeypatch):
     """Of an implementation without that option, some case says so."""
@@ -317,6 +311,15 @@ def test_planted_fault_is_caught(fault, monkeypatch):
     monkeypatch.setattr(core_attention, "takes_attention", lambda *tensors: False)
     with pytest.raises(AssertionError, match="not close"):
         test_core_attention(cases[fault], "softmax", "cpu")
+
+
+def test_mask_type_of_the_call_and_dropout_of_the_constructor_count():
+    tensors, _, _ = make_inputs(Case(), "cpu", torch.float64)
+    actual = build(Case())(*tensors, None, attn_mask_type=AttnMaskType.no_mask)
+    torch.testing.assert_close(actual, expected_attention(*tensors, scale=HEAD_DIM**-0.5))
+    case = Case({"attention_dropout": 0.3}, options={"attention_dropout": 0.0})
+    plain = expected_attention(*tensors, scale=HEAD_DIM**-0.5, causal=True)
+    torch.testing.assert_close(build(case)(*tensors, None), plain)
 
 
 def test_layer_scaling_keeps_float16_scores_finite():
@@ -358,13 +361,6 @@ def test_dropout(monkeypatch):
 
     plain = expected_attention(*tensors, scale=HEAD_DIM**-0.5, causal=True, mask=mask)
     torch.testing.assert_close(core.eval()(*tensors, mask), plain)
-
-
-def test_dropout_of_the_constructor_counts():
-    case = Case({"attention_dropout": 0.3}, options={"attention_dropout": 0.0})
-    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
-    plain = expected_attention(*tensors, scale=HEAD_DIM**-0.5, causal=True)
-    torch.testing.assert_close(build(case)(*tensors, None), plain)
 
 
 @pytest.mark.gpu
@@ -522,26 +518,6 @@ def test_packed_sequences_have_the_type_of_autocast(device):
     assert output.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["causal", "windows in some layers"])
-def test_packed_sequences_in_a_model(name, path):
-    """As if each were alone, position by position, and gradients add up."""
-    options = {"softmax_type": "learnable", "num_query_groups": 2} | MODELS[name]
-    model = gpt(MegasoftmaxCoreAttention, **options).double()
-    lengths = [6, 0, 1, 5]
-    ids, labels = make_batch()
-    ids, labels = ids[:1, : sum(lengths)], labels[:1, : sum(lengths)]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    logits = model(ids, positions, None, packed_seq_params=packed(lengths))
-    actual = gradients_of(model, logits, labels)
-
-    pieces = []
-    for one in ids.split([length for length in lengths if length > 0], 1):
-        pieces.append(model(one, torch.arange(one.shape[1])[None], None))
-    alone = torch.cat(pieces, 1)
-    torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(actual, gradients_of(model, alone, labels), rtol=1e-9, atol=1e-9)
-
-
 def test_dropout_of_packed_sequences(path):
     """Fused it is that of attention_varlen; else each sequence has a seed of its own."""
     core = build(Case({"attention_dropout": 0.5}))
@@ -609,22 +585,37 @@ def padding_mask(shape, side):
     return keep, ~(keep[:, None, :, None] & keep[:, None, None])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("shape", ["b11s", "b1ss"])
-def test_padded_sequences_in_a_model(shape, side, path):
-    """Tokens have the logits that they have without padding, and gradients add up."""
-    model = gpt(MegasoftmaxCoreAttention, num_query_groups=2, window_size=(3, 0)).double()
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("causal", "packed"), ("windows in some layers", "packed")),
+        *(
+            ("grouped keys, window", (shape, side))
+            for shape in ("b11s", "b1ss")
+            for side in ("left", "right")
+        ),
+    ],
+)
+def test_sequences_in_a_model(model, layout, path):
+    """Packed or padded, tokens have the logits that they have alone, and gradients add up."""
     ids, labels = make_batch()
-    keep, mask = padding_mask(shape, side)
-    positions = (keep.cumsum(1) - 1).clamp(min=0)
-    logits = model(ids, positions, mask)[keep][None]
+    options = {"num_query_groups": 2, "window_size": (3, 0)}
+    if layout == "packed":
+        options = {"softmax_type": "learnable", "num_query_groups": 2} | MODELS[model]
+        lengths = [6, 0, 1, 5]
+        ids, labels = ids[:1, : sum(lengths)], labels[:1, : sum(lengths)]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        keep, mask = torch.ones_like(ids, dtype=torch.bool), None
+        given = {"packed_seq_params": packed(lengths)}
+        pieces = ids[0].split([length for length in lengths if length > 0])
+    else:
+        keep, mask = padding_mask(*layout)
+        positions, given = (keep.cumsum(1) - 1).clamp(min=0), {}
+        pieces = [one[kept] for one, kept in zip(ids, keep, strict=True)]
+    model = gpt(MegasoftmaxCoreAttention, **options).double()
+    logits = model(ids, positions, mask, **given)[keep][None]
     actual = gradients_of(model, logits, labels[keep])
-
-    pieces = []
-    for one, kept in zip(ids, keep, strict=True):
-        tokens = one[kept][None]
-        pieces.append(model(tokens, torch.arange(tokens.shape[1])[None], None))
-    alone = torch.cat(pieces, 1)
+    alone = torch.cat([model(p[None], torch.arange(len(p))[None], None) for p in pieces], 1)
     torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
     wanted = gradients_of(model, alone, labels[keep])
     torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
@@ -689,50 +680,59 @@ def test_why_not_fused():
         core.why_not_fused(*tensors, mask.float())
 
 
-def test_call_is_refused():
-    case = Case()
-    core = build(case)
-    tensors, _, _ = make_inputs(case, "cpu", torch.float64)
-    flat = [tensor[:, 0] for tensor in tensors]
-    mask = torch.zeros(9, 9)
-    with pytest.raises(TypeError, match=r"attention_mask: expected a bool .*got torch\.float32"):
-        core(*tensors, mask)
-    with pytest.raises(TypeError, match=r"attention_mask: expected a bool .*got tuple"):
-        core(*tensors, (mask.bool(), mask.bool()))
-    given = packed([4, 5])
-    with pytest.raises(ValueError, match=r"key: expected \[tokens, heads, dim\] beside packed_seq"):
-        core(flat[0], tensors[1], flat[2], None, packed_seq_params=given)
-    with pytest.raises(ValueError, match="attention_mask: expected None beside packed_seq_params"):
-        core(*flat, mask.bool(), packed_seq_params=given)
-    with pytest.raises(ValueError, match="attention_bias: expected None beside packed_seq_params"):
-        core(*flat, None, attention_bias=mask, packed_seq_params=given)
-    for change, message in (
-        ({"qkv_format": "sbhd"}, "expected qkv_format 'thd', got 'sbhd'"),
-        ({"local_cp_size": 2}, "expected no context parallelism"),
-        ({"cu_seqlens_q": None}, "expected cu_seqlens_q, got None"),
-        ({"cu_seqlens_kv": None}, "expected cu_seqlens_kv, got None"),
+PACKED_45 = {
+    "qkv_format": ("sbhd", "expected qkv_format 'thd', got 'sbhd'"),
+    "local_cp_size": (2, "expected no context parallelism"),
+    "cu_seqlens_q": (None, "expected cu_seqlens_q, got None"),
+    "cu_seqlens_kv": (None, "expected cu_seqlens_kv, got None"),
+    "cu_seqlens_kv ": ([0, 9], "as many sequences of keys as of queries, 2, got 1"),
+    "cu_seqlens_kv_padded": (
+        [0, 9],
+        r"expected cu_seqlens_kv_padded of shape \(3,\), as cu_seqlens_kv, got \(2,\)",
+    ),
+    "cu_seqlens_q ": (
+        [0, 4, 10],
+        r"cu_seqlens_q: expected offsets that .* end at 9 at most, got \[0, 4, 10\]",
+    ),
+    "cu_seqlens_q  ": ([0, 5, 4], "cu_seqlens_q: .* do not decrease"),
+    "cu_seqlens_kv_padded ": ([0, 3, 9], "cu_seqlens_kv: .* do not decrease"),
+    "cu_seqlens_q   ": ([0.0, 4, 9], r"cu_seqlens_q: .* int32 or int64"),
+}
+ZEROS = torch.zeros(9, 9)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ("...", {"attention_mask": ZEROS}, r"attention_mask: expected a bool .*got torch\.float32"),
+        ("...", {"attention_mask": (ZEROS, ZEROS)}, "attention_mask: expected a bool .*got tuple"),
+        ("0.0", {"change": {}}, r"key: expected \[tokens, heads, dim\] beside packed_seq"),
         (
-            {"cu_seqlens_kv": torch.tensor([0, 9])},
-            "as many sequences of keys as of queries, 2, got 1",
+            *("000", {"change": {}, "attention_mask": ZEROS.bool()}),
+            "attention_mask: expected None beside packed_seq_params",
         ),
         (
-            {"cu_seqlens_kv_padded": torch.tensor([0, 9])},
-            r"expected cu_seqlens_kv_padded of shape \(3,\), as cu_seqlens_kv, got \(2,\)",
+            *("000", {"change": {}, "attention_bias": ZEROS}),
+            "attention_bias: expected None beside packed_seq_params",
         ),
-        (
-            {"cu_seqlens_q": torch.tensor([0, 4, 10])},
-            r"cu_seqlens_q: expected offsets that .* end at 9 at most, got \[0, 4, 10\]",
+        *(
+            ("000", {"change": {name.strip(): value}}, f"packed_seq_params.*{message}")
+            for name, (value, message) in PACKED_45.items()
         ),
-        ({"cu_seqlens_q": torch.tensor([0, 5, 4])}, r"cu_seqlens_q: .* do not decrease"),
-        ({"cu_seqlens_kv_padded": torch.tensor([0, 3, 9])}, r"cu_seqlens_kv: .* do not decrease"),
-    ):
-        wrong = packed([4, 5])
-        vars(wrong).update(change)
-        with pytest.raises(ValueError, match=f"packed_seq_params.*{message}"):
-            core(*flat, None, packed_seq_params=wrong)
-    wrong.cu_seqlens_q = torch.tensor([0.0, 4, 9])
-    with pytest.raises(TypeError, match=r"packed_seq_params\.cu_seqlens_q: .* int32 or int64"):
-        core(*flat, None, packed_seq_params=wrong)
+    ],
+)
+def test_call_is_refused(shapes, options, message):
+    """Query, key and value are cut out of a batch where the shape says 0."""
+    tensors, _, _ = make_inputs(Case(), "cpu", torch.float64)
+    tensors = [t[:, 0] if shape == "0" else t for t, shape in zip(tensors, shapes, strict=True)]
+    given = {"attention_mask": None} | options
+    if "change" in given:
+        given["packed_seq_params"] = packed([4, 5])
+        for name, value in given.pop("change").items():
+            value = torch.tensor(value) if isinstance(value, list) else value
+            setattr(given["packed_seq_params"], name, value)
+    with pytest.raises((TypeError, ValueError), match=message):
+        build(Case())(*tensors, **given)
 
 
 # The offset
@@ -1143,25 +1143,22 @@ def routing(logits, *arguments, **options):
     return probabilities, routing_map, gradient
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("pre_softmax", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_routing(k, pre_softmax, scaling, dtype, deterministic, device, monkeypatch):
+def test_routing(k, pre_softmax, scaling, dtype, in_order, device, monkeypatch):
     torch.manual_seed(0)
     # No equals, in bfloat16 neither: which of them is chosen is open.
     logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
     options = {"use_pre_softmax": pre_softmax, "scaling_factor": scaling}
     calls = record_calls(monkeypatch, "softmax_topk")
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic(in_order):
         expected = routing(logits, k, **options)
         assert not calls
         with apply_megasoftmax_to_megatron():
             actual = routing(logits, k, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert len(calls) == 1
     assert torch.equal(actual[1], expected[1])
     rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)

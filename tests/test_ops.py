@@ -1,597 +1,633 @@
-"""Autograd, torch.compile, export, vmap, checkpoints, autocast, streams and CUDA graphs."""
+"""What holds for every op and its public function: autograd, compilation, transforms, CUDA."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import op_checks
-import processes
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from einops import repeat
+from inputs import deterministic
+from op_checks import gradients_of, loss_of
+from op_families import (
+    FAMILIES,
+    SHAPE,
+    Draw,
+    Family,
+    dropout_backward_arguments,
+    dtype_of_attention,
+)
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._inductor import config as inductor_config
 
 import megasoftmax
-from megasoftmax import autograd, dispatch, ops
+from megasoftmax import RelativeBias, autograd, ops, reference
 from megasoftmax.build import library
-from megasoftmax.ops import registration
 
-BATCH, HEADS, QUERIES, KEYS = 2, 3, 2, 4
-SHAPE = (BATCH, HEADS, QUERIES, KEYS)
+TORCH_2_11 = torch.__version__.startswith("2.11.")
+INF = torch.inf
+NAMES = [*FAMILIES]
+NAMES_OF_OPS = [name for name in FAMILIES if name != "renormalised"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-softmax_forward = torch.ops.megasoftmax.softmax_forward.default
-softmax_backward = torch.ops.megasoftmax.softmax_backward.default
 softmax_dropout_backward = torch.ops.megasoftmax.softmax_dropout_backward.default
+attention_forward = torch.ops.megasoftmax.attention_forward.default
+attention_backward = torch.ops.megasoftmax.attention_backward.default
+topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 
 
-@pytest.fixture
-def softmax(through_ops):
-    """The public function, in plain torch and through the ops."""
-
-    def call(scores, **arguments):
-        return megasoftmax.softmax(scores, **arguments, fused=through_ops)
-
-    return call
+def of_ops(field: str) -> list[tuple[str, str]]:
+    """Each op with each of its cases."""
+    return [(name, case) for name in NAMES_OF_OPS for case in getattr(FAMILIES[name], field)]
 
 
-def make_inputs(device="cpu", dtype=torch.float32):
-    """Scores, bias and sink, which require gradients, and a mask with rows that are full."""
-    scores = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
-    bias = torch.randn(HEADS, 1, KEYS, device=device, dtype=dtype, requires_grad=True)
-    sink = torch.randn(HEADS, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.4
-    mask[0, 0, 1] = True
-    return scores, bias, sink, mask
+def draw_on(device: str, name: str) -> Draw:
+    return Draw(device, dtype_of_attention(device) if name == "attention" else torch.float32)
 
 
-def loss_of(outputs: tuple[Tensor, Tensor]) -> Tensor:
-    probabilities, lse = outputs
-    loss = (probabilities.float() * WEIGHTS.to(probabilities.device)).sum()
-    return loss + lse.masked_fill(lse == -torch.inf, 0).square().sum()
+def assert_close_on(device: str, name: str) -> Callable[[Tensor, Tensor], None]:
+    """assert_close(found, wanted) with the tolerance of the type of `draw_on`."""
+    is_rough = device.startswith("cuda") and name == "attention"
+    tolerance = {"rtol": 0.02, "atol": 0.02} if is_rough else {}
+    return partial(torch.testing.assert_close, **tolerance)
 
 
-def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-    outputs = function(*inputs)
-    gradients = torch.autograd.grad(loss_of(outputs), inputs)
-    return *(each.detach() for each in outputs), *gradients
-
-
-WEIGHTS = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+fused_only = pytest.mark.parametrize("through_ops", ["fused"], indirect=True)
 
 
 # The ops themselves
 
-FORWARD_CASES = {
-    "plain": {},
-    "scaled": {"scale": -0.3, "return_lse": True},
-    "mask": {"mask": (BATCH, 1, QUERIES, KEYS)},
-    "causal window": {"causal": True, "left": 2},
-    "bias": {"bias": (1, HEADS, QUERIES, KEYS)},
-    "broadcast bias": {"bias": (QUERIES, KEYS), "mask": (1, HEADS, 1, KEYS), "right": 1},
-    "sink": {"sink": (HEADS,), "return_lse": True},
-    "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
-    "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
-    "visible": {"visible": ((BATCH, 1, QUERIES), (QUERIES,)), "mask": (BATCH, 1, QUERIES, KEYS)},
-    "end": {"visible": (None, (HEADS, 1)), "sink": (HEADS,), "return_lse": True, "causal": True},
-    "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
-    "dropout": {"dropout": 0.4, "sink": (HEADS,), "bias": (HEADS, 1, KEYS), "return_lse": True},
-}
+
+@pytest.mark.parametrize(("name", "case"), of_ops("cases"))
+def test_opcheck_of_forward(name: str, case: str, device: str) -> None:
+    family = FAMILIES[name]
+    arguments = family.arguments(draw_on(device, name), **family.cases[case])
+    op_checks.check_op(family.forward, arguments, is_traced=case in family.traced)
 
 
-def forward_arguments(device, dtype=torch.float32, shape=SHAPE, **case):
-    def floats(name):
-        size = case.get(name)
-        return torch.randn(size, device=device, dtype=dtype, requires_grad=True) if size else None
-
-    mask = torch.rand(case["mask"], device=device) < 0.4 if "mask" in case else None
-    return (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=True),
-        case.get("scale", 1.0),
-        mask,
-        floats("bias"),
-        case.get("causal", False),
-        case.get("left", -1),
-        case.get("right", -1),
-        *bounds(device, *case.get("visible", (None, None))),
-        floats("sink"),
-        case.get("sink_value"),
-        case.get("out", dtype),
-        case.get("return_lse", False),
-        case.get("dropout", 0.0),
-        torch.tensor([5], device=device) if "dropout" in case else None,
-    )
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(("softmax", shape) for shape in ((4,), (2, 4), (2, 1, 3, 2, 4), (3, 0))),
+        *(("topk", shape) for shape in ((5,), (2, 5), (2, 1, 3, 4, 5), (3, 5))),
+    ],
+)
+@pytest.mark.parametrize("out", [torch.float16, torch.float32])
+def test_opcheck_of_other_ranks(
+    name: str, shape: tuple[int, ...], out: torch.dtype, device: str
+) -> None:
+    arguments = FAMILIES[name].arguments(Draw(device), shape, out=out, return_lse=True)
+    op_checks.check_op(FAMILIES[name].forward, arguments, is_traced=out == torch.float32)
 
 
-def bounds(device, first, end):
-    """Ranges of these shapes, some empty, and some that reach beyond the keys."""
-    return (
-        None if first is None else torch.randint(-2, KEYS, first, device=device).int(),
-        None if end is None else torch.randint(0, KEYS + 3, end, device=device).int(),
-    )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_opcheck_of_other_types(dtype: torch.dtype) -> None:
+    family = FAMILIES["attention"]
+    arguments = family.arguments(Draw(dtype=dtype), **family.cases["shared bias"])
+    op_checks.check_op(attention_forward, arguments, is_traced=False)
 
 
-def backward_arguments(
-    device, dtype=torch.float32, bias=None, sink=None, lse=True, visible=(None, None)
-):
-    def rows():
-        return torch.randn(SHAPE[:-1], device=device, dtype=dtype, requires_grad=True)
-
-    probabilities = torch.rand(SHAPE, device=device, dtype=dtype).add_(0.1).requires_grad_()
-    gradient = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
-    return (
-        gradient,
-        probabilities,
-        rows() if lse else None,
-        rows() if lse else None,
-        -0.7,
-        None if bias is None else torch.empty(bias, device=device, dtype=dtype),
-        False,
-        -1,
-        -1,
-        *bounds(device, *visible),
-        None if sink is None else torch.randn(sink, device=device, dtype=dtype, requires_grad=True),
-        None,
-        dtype,
-        bias is not None,
-        sink is not None,
-    )
+@pytest.mark.parametrize(("name", "case"), of_ops("backward_cases"))
+def test_opcheck_of_backward(name: str, case: str, device: str) -> None:
+    family = FAMILIES[name]
+    arguments = family.backward_arguments(draw_on(device, name), **family.backward_cases[case])
+    op_checks.check_op(family.backward, arguments, is_traced=case in family.traced)
+    if "asked" in family.backward_cases[case]:
+        assert [each.shape for each in family.backward(*arguments)[3:]] == [(0,), (0,)]
 
 
-BACKWARD_CASES = {
-    "plain": {"lse": False},
-    "lse": {},
-    "bias": {"bias": (HEADS, 1, KEYS)},
-    "sink": {"sink": (HEADS,)},
-    "bias and one sink": {"bias": SHAPE, "sink": (1,)},
-    "visible": {"visible": ((QUERIES,), (BATCH, HEADS, QUERIES)), "bias": SHAPE, "sink": (HEADS,)},
-}
-
-
-# Between them they have every tensor that the op takes.
-TRACED_CASES = ("plain", "broadcast bias", "one sink", "sink value", "visible", "dropout")
-
-
-@pytest.mark.parametrize("case", FORWARD_CASES)
-def test_opcheck_of_forward(case, device):
-    arguments = forward_arguments(device, **FORWARD_CASES[case])
-    op_checks.check_op(softmax_forward, arguments, is_traced=case in TRACED_CASES)
-
-
-@pytest.mark.parametrize("shape", [(KEYS,), (QUERIES, KEYS), (2, 1, HEADS, QUERIES, KEYS), (3, 0)])
-def test_opcheck_of_other_ranks(shape, device):
-    arguments = forward_arguments(device, shape=shape, return_lse=True)
-    torch.library.opcheck(softmax_forward, arguments)
-
-
-@pytest.mark.parametrize("case", BACKWARD_CASES)
-def test_opcheck_of_backward(case, device):
-    arguments = backward_arguments(device, **BACKWARD_CASES[case])
-    is_traced = case in ("plain", "bias and one sink", "visible")
-    op_checks.check_op(softmax_backward, arguments, is_traced=is_traced)
+@pytest.mark.parametrize("case", ["shared bias", "relative in groups", "sink", "[b, s, h, d]"])
+def test_opcheck_of_attention_in_blocks(case: str, device: str) -> None:
+    """Compiled code calls it on every device."""
+    family = FAMILIES["attention"]
+    in_blocks = torch.ops.megasoftmax.attention_in_blocks_forward.default
+    torch.library.opcheck(in_blocks, family.arguments(Draw(device), **family.cases[case]))
+    arguments = [
+        each.to(device) if isinstance(each, Tensor) else each
+        for each in family.backward_arguments(Draw(), **family.cases[case])
+    ]
+    in_blocks = torch.ops.megasoftmax.attention_in_blocks_backward.default
+    torch.library.opcheck(in_blocks, tuple(arguments))
 
 
 @pytest.mark.parametrize("has_all", [False, True])
-def test_opcheck_and_gradients_of_dropout_backward(has_all, device):
+def test_opcheck_of_dropout_backward(has_all: bool, device: str) -> None:
     torch.manual_seed(0)
-
-    def arguments(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-        def floats(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-        mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.4
-        return (
-            *(floats(*SHAPE), floats(*SHAPE), floats(*SHAPE[:-1]) if has_all else None),
-            *(floats(*SHAPE[:-1]), 0.7, mask if has_all else None),
-            *(floats(HEADS, 1, KEYS) if has_all else None, has_all, -1, -1, None, None),
-            *(floats(HEADS) if has_all else None, None, dtype, has_all, has_all),
-            *(0.4, torch.tensor([5], device=device)),
-        )
-
-    torch.library.opcheck(softmax_dropout_backward, arguments(torch.float32, device))
-    if device == "cpu":
-        given = arguments(torch.float64, device)
-        assert torch.autograd.gradcheck(softmax_dropout_backward, given, fast_mode=True)
-        assert torch.autograd.gradgradcheck(softmax_dropout_backward, given, fast_mode=True)
+    torch.library.opcheck(
+        softmax_dropout_backward, dropout_backward_arguments(Draw(device), has_all)
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "float16"])
-def test_gradients_of_forward(case):
+def test_opcheck_of_candidates(device: str) -> None:
+    family = FAMILIES["topk"]
+    logits, *rest = family.arguments(Draw(device), mask=(2, 3, 7), candidates=True)
+    torch.library.opcheck(topk_forward, (logits.detach(), *rest))
+    values, *_ = topk_forward(logits, *rest)
+    with pytest.raises(NotImplementedError, match=r"^candidates: expected False .* got True"):
+        values.sum().backward()
+
+
+@pytest.mark.parametrize("case", ["plain", "[b, s, h, d]", "misaligned"])
+def test_gradients_lie_as_their_tensors(case: str, device: str) -> None:
+    family = FAMILIES["attention"]
+    options = {"is_transposed": case != "plain", "bias": (1, 1, 5, 7)}
+    arguments = [*family.backward_arguments(draw_on(device, "attention"), **options)]
+    if case == "misaligned":
+        for i in (2, 3, 4):
+            rows = arguments[i].transpose(1, 2)
+            moved = torch.nn.functional.pad(rows.flatten(), (1, 0))[1:]
+            arguments[i] = moved.view(rows.shape).transpose(1, 2)
+    for gradient, tensor in zip(attention_backward(*arguments), arguments[2:5], strict=False):
+        assert gradient.stride() == torch.empty_like(tensor).stride()
+
+
+def with_derivatives(family: Family, op: Any, given: tuple[Any, ...]) -> Callable[..., Any]:
+    """The op as a function of what requires gradients.
+
+    Of statistics the log-sum-exp alone has a gradient.
+    """
+    where = [i for i, each in enumerate(given) if isinstance(each, Tensor) and each.requires_grad]
+
+    def function(*inputs: Tensor) -> Any:
+        arguments = [*given]
+        for i, each in zip(where, inputs, strict=True):
+            arguments[i] = each
+        results = op(*arguments)
+        if op is family.forward and op in (topk_forward, attention_forward):
+            return results[0], results[-1][2].masked_fill(results[-1][2] == -INF, 0)
+        return results
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "case"),
+    [
+        *((name, "forward", case) for name, case in of_ops("cases") if case != "float16"),
+        *(
+            (name, "backward", case)
+            for name, case in of_ops("backward_cases")
+            if name in ("softmax", "columns")
+        ),
+        *(("softmax", "dropout backward", has_all) for has_all in (False, True)),
+    ],
+)
+def test_derivatives_of_the_ops(name: str, direction: str, case: Any) -> None:
     torch.manual_seed(0)
-    arguments = forward_arguments("cpu", torch.float64, **FORWARD_CASES[case])
-    assert torch.autograd.gradcheck(softmax_forward, arguments, fast_mode=True)
-    assert torch.autograd.gradgradcheck(softmax_forward, arguments, fast_mode=True)
+    family, draw = FAMILIES[name], Draw(dtype=torch.float64)
+    if direction == "forward":
+        options = {"dims": (3, 2)} if name == "attention" else {}
+        op, given = family.forward, family.arguments(draw, **options, **family.cases[case])
+    elif direction == "backward":
+        op, given = family.backward, family.backward_arguments(draw, **family.backward_cases[case])
+    else:
+        op, given = softmax_dropout_backward, dropout_backward_arguments(draw, case)
+    function, inputs = with_derivatives(family, op, given), op_checks.in_need(given)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    if family.is_smooth:
+        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("case", BACKWARD_CASES)
-def test_gradients_of_backward(case):
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_third_derivatives_of_topk(renormalize: bool) -> None:
     torch.manual_seed(0)
-    arguments = backward_arguments("cpu", torch.float64, **BACKWARD_CASES[case])
-    assert torch.autograd.gradcheck(softmax_backward, arguments, fast_mode=True)
-    assert torch.autograd.gradgradcheck(softmax_backward, arguments, fast_mode=True)
+    options = {"shape": (2, 5), "bias": (2, 1), "mask": (5,), "renormalize": renormalize}
+    given = FAMILIES["topk"].arguments(Draw(dtype=torch.float64), **options)
+    inputs = op_checks.in_need(given)
+    function = with_derivatives(FAMILIES["topk"], topk_forward, given)
+
+    def gradient(*inputs: Tensor) -> tuple[Tensor, ...]:
+        p, lse = function(*inputs)
+        loss = (p * p * p).sum() + lse.square().sum()
+        return torch.autograd.grad(loss, inputs, create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradient, inputs, fast_mode=True)
 
 
-def test_sink_gradient_of_the_op_needs_lse():
-    arguments = forward_arguments("cpu", sink=(HEADS,), return_lse=False)
+def test_sink_gradient_of_the_op_needs_lse() -> None:
+    family = FAMILIES["softmax"]
     with pytest.raises(ValueError, match="return_lse"):
-        softmax_forward(*arguments)
+        family.forward(*family.arguments(Draw(), sink=(3,), return_lse=False))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case != "dropout"])
-def test_ops_agree_between_cpu_and_gpu(case):  # no kernels drop
+@pytest.mark.parametrize(("name", "case"), of_ops("cases"))
+def test_ops_agree_between_cpu_and_gpu(name: str, case: str) -> None:
+    if (name, case) in (("softmax", "dropout"), ("topk", "k 0")):
+        pytest.skip("no kernels drop in this op, and none select nothing")
     assert library.load().available
     torch.manual_seed(0)
-    arguments = forward_arguments("cpu", **FORWARD_CASES[case])
+    family = FAMILIES[name]
+    is_attention = name == "attention"
+    draw = Draw(dtype=torch.bfloat16 if is_attention else torch.float32)
+    given = family.arguments(draw, **family.cases[case])
+    close = {"rtol": 0.02, "atol": 0.02} if is_attention else {"rtol": 1e-3, "atol": 1e-5}
+    if name == "topk":
+        close["rtol"] = 1e-4
 
-    def loss(results: tuple[Tensor, Tensor]) -> Tensor:
-        probabilities, lse = results
-        return (probabilities.float() * WEIGHTS.to(probabilities.device)).sum() + lse.sum()
+    def op(*arguments: Any) -> tuple[Tensor, ...]:
+        output, *others = family.forward(*arguments)
+        if is_attention:
+            (statistics,) = others
+            others = [statistics.masked_fill(~statistics[2].isfinite(), 0)]
+        return output, *others
 
-    for cpu, gpu in op_checks.on_cpu_and_gpu(softmax_forward, loss, arguments):
-        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-3, atol=1e-5)
+    def loss(results: tuple[Tensor, ...]) -> Tensor:
+        output, *_, lse = results
+        weights = torch.linspace(-1, 1, output.numel(), device=output.device)
+        lse = lse if name in ("softmax", "columns") else lse[2]
+        return (output.float() * weights.view(output.shape)).sum() + lse.sum()
+
+    for cpu, gpu in op_checks.on_cpu_and_gpu(op, loss, given):
+        assert not is_attention or cpu.stride() == gpu.stride()
+        torch.testing.assert_close(gpu.cpu(), cpu, **close)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "case"),
+    [
+        ("softmax", "softmax", "sink value"),
+        ("columns", "columns", "lse"),
+        ("topk", "topk", "broadcast bias"),
+        ("attention", "attention", "shared bias"),
+    ],
+)
+def test_fused_path_calls_the_ops(name: str, module: str, case: str) -> None:
+    arguments = FAMILIES[name].arguments(Draw(), **FAMILIES[name].cases[case])
+    if name == "columns":
+        scores, scale, dtype, lse = arguments
+        arguments = reference.softmax.ForwardArguments(
+            scores.transpose(0, 2), scale, dtype=dtype, return_lse=lse
+        )
+    with torch.no_grad():
+        expected = (
+            FAMILIES[name].forward(arguments[0], scale, dtype, lse)
+            if name == "columns"
+            else getattr(autograd, module).REFERENCE.forward(*arguments)
+        )
+        found = getattr(ops, module).IMPLEMENTATION.forward(*arguments)
+    op_checks.assert_all_equal(found, expected)
+    assert found[0].stride() == expected[0].stride()
 
 
 # The public function
 
 
-def full_call(softmax, mask):
-    """softmax with everything, as a function of scores, bias and sink."""
-
-    def function(scores: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        return softmax(
-            scores,
-            scale=-0.7,
-            mask=mask,
-            bias=bias,
-            causal=True,
-            window=(3, -1),
-            sink=sink,
-            return_lse=True,
-        )
-
-    return function
-
-
-def test_gradients_in_float64():
-    """The fused path takes no float64; its op is checked above."""
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_float64(name: str) -> None:
+    """The fused path takes no float64. Its op is checked above."""
     torch.manual_seed(0)
-    *inputs, mask = make_inputs(dtype=torch.float64)
-    assert torch.autograd.gradcheck(full_call(megasoftmax.softmax, mask), inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(
-        full_call(megasoftmax.softmax, mask), inputs, fast_mode=True
-    )
+    family, draw = FAMILIES[name], Draw(dtype=torch.float64)
+    *inputs, mask = family.draw(draw, 2, 3, 4) if name == "attention" else family.draw(draw)
+    if mask.dtype != torch.bool:
+        inputs, mask = [*inputs, mask], None
+    else:  # a log-sum-exp of -inf has no numerical derivative
+        mask.view(2, -1)[0, : mask.shape[-1] - 1] = False
+        mask[0, ..., 0] = False
+
+    def function(*inputs: Tensor) -> list[Tensor]:
+        results = family.call(*inputs, *([] if mask is None else [mask]))
+        return [each.masked_fill(each == -INF, 0) for each in results if each.is_floating_point()]
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("used", ["probabilities", "lse"])
-def test_gradient_of_one_output(softmax, used):
-    scores, *_ = make_inputs()
-    index = ("probabilities", "lse").index(used)
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradient_of_one_output(used: int, through_ops: bool) -> None:
+    scores = torch.randn(SHAPE, requires_grad=True)
     exact = scores.detach().double().requires_grad_()
-    expected = (exact.softmax(-1), exact.logsumexp(-1))[index].square().sum()
-    actual = softmax(scores, return_lse=True)[index].square().sum()
+    expected = (exact.softmax(-1), exact.logsumexp(-1))[used].square().sum()
+    actual = megasoftmax.softmax(scores, return_lse=True, fused=through_ops)[used].square().sum()
     (wanted,) = torch.autograd.grad(expected, exact)
     torch.testing.assert_close(torch.autograd.grad(actual, scores)[0], wanted.float())
 
 
-def test_double_backward(softmax, device):
-    """Against the second derivatives that torch's own softmax gives."""
-    scores, _, _, mask = make_inputs(device)
-    mask[0, 0, 1] = False
-    mask[..., 0] = False
+def of_topk(renormalize: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    def dense(x: Tensor) -> Tensor:
+        z = 0.5 * x
+        indices = z.topk(3).indices
+        return (
+            z.gather(-1, indices).softmax(-1) if renormalize else z.softmax(-1).gather(-1, indices)
+        )
+
+    def ours(x: Tensor, **options: Any) -> Tensor:
+        return megasoftmax.softmax_topk(x, 3, scale=0.5, renormalize=renormalize, **options)[0]
+
+    return ours, dense
+
+
+def is_hidden(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape) % 3 == 1
+
+
+def softmax_and_lse(x: Tensor, **options: Any) -> Tensor:
+    p, lse = megasoftmax.softmax(x, scale=0.5, return_lse=True, **options)
+    return torch.cat([p, lse.sin().unsqueeze(options.get("dim", -1))], options.get("dim", -1))
+
+
+# With the formula that torch derives.
+DENSE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "softmax": (
+        softmax_and_lse,
+        lambda x: torch.cat([(x / 2).softmax(-1), (x / 2).logsumexp(-1, True).sin()], -1),
+    ),
+    "mask": (
+        lambda x, **o: megasoftmax.softmax(x, scale=0.5, mask=is_hidden(x), **o),
+        lambda x: (x / 2).masked_fill(is_hidden(x), -INF).softmax(-1),
+    ),
+    "columns": (
+        partial(softmax_and_lse, dim=0),
+        lambda x: torch.cat([(x / 2).softmax(0), (x / 2).logsumexp(0, True).sin()], 0),
+    ),
+    "topk": of_topk(renormalize=False),
+    "renormalised": of_topk(renormalize=True),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_second_derivatives(case: str, through_ops: bool, device: str) -> None:
+    """By autograd and by transforms."""
+    functions = (partial(DENSE[case][0], fused=through_ops), DENSE[case][1])
+    ours, dense = (lambda x, f=f: f(x).square().sum() for f in functions)
+    x = torch.randn(3, 5, device=device, requires_grad=True)
     found = []
-    for probabilities in (
-        softmax(scores, scale=0.5, mask=mask),
-        (scores * 0.5).masked_fill(mask, -torch.inf).softmax(-1),
-    ):
-        (first,) = torch.autograd.grad(probabilities.square().sum(), scores, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), scores)[0])
+    for loss in (ours, dense):
+        (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), x)[0])
     torch.testing.assert_close(*found)
+    hessian = torch.func.jacrev(torch.func.jacrev(ours))(x.detach())
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(dense, x))
 
 
-def test_in_place_change_of_the_result_is_noticed(softmax):
-    scores, *_ = make_inputs()
-    probabilities = softmax(scores)
-    probabilities.mul_(2)
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=2) for t in (key, value))
+    return (query @ key.mT * query.shape[-1] ** -0.5 + bias).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("block", [2**22, 30])
+def test_derivatives_of_attention_of_any_order(
+    block: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(reference.attention, "BLOCK", block)
+    inputs = FAMILIES["attention"].draw(Draw(device, torch.float64))[:4]
+    *given, bias = inputs
+    found = []
+    for output in (
+        megasoftmax.attention(*given, bias=bias, fused=False),
+        plain_attention(*inputs),
+    ):
+        derivatives = [output]
+        for _ in range(3):
+            loss = sum(each.sin().sum() for each in derivatives)
+            derivatives = torch.autograd.grad(loss, inputs, create_graph=True)
+        found.append(derivatives)
+    op_checks.assert_all_close(*found)
+
+
+def test_second_derivatives_of_attention_by_transforms() -> None:
+    draw = Draw(dtype=torch.float64)
+    query, key, value, bias, *_ = (e.detach() for e in FAMILIES["attention"].draw(draw, 1, 2, 7))
+
+    def loss(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda query: function(query, key, value, bias=bias).square().sum()
+
+    second = torch.func.jacrev(torch.func.jacrev(loss(megasoftmax.attention)))(query)
+    expected = torch.autograd.functional.hessian(loss(plain_attention), query)
+    torch.testing.assert_close(second, expected)
+
+
+@fused_only
+def test_second_derivative_of_attention_is_refused(through_ops: bool, device: str) -> None:
+    query, key, value, bias, *_ = FAMILIES["attention"].draw(draw_on(device, "attention"))
+    message = "expected to be differentiated once, got a second derivative; fused=False"
+    arguments = FAMILIES["attention"].arguments(draw_on(device, "attention"))
+    for of, output in (
+        (query, megasoftmax.attention(query, key, value, bias=bias, fused=True)),
+        (arguments[0], attention_forward(*arguments)[0]),
+    ):
+        (first,) = torch.autograd.grad(output.square().sum(), of, create_graph=True)
+        with pytest.raises(NotImplementedError, match=message):
+            first.sum().backward()
+
+    def loss(query: Tensor) -> Tensor:
+        inputs = (query, key.detach(), value.detach())
+        return megasoftmax.attention(*inputs, fused=True).square().sum()
+
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jacrev(torch.func.grad(loss))(query.detach())
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        *(("softmax", "output"), ("columns", "output")),
+        *(("topk", changed) for changed in ("output", "logits", "bias")),
+        *(("attention", changed) for changed in ("output", "query", "key", "value", "bias")),
+    ],
+)
+def test_in_place_change_is_noticed(
+    name: str, changed: str, through_ops: bool, device: str
+) -> None:
+    if name == "columns" and not through_ops:
+        pytest.skip("the result is a copy of what the gradient needs")
+    family = FAMILIES[name]
+    inputs = family.draw(draw_on(device, name))
+    output, *_ = family.call(*inputs, fused=through_ops)
+    with torch.no_grad():
+        (dict(zip(family.names, inputs, strict=True)) | {"output": output})[changed].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        probabilities.sum().backward()
+        output.sum().backward()
 
 
-def test_bias_may_change_before_the_backward(softmax):
-    scores, bias, *_ = make_inputs()
+def test_bias_of_softmax_may_change_before_the_backward(through_ops: bool) -> None:
+    scores, bias, *_ = FAMILIES["softmax"].draw(Draw())
     found = []
     for change in (False, True):
-        probabilities = softmax(scores, bias=bias)
+        probabilities = megasoftmax.softmax(scores, bias=bias, fused=through_ops)
         if change:
             with torch.no_grad():
                 bias.zero_()
         found.append(torch.autograd.grad((probabilities**2).sum(), (scores, bias)))
-    assert found[0][0].equal(found[1][0])
-    assert found[0][1].equal(found[1][1])
+    op_checks.assert_all_equal(*found)
 
 
-def test_nothing_is_recorded_without_need(softmax):
-    scores, bias, sink, mask = make_inputs()
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_recorded_without_need(name: str, through_ops: bool) -> None:
+    family = FAMILIES[name]
+    inputs = family.draw(Draw())
+
+    def which_need(*inputs: Tensor) -> list[bool]:
+        results = family.call(*inputs, fused=through_ops)
+        assert not any(each.requires_grad for each in results if not each.is_floating_point())
+        return [each.requires_grad for each in results]
+
     with torch.no_grad():
-        probabilities, lse = full_call(softmax, mask)(scores, bias, sink)
-    assert not probabilities.requires_grad
-    assert not lse.requires_grad
-    assert not softmax(scores.detach(), bias=bias.detach(), sink=sink.detach()).requires_grad
-    assert softmax(scores.detach(), sink=sink).requires_grad
-    assert softmax(scores.detach(), bias=bias).requires_grad
+        assert not any(which_need(*inputs))
+    assert not any(which_need(*(each.detach() for each in inputs)))
+    for i, one in enumerate(inputs):
+        some = [one if i == j else each.detach() for j, each in enumerate(inputs)]
+        assert any(which_need(*some)) == one.requires_grad
+
+
+def test_gradient_of_the_bias_of_topk_alone(through_ops: bool) -> None:
+    family = FAMILIES["topk"]
+    logits, bias, mask = family.draw(Draw())
+    found = [
+        torch.autograd.grad(loss_of(family.call(each, bias, mask, fused=through_ops)), bias)
+        for each in (logits, logits.detach())
+    ]
+    op_checks.assert_all_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "other"),
+    [
+        *(
+            ("softmax", *types)
+            for types in product(
+                (torch.float32, torch.bfloat16, torch.float64),
+                (torch.float32, torch.float16, torch.float64),
+            )
+        ),
+        *(
+            (name, dtype, dtype)
+            for name in ("topk", "renormalised", "attention")
+            for dtype in (torch.float32, torch.float16, torch.float64)
+        ),
+    ],
+)
+def test_mixed_types(
+    name: str, last: torch.dtype, other: torch.dtype, through_ops: bool, device: str
+) -> None:
+    """Scores, or queries, keys and values, in bfloat16, beside the last tensor and others."""
+    family = FAMILIES[name]
+    *inputs, mask = family.draw(Draw(device))
+    states = 3 if name == "attention" else 1
+    types = [torch.bfloat16] * states + [other] * (len(inputs) - states - 1) + [last]
+    inputs = [
+        each.detach().to(dtype).requires_grad_() for each, dtype in zip(inputs, types, strict=True)
+    ]
+    actual = gradients_of(partial(family.call, fused=through_ops), *inputs, mask)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    expected = gradients_of(family.call, *exact, mask)
+    for found, wanted in zip(actual, expected, strict=True):
+        close = {"rtol": family.close, "atol": family.close}
+        torch.testing.assert_close(found.double(), wanted.double(), **close)
+    assert [each.dtype for each in actual[-len(inputs) :]] == types
 
 
 # Compilation and export
 
 
+@pytest.mark.parametrize("name", NAMES)
 @op_checks.static_and_dynamic
-def test_compile(softmax, device, dynamic):
-    *inputs, mask = make_inputs(device)
-    op_checks.check_compiled(full_call(softmax, mask), gradients_of, inputs, dynamic)
+def test_compile(name: str, through_ops: bool, device: str, dynamic: bool) -> None:
+    function = partial(FAMILIES[name].call, fused=through_ops)
+    inputs = FAMILIES[name].draw(draw_on(device, name))
+    # See docs/limits.md.
+    is_slow = TORCH_2_11 and name == "attention"
+    with inductor_config.patch({"triton.coalesce_tiling_analysis": False} if is_slow else {}):
+        close = assert_close_on(device, name)
+        op_checks.check_compiled(function, gradients_of, inputs, dynamic, close)
 
 
-def test_compiled_once_for_all_lengths(softmax, device):
-    def function(scores: Tensor, mask: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        options = {"scale": 0.5, "causal": True, "window": (4, 0), "return_lse": True}
-        return softmax(scores, mask=mask, bias=bias, sink=sink, **options)
-
-    def draw(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-        scores = torch.randn(batch, HEADS, queries, keys, device=device, requires_grad=True)
-        bias = torch.randn(1, HEADS, queries, keys, device=device, requires_grad=True)
-        sink = torch.randn(HEADS, device=device, requires_grad=True)
-        return scores, torch.rand(batch, 1, 1, keys, device=device) < 0.4, bias, sink
-
-    op_checks.check_compiled_once(function, draw)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(softmax, device, strict):
-    class Attention(torch.nn.Module):
-        def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
-            return softmax(scores, scale=0.5, mask=mask, causal=True)
-
-    scores, _, _, mask = make_inputs(device)
-    scores = scores.detach()
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(
-        Attention(), (scores, mask), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
-    )
-    more, more_mask = torch.cat([scores, scores + 1, scores]), torch.cat([mask, mask, mask])
-    actual = program.module()(more, more_mask)
-    torch.testing.assert_close(actual, Attention()(more, more_mask))
-
-
-def test_export_contains_the_op(monkeypatch):
-    monkeypatch.setattr(dispatch, "reasons_against_fused_softmax", lambda *arguments: ())
-
-    class Attention(torch.nn.Module):
-        def forward(self, scores: Tensor) -> Tensor:
-            return megasoftmax.softmax(scores, causal=True, fused=True)
-
-    program = torch.export.export(Attention(), (torch.randn(SHAPE),))
-    assert softmax_forward in [node.target for node in program.graph.nodes]
-
-
-COMPILED = {
-    "softmax": (megasoftmax.softmax, 1),
-    "columns": (partial(megasoftmax.softmax, dim=-2), 1),
-    "dropout": (partial(megasoftmax.softmax, dropout=0.25), 1),
-    "topk": (lambda logits: megasoftmax.softmax_topk(logits, 2, fused=True)[0], 1),
-    "attention": (megasoftmax.attention, 3),
-}
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
-    """Else each call would go through Python twice more."""
-    processes.let_ops_serve_cpus(monkeypatch.setattr)
-    function, count = COMPILED[case]
-    found = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.extend(node.target for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    call = function if case == "topk" else partial(function, fused=True)
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
-    inputs = [torch.randn(SHAPE, requires_grad=True) for _ in range(count)]
-    weights = torch.randn(compiled(*inputs).shape)
-
-    def gradients(way: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        return torch.autograd.grad(way(*inputs), inputs, weights)
-
-    op_checks.assert_all_equal(gradients(compiled), gradients(call))
-    names = [each.name() for each in found if getattr(each, "namespace", "") == "megasoftmax"]
-    assert len(set(names)) == 2, names  # forward and backward
-    assert all(name.endswith("_below_autograd") for name in names), names
-
-
-def let_compiled_code_run_ops_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if kernels ran there, for head dimensions up to 8."""
-    processes.let_ops_serve_cpus(monkeypatch.setattr)
-    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(dispatch, "_head_dim_of_kernels", lambda device: 8)
-
-
-def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[str], int]:
-    """The result of a compiled call, the names of its ops, and the number of guards."""
-    names: list[str] = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        nodes = [node.target for node in graph.graph.nodes]
-        names.extend(each.name() for each in nodes if hasattr(each, "_schema"))
-        return graph
-
-    def call(*inputs: Tensor) -> Tensor:
-        return function(*inputs, fused=True)
-
+def test_attention_is_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: what is compiled knows no device, and torch 2.11 takes minutes for it."""
+    monkeypatch.setattr(reference.attention, "BLOCK", 40)
+    torch.manual_seed(0)
     torch.compiler.reset()
-    result = torch.compile(call, fullgraph=True, dynamic=False, backend=keep)(*inputs)
-    (entry,) = _debug_get_cache_entry_list(call)
-    return result, names, str(entry.guard_manager).count("+- ")
+    function = partial(FAMILIES["attention"].call, fused=False)
+    inputs = FAMILIES["attention"].draw(Draw())
+    op_checks.check_compiled(function, gradients_of, inputs, dynamic=True)
 
 
-MODULE, UNFUSED = (
-    megasoftmax.FusedScaleMaskSoftmax(
-        *(False, True, "padding", fusion, lambda x, mask: x.masked_fill(mask, -torch.inf)),
-        *(True, 0.5),
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_once_for_all_lengths(name: str, through_ops: bool, device: str) -> None:
+    draw = partial(FAMILIES[name].draw, draw_on(device, name))
+    function = partial(FAMILIES[name].call, fused=through_ops)
+    op_checks.check_compiled_once(function, draw, assert_close_on(device, name))
+
+
+class Called(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(name: str, through_ops: bool, device: str, strict: bool) -> None:
+    family = FAMILIES[name]
+    inputs = tuple(each.detach() for each in family.draw(draw_on(device, name), 5))
+    module, batch = (
+        Called(partial(family.call, fused=through_ops)),
+        torch.export.Dim("batch", min=4, max=64),
     )
-    for fusion in (True, False)
-)
-TRACED = {
-    "softmax": (megasoftmax.softmax, [SHAPE]),
-    "row": (megasoftmax.softmax, [(5,)]),
-    "causal softmax": (partial(megasoftmax.softmax, causal=True, scale=0.5), [SHAPE]),
-    "mask": (lambda x, **o: megasoftmax.softmax(x, mask=x[:, :1] > 0, **o), [SHAPE]),
-    "mask of keys": (lambda x, **o: megasoftmax.softmax(x, mask=x[0, 0, 0] > 0, **o), [SHAPE]),
-    "module": (
-        lambda x, fused: (UNFUSED if fused is False else MODULE)(x, x[:1, :, :1] > 1.5),
-        [SHAPE],
-    ),
-    "another type": (partial(megasoftmax.softmax, dtype=torch.float32), [SHAPE]),
-    "attention": (megasoftmax.attention, [(2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 7)]),
-    "causal attention": (partial(megasoftmax.attention, causal=True, scale=0.3), [SHAPE] * 3),
-}
-
-
-@pytest.mark.parametrize("case", TRACED)
-def test_compiled_calls_of_plain_tensors_are_one_op_with_few_guards(case, device, monkeypatch):
-    """Guards cost the host at each call: all that is read in tracing is compared then."""
-    if device == "cpu":
-        let_compiled_code_run_ops_on_cpus(monkeypatch)
-    function, shapes = TRACED[case]
-    inputs = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
-    result, names, guards = traced(function, *inputs)
-    op = "softmax_forward.alone" if "attention" not in case else "attention_forward_below_autograd"
-    assert names == [f"megasoftmax::{op}"]
-    assert guards < 180
-    expected = function(*inputs, fused=False)
-    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
-
-
-halves = partial(torch.ones, dtype=torch.bfloat16)
-NOT_PLAIN = {
-    "gradient": (megasoftmax.softmax, [torch.ones(2, 3, requires_grad=True)]),
-    "integer as scale": (partial(megasoftmax.softmax, scale=1), [torch.ones(2, 3)]),
-    "scale below 0": (partial(megasoftmax.softmax, scale=-1.0), [torch.ones(2, 3)]),
-    "no rows": (megasoftmax.softmax, [torch.ones(0, 3)]),
-    "five dimensions": (megasoftmax.softmax, [torch.ones(2, 1, 1, 1, 3)]),
-    "parameter": (megasoftmax.softmax, [torch.nn.Parameter(torch.ones(2, 3), False)]),
-    "sink": (partial(megasoftmax.softmax, sink=0.0), [torch.ones(2, 3)]),
-    "other half": (
-        lambda x, **o: megasoftmax.softmax(x.half(), dtype=torch.bfloat16),
-        [torch.ones(2, 3)],
-    ),
-    "seed": (
-        lambda x, **o: megasoftmax.softmax(x, seed=x.new_ones((), dtype=torch.int64), **o),
-        [torch.ones(2, 3)],
-    ),
-    "vmap": (
-        lambda x, **o: torch.func.vmap(partial(megasoftmax.softmax, **o))(x),
-        [torch.ones(4, 2, 3)],
-    ),
-    "float32 heads": (megasoftmax.attention, [torch.ones(1, 1, 2, 4)] * 3),
-    "log-sum-exp": (
-        lambda x, **o: megasoftmax.softmax(x, return_lse=True, **o)[0],
-        [torch.ones(2, 3)],
-    ),
-    "wide heads": (megasoftmax.attention, [halves(1, 1, 2, 9)] * 3),
-    "gradient of keys": (
-        megasoftmax.attention,
-        [halves(*SHAPE), halves(*SHAPE, requires_grad=True), halves(*SHAPE)],
-    ),
-    "no keys": (megasoftmax.attention, [halves(1, 1, n, 4) for n in (2, 0, 0)]),
-    "scale of 2": (partial(megasoftmax.attention, scale=2.0), [halves(*SHAPE)] * 3),
-    "range": (
-        lambda q, **o: megasoftmax.attention(
-            q, q, q, visible=(None, q.new_ones(QUERIES, dtype=torch.int32)), **o
-        ),
-        [halves(*SHAPE)],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_PLAIN)
-def test_other_compiled_calls_go_the_long_way(case, monkeypatch):
-    let_compiled_code_run_ops_on_cpus(monkeypatch)
-    function, inputs = NOT_PLAIN[case]
-    result, _, guards = traced(function, *inputs)
-    assert guards > 150
-    torch.testing.assert_close(result, function(*inputs, fused=False), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("misfit", "message"),
-    [
-        ({"causal": 1}, "causal"),
-        ({"key": torch.ones(1, 2, 2, 4)}, "key"),
-        ({"value": torch.ones(1, 1, 3, 4)}, "value"),
-        ({"key": torch.ones(1, 1, 2, 4, dtype=torch.float64)}, "key"),
-    ],
-)
-def test_misfits_are_refused_when_compiled(misfit, message, monkeypatch):
-    let_compiled_code_run_ops_on_cpus(monkeypatch)
-    given = dict.fromkeys(("query", "key", "value"), torch.ones(1, 1, 2, 4)) | misfit
-    with pytest.raises(Exception, match=message):
-        traced(lambda query, **options: megasoftmax.attention(**(given | options)), given["query"])
-
-
-@pytest.mark.gpu
-def test_kernels_compute_ops_without_rules_of_autograd():
-    assert library.load().available
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for op, other in registration._below_autograd.items():
-        assert has_kernel(op.name(), "CUDA") == has_kernel(other.name(), "CUDA"), op.name()
-        assert has_kernel(op.name(), "CUDA") != ("in_blocks" in op.name())
+    has_batch = [each.dim() > 2 and each.shape[0] == 5 for each in inputs]
+    sizes = (tuple({0: batch} if each else None for each in has_batch),)
+    program = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=strict)
+    targets = [node.target for node in program.graph.nodes]
+    assert (family.forward in targets) == through_ops
+    more = [
+        torch.cat([each, each.flip(-1), each]) if grows else each
+        for each, grows in zip(inputs, has_batch, strict=True)
+    ]
+    op_checks.assert_all_close(
+        program.module()(*more), module(*more), assert_close_on(device, name)
+    )
 
 
 # Transforms
 
 
-def test_compiled_transforms_call_ops_with_rules(monkeypatch):
-    processes.let_ops_serve_cpus(monkeypatch.setattr)
-    found = []
+@pytest.mark.parametrize(
+    ("name", "batched"),
+    [(name, batched) for name in NAMES for batched in (*FAMILIES[name].names, "all")],
+)
+def test_vmap(name: str, batched: str, through_ops: bool, device: str) -> None:
+    """Results and gradients of each example. Tensors that examples share have gradients too."""
+    family = FAMILIES[name]
+    function = partial(family.call, fused=through_ops)
+    inputs, dims = [], []
+    given = family.draw(draw_on(device, name))
+    for position, (what, each) in enumerate(zip(family.names, given, strict=True), 2):
+        dim = position % (each.dim() + 1) if batched in (what, "all") else None
+        each = each.detach()
+        if dim is not None:
+            each = torch.stack([each, each.flip(0), ~each if what == "mask" else -each], dim)
+        inputs.append(each)
+        dims.append(dim)
+    close = assert_close_on(device, name)
+    op_checks.check_vmap(function, inputs, dims, close)
+    op_checks.check_gradients_per_example(lambda *x: loss_of(function(*x)), inputs, dims, close)
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.extend(node.target for node in graph.graph.nodes)
-        return graph
 
-    compiled = torch.compile(
-        torch.vmap(partial(megasoftmax.softmax, fused=True)), fullgraph=True, backend=keep
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("softmax", "causal window"), ("columns", "lse"), ("topk", "plain")]
+    + [("attention", case) for case in FAMILIES["attention"].cases],
+)
+def test_vmap_of_the_plain_ops(name: str, case: str, device: str) -> None:
+    family = FAMILIES[name]
+    first, *rest = (
+        each.detach() if isinstance(each, Tensor) else each
+        for each in family.arguments(draw_on(device, name), **family.cases[case])
     )
-    scores = torch.randn(SHAPE)
-    torch.testing.assert_close(compiled(scores), scores.softmax(-1))
-    assert softmax_forward in found
+    examples = torch.stack([first, -first, 2 * first], 2)
+    close = assert_close_on(device, name)
+    op_checks.check_vmap(lambda x: family.forward(x, *rest), [examples], [2], close)
 
 
-@pytest.mark.parametrize("batched", ["scores", "mask", "bias", "sink", "all"])
-def test_vmap(softmax, device, batched):
-    shapes = {
-        "scores": (HEADS, QUERIES, KEYS),
-        "mask": (QUERIES, KEYS),
-        "bias": (1, KEYS),
-        "sink": (HEADS,),
-    }
-
-    def function(scores: Tensor, mask: Tensor, bias: Tensor, sink: Tensor) -> Any:
-        return softmax(
-            scores, scale=0.5, mask=mask, bias=bias, causal=True, sink=sink, return_lse=True
-        )
-
-    op_checks.check_vmap(function, *op_checks.draw_examples(shapes, batched, device))
-
-
-def test_vmap_of_the_plain_op(device):
-    scores = torch.randn(4, QUERIES, KEYS, device=device)
-
-    def op(example: Tensor) -> Tensor:
-        options = (True, -1, -1, None, None, None, None, torch.float32, False, 0.0, None)
-        return softmax_forward(example, 1.0, None, None, *options)[0]
-
-    torch.testing.assert_close(torch.vmap(op)(scores), torch.stack([op(one) for one in scores]))
+def test_vmap_of_the_backward_op_of_columns(device: str) -> None:
+    _, *rest = FAMILIES["columns"].backward_arguments(Draw(device))
+    gradient, op = torch.randn(2, 5, 3, 4, device=device), FAMILIES["columns"].backward
+    op_checks.check_vmap(lambda g: (op(g.contiguous(), *rest),), [gradient], [3])
 
 
 @pytest.mark.parametrize(
@@ -607,124 +643,155 @@ def test_vmap_of_the_plain_op(device):
     ],
     ids=["softmax", "options", "columns", "dropout", "topk", "attention", "attention with options"],
 )
-def test_many_gradients_at_a_time(function, device):
+def test_many_gradients_at_a_time(function: Callable[[Tensor], Tensor], device: str) -> None:
     """Autograd vmaps the backward pass by a vmap of its own, which is not that of torch.func."""
     x = torch.randn(1, 2, 3, 4, device=device)
     jacobian = torch.autograd.functional.jacobian
     torch.testing.assert_close(jacobian(function, x, vectorize=True), jacobian(function, x))
 
 
-@pytest.mark.parametrize("batched", ["scores", "sink", "all"])
-def test_gradients_per_example(softmax, device, batched):
-    """vmap of grad: bias and sink get a gradient for each example, shared or not."""
-    scores, bias, sink = (
-        torch.randn(4, HEADS, QUERIES, KEYS, device=device),
-        torch.randn(HEADS, 1, KEYS, device=device),
-        torch.randn(HEADS, device=device),
-    )
-    dims = (0, None, None)
-    if batched != "scores":
-        sink, dims = torch.randn(4, HEADS, device=device), (0, None, 0)
-    if batched == "all":
-        bias, dims = torch.randn(HEADS, 1, 4, KEYS, device=device), (0, 2, 0)
-
-    def loss(scores: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
-        probabilities, lse = softmax(scores, bias=bias, causal=True, sink=sink, return_lse=True)
-        return probabilities.square().sum() + lse.sin().sum()
-
-    op_checks.check_gradients_per_example(loss, (scores, bias, sink), dims)
-
-
-def test_second_derivatives_by_transforms(softmax, device):
-    row = torch.randn(KEYS, device=device)
-
-    def loss(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda scores: function(scores).square().sum()
-
-    second = torch.func.jacrev(torch.func.jacrev(loss(softmax)))(row)
-    expected = torch.autograd.functional.hessian(loss(lambda scores: scores.softmax(-1)), row)
-    torch.testing.assert_close(second, expected)
-
-
 # Training
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(softmax, device, reentrant):
-    *inputs, mask = make_inputs(device)
-    op_checks.check_checkpoint(full_call(softmax, mask), loss_of, inputs, reentrant)
+def test_checkpointing(name: str, through_ops: bool, device: str, reentrant: bool) -> None:
+    function = partial(FAMILIES[name].call, fused=through_ops)
+    inputs = FAMILIES[name].draw(draw_on(device, name))
+    # For attention in plain torch cuBLAS would ask for a setting.
+    with deterministic(through_ops and name == "attention"):
+        op_checks.check_checkpoint(function, inputs, reentrant)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(softmax, device, cast):
-    *inputs, mask = make_inputs(device)
-    function = full_call(softmax, mask)
+def test_autocast_changes_nothing(
+    name: str, through_ops: bool, device: str, cast: torch.dtype
+) -> None:
+    function, inputs = (
+        partial(FAMILIES[name].call, fused=through_ops),
+        FAMILIES[name].draw(Draw(device)),
+    )
     op_checks.check_autocast_changes_nothing(lambda: gradients_of(function, *inputs), device, cast)
 
 
-@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_mixed_types(softmax, device, bias_dtype, sink_dtype):
-    scores, bias, sink, mask = make_inputs(device)
-    scores = scores.detach().bfloat16().requires_grad_()
-    bias = bias.detach().to(bias_dtype).requires_grad_()
-    sink = sink.detach().to(sink_dtype).requires_grad_()
-    inputs = (scores, bias, sink)
-    actual = gradients_of(full_call(softmax, mask), *inputs)
-    exact = [each.detach().double().requires_grad_() for each in inputs]
-    expected = gradients_of(full_call(megasoftmax.softmax, mask), *exact)
-    for found, each, wanted in zip(actual[2:], inputs, expected[2:], strict=True):
-        assert found.dtype == each.dtype
-        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_autocast_changes_nothing_but_types_of_attention(
+    through_ops: bool, device: str, cast: torch.dtype, backward_too: bool
+) -> None:
+    inputs = FAMILIES["attention"].draw(draw_on(device, "attention"))[:3]
+    attention = partial(megasoftmax.attention, causal=True, fused=through_ops)
+    expected = attention(*(each.to(cast) for each in inputs))
+    wanted = torch.autograd.grad(expected.float().square().sum(), inputs)
+    with torch.autocast(device, dtype=cast):
+        actual = attention(*inputs)
+    with torch.autocast(device, dtype=cast, enabled=backward_too):
+        found = torch.autograd.grad(actual.float().square().sum(), inputs)
+    assert actual.equal(expected)
+    op_checks.assert_all_close(found, wanted, assert_close_on(device, "attention"))
 
 
 # CUDA
 
 
-@pytest.mark.gpu
-def test_side_stream():
-    scores = torch.randn(64, 1024, device="cuda")
-    actual = op_checks.on_late_input(lambda x: megasoftmax.softmax(x, fused=True), scores)
-    torch.testing.assert_close(actual, scores.softmax(-1))
+def halves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
-    *inputs, mask = make_inputs("cuda")
-    function = full_call(lambda *a, **k: megasoftmax.softmax(*a, **k, fused=True), mask)
-    weights = WEIGHTS.cuda()
+def test_side_stream() -> None:
+    _, key, value = halves(*[(2, 8, 512, 64)] * 3)
+    for shape, function in (
+        ((64, 1024), lambda x: [megasoftmax.softmax(x, fused=True)]),
+        ((64, 1024), lambda x: [megasoftmax.softmax(x, dim=0, fused=True)]),
+        ((64, 4096), lambda x: megasoftmax.softmax_topk(x, 8, fused=True)),
+        (key.shape, lambda x: [megasoftmax.attention(x.bfloat16(), key, value, fused=True)]),
+    ):
+        x = torch.randn(shape, device="cuda")
+        op_checks.assert_all_equal(op_checks.on_late_input(function, x), function(x))
 
-    def step() -> tuple[Tensor, ...]:
-        probabilities, lse = function(*inputs)
-        loss = (probabilities * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
-        return probabilities, *torch.autograd.grad(loss, inputs)
 
-    op_checks.check_cuda_graph(step, inputs[:1])
+def of_attention(*inputs: Tensor) -> Any:
+    options = {"causal": True, "sink": 0.5, "return_lse": True, "fused": True}
+    return megasoftmax.attention(*inputs[:3], bias=inputs[3], **options)
+
+
+def of_a_vocabulary(logits: Tensor) -> Any:
+    return megasoftmax.softmax_topk(logits, 20, return_lse=True, fused=True)
 
 
 @pytest.mark.gpu
-def test_never_synchronises():
-    *inputs, mask = make_inputs("cuda")
-    function = full_call(megasoftmax.softmax, mask)
+@pytest.mark.parametrize(
+    ("function", "draw"),
+    [
+        *(
+            (partial(FAMILIES[name].call, fused=True), partial(FAMILIES[name].draw, Draw("cuda")))
+            for name in ("softmax", "topk", "renormalised")
+        ),
+        *(
+            (
+                partial(FAMILIES["softmax"].call, fused=True),
+                partial(FAMILIES["softmax"].draw, Draw("cuda", torch.bfloat16), 2, 16, columns),
+            )
+            for columns in (37, 1000, 9001, 40000)
+        ),
+        (
+            lambda x: (megasoftmax.softmax(x, dim=1, fused=True),),
+            lambda: halves((4, 300, 200)),
+        ),
+        *(
+            (
+                of_a_vocabulary,
+                lambda r=rows: [torch.randn(r, 40000, device="cuda").requires_grad_()],
+            )
+            for rows in (2, 400)
+        ),
+        *(
+            (
+                of_attention,
+                lambda m=m, n=n: halves((2, 8, m, 64), (2, 2, n, 64), (2, 2, n, 64), (1, 8, 1, n)),
+            )
+            for m, n in ((300, 300), (1, 600), (1, 5000))
+        ),
+    ],
+)
+def test_cuda_graph(function: Callable[..., Any], draw: Callable[[], Any]) -> None:
+    inputs = draw()
+    with deterministic(function is of_attention):
+        step = partial(gradients_of, function, *inputs)
+        op_checks.check_cuda_graph(step, op_checks.in_need(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_never_synchronises(name: str, fused: bool) -> None:
+    function = partial(FAMILIES[name].call, fused=fused)
+    inputs = FAMILIES[name].draw(draw_on("cuda", name))
     function(*inputs)
     with op_checks.without_synchronisation():
-        probabilities, lse = function(*inputs)
-        torch.autograd.grad((probabilities, lse), inputs, (probabilities, lse))
-        megasoftmax.softmax(inputs[0], mask=mask, sink=0.0, fused=False)
+        outputs = [each for each in function(*inputs) if each.is_floating_point()]
+        torch.autograd.grad(outputs, op_checks.in_need(inputs), outputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_other_device_is_current():
-    *inputs, mask = make_inputs("cuda:1")
-    function = full_call(megasoftmax.softmax, mask)
-    op_checks.check_other_device(lambda: gradients_of(function, *inputs))
+@pytest.mark.parametrize("name", NAMES)
+def test_other_device_is_current(name: str) -> None:
+    inputs = FAMILIES[name].draw(draw_on("cuda:1", name))
+    run = partial(gradients_of, FAMILIES[name].call, *inputs)
+    op_checks.check_other_device(run, assert_close_on("cuda:1", name))
 
 
-def test_fused_path_calls_the_ops():
-    arguments = forward_arguments("cpu", **FORWARD_CASES["sink value"])
-    with torch.no_grad():
-        op_checks.assert_all_equal(
-            ops.softmax.IMPLEMENTATION.forward(*arguments),
-            autograd.softmax.REFERENCE.forward(*arguments),
-        )
+@pytest.mark.gpu
+def test_fused_attention_makes_no_tensor_of_queries_and_keys() -> None:
+    length = 8192
+    inputs = halves(*[(1, 4, length, 64)] * 3)
+    table = torch.randn(4, 2 * length - 1, device="cuda").requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = megasoftmax.attention(*inputs, bias=RelativeBias(table), causal=True, fused=True)
+    torch.autograd.grad(output.float().sum(), [*inputs, table])
+    assert torch.cuda.max_memory_allocated() - before < length * length

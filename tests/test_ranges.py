@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import op_checks
 import oracle
 import oracle_attention
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
-from megasoftmax import RelativeBias, TileMask, biases, dispatch, ranges
+from megasoftmax import RelativeBias, TileMask, biases, ranges
 from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.limits import kernel_limits
 
@@ -424,15 +425,11 @@ def test_softmax_backward(device: str) -> None:
         torch.testing.assert_close(backward(g, p.detach(), scale=0.3, **given), expected)
 
 
-def test_second_derivatives() -> None:
-    visible = random(1, 2, 4, 5)
-    scores = normal(1, 2, 4, 5, device="cpu", dtype=torch.float64).requires_grad_()
-    softmax = functools.partial(megasoftmax.softmax, visible=visible)
-    assert torch.autograd.gradcheck(softmax, scores, fast_mode=True)
-    assert torch.autograd.gradgradcheck(softmax, scores, fast_mode=True)
+def test_second_derivatives_of_attention() -> None:
+    """test_ops.py has those of softmax."""
     given = tensors("cpu", torch.float64, batch=1, heads=(2, 1), lengths=(4, 5), dims=(3, 2))
     leaves = [each.requires_grad_() for each in given]
-    attention = functools.partial(megasoftmax.attention, visible=visible)
+    attention = functools.partial(megasoftmax.attention, visible=random(1, 2, 4, 5))
     assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(attention, leaves, fast_mode=True)
 
@@ -447,28 +444,12 @@ def test_forward_mode() -> None:
         torch.testing.assert_close(forward, torch.func.jacrev(function)(*inputs))
 
 
-def test_autocast() -> None:
-    visible = random(2, 4, 5, 13)
-    given = tensors("cpu")
-    with torch.autocast("cpu", torch.bfloat16):
-        found = megasoftmax.attention(*given, visible=visible)
-    expected = megasoftmax.attention(*(each.bfloat16() for each in given), visible=visible)
-    assert bits_equal(found, expected)
-
-
 # Transforms, compiled code and export, in plain torch and through the ops
 
 
 @pytest.fixture
-def functions(through_ops: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
-    """softmax, attention and attention_varlen; float32 on a CPU may be fused too."""
-    reasons_against = dispatch.reasons_against_fused_attention
-    if through_ops:
-        monkeypatch.setattr(
-            dispatch,
-            "reasons_against_fused_attention",
-            lambda query, *rest: reasons_against(query, *rest) if query.is_cuda else (),
-        )
+def functions(through_ops: bool) -> tuple[Any, Any, Any]:
+    """softmax, attention and attention_varlen."""
     public = (megasoftmax.softmax, megasoftmax.attention, megasoftmax.attention_varlen)
     return tuple(functools.partial(each, fused=through_ops) for each in public)
 
@@ -479,12 +460,6 @@ def dtype_of(device: str) -> torch.dtype:
 
 def closeness(device: str) -> dict[str, float]:
     return {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
-
-
-def gradients_of(function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    output = function(*leaves)
-    return output.detach(), *torch.autograd.grad(output.float().sin().sum(), leaves)
 
 
 @pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)], ids=str)
@@ -574,10 +549,9 @@ def test_compiled(functions: Any, device: str) -> None:
         (of_documents, documents),
     ):
         torch.compiler.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        expected = gradients_of(function, *inputs)
-        for actual, wanted in zip(gradients_of(compiled, *inputs), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, **closeness(device))
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        close = functools.partial(torch.testing.assert_close, **closeness(device))
+        op_checks.check_compiled(function, op_checks.gradients_of, leaves, False, close)
 
 
 def test_builders_compile_once_for_all_lengths(device: str) -> None:
@@ -602,26 +576,6 @@ def test_builders_compile_once_for_all_lengths(device: str) -> None:
         for actual, wanted in zip(compiled(*inputs), function(*inputs), strict=True):
             assert torch.equal(actual, wanted)
     assert counter.frame_count == 1
-
-
-class Packed(torch.nn.Module):
-    def __init__(self, attention: Callable[..., Any]) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, query: Tensor, cu_seqlens: Tensor) -> Tensor:
-        visible = ranges.packed(cu_seqlens, query.shape[2])
-        return self.attention(query, query, query, visible=visible, causal=True)
-
-
-def test_export(functions: Any, device: str) -> None:
-    query, _, _ = tensors(device, dtype_of(device), lengths=(20, 20))
-    cu_seqlens = torch.tensor([0, 7, 20], device=device)
-    module = Packed(functions[1])
-    program = torch.export.export(module, (query, cu_seqlens)).module()
-    for offsets_of in (cu_seqlens, torch.tensor([0, 12, 19], device=device)):
-        expected = module(query, offsets_of)
-        torch.testing.assert_close(program(query, offsets_of), expected, **closeness(device))
 
 
 # The builders, against a loop over all pairs
@@ -689,9 +643,6 @@ def test_lengths(device: str) -> None:
         check_kind(found, (len(n), 1, 1), device)
         expected = [[{j for j in range(6) if j < length}] * 2 for length in n.tolist()]
         assert bounds_of(found, len(n), 2, 6) == expected
-
-
-def test_lengths_beyond_int32(device: str) -> None:
     _, end = ranges.lengths(torch.tensor([2**40, -(2**40)], device=device))
     assert end.flatten().tolist() == [2**31 - 1, -(2**31)]
 
@@ -892,27 +843,21 @@ def test_why_varlen_is_not_fused(device: str) -> None:
         megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 7, 2], []], ids=str)
 @pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
-def test_varlen_without_tokens_has_no_bias(columns: int, device: str) -> None:
-    nothing = torch.zeros(0, 4, 8, device=device)
-    bias = RelativeBias(torch.zeros(4, columns, device=device))
-    output = megasoftmax.attention_varlen(
-        nothing, nothing, nothing, offsets([]).to(device), bias=bias
-    )
-    assert output.shape == (0, 4, 8)
-
-
-@pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
-def test_varlen_with_a_relative_bias(columns: int, device: str) -> None:
+def test_varlen_with_a_relative_bias(columns: int, lengths: list[int], device: str) -> None:
     """A table of fewer distances than there are has 0 for the others."""
-    lengths = [5, 0, 7, 2]
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
-    given = [normal(14, 4, 16, device=device, dtype=dtype, seed=i) for i in range(3)]
+    tokens = sum(lengths)
+    given = [normal(tokens, 4, 16, device=device, dtype=dtype, seed=i) for i in range(3)]
     table = normal(4, columns, device=device, dtype=dtype, seed=5).requires_grad_()
-    whole = torch.nn.functional.pad(table, (20 - columns // 2, 20 - columns // 2))
     output = megasoftmax.attention_varlen(
         *given, offsets(lengths).to(device), bias=RelativeBias(table), causal=True
     )
+    assert output.shape == (tokens, 4, 16)
+    if not lengths:
+        return
+    whole = torch.nn.functional.pad(table, (20 - columns // 2, 20 - columns // 2))
     expected, _ = by_loop(*given, (lengths, lengths), whole, causal=True)
     tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(output, expected, **tolerance)
@@ -1078,26 +1023,6 @@ def test_module(device: str) -> None:
 
 
 # Reasons and errors
-
-
-@pytest.fixture
-def as_if_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_device", lambda tensor: None)
-    monkeypatch.setattr(dispatch, "_compiled_part", lambda tensor: None)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_leading_dimensions_of_ranges(as_if_fused: None, dtype: torch.dtype) -> None:
-    """Kernels see [batches, heads, queries]: what precedes the heads has one stride."""
-    scores = torch.zeros(2, 3, 4, 5, 6)
-    merging = [(5,), (4, 1), (1, 1, 4, 5), (2, 3, 4, 5), (2, 3, 1, 1)]
-    others = [(3, 4, 5), (2, 1, 4, 5)]
-    for shape in (*merging, *others):
-        for visible in ((torch.ones(shape, dtype=dtype), None), (None, torch.ones(shape).int())):
-            reasons = megasoftmax.why_not_fused(megasoftmax.softmax, scores, visible=visible)
-            assert [reason.constraint.split("[")[0] for reason in reasons] == (
-                [] if shape in merging else ["leading dimensions of visible"]
-            )
 
 
 def of_softmax(**arguments: Any) -> Callable[[], Any]:

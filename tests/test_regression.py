@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -689,22 +688,6 @@ def test_command_fails_with_what_is_wrong(invoke):
     assert re.search(f"<li>{named}", page)
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_command_is_readable(invoke, monkeypatch, columns):
-    monkeypatch.setattr(__main__, "console", Console(width=columns, force_terminal=False))
-    code, output, *_ = invoke("--model=gpt2", "--model=bert")
-    assert code == 0
-    table = output[output.index("gpt2: same") : output.index("megasoftmax 0")]
-    assert max(map(len, table.splitlines())) <= columns
-    assert ("━" in table or "─" in table) == (columns == 80)
-    for line in ("baseline", "candidate", "allowed", "gradient", "peak memory"):
-        assert line in table
-    assert "…" not in table
-    assert re.search("^1 of 6, .* s left: gpt2$", output, re.MULTILINE)
-    assert re.search("^6 of 6, .* s left: bert$", output, re.MULTILINE)
-    assert "bert: same" in output[output.index("All models") :] or columns == 80
-
-
 def test_command_compares_dropout(invoke):
     code, output, found, page = invoke(
         "--model=bert", "--candidate=sdpa", "--dropout", "--seeds=16"
@@ -716,12 +699,6 @@ def test_command_compares_dropout(invoke):
     assert found["models"]["bert"]["dropout"] == text.removeprefix("dropout: ")
     quantities = {check["quantity"] for check in found["models"]["bert"]["checks"]}
     assert quantities >= {*regression_dropout.QUANTITIES}
-
-
-def test_command_runs_a_model_once(invoke):
-    code, _, found, _ = invoke("--model=gpt2", "--model=gpt2")
-    assert code == 0
-    assert list(found["models"]) == ["gpt2"]
 
 
 def test_command_explains_wrong_use(invoke):

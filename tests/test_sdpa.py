@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -222,79 +223,54 @@ def test_frequent_calls_are_not_checked_one_by_one(
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bias": torch.zeros(7)},
-        {"mask": torch.zeros(7, dtype=torch.bool)},
-        {"window": (1, 1)},
-        {"visible": (None, None)},
-        {"sink": 0.0},
-        {"seed": torch.zeros(1)},
-        {"return_lse": True},
-        {"fused": False},
-        {"fused": True},
-        {"causal": 1},
-        {"causal": None},
-        {"dropout": 0.5},
-        {"dropout": -0.5},
-        {"dropout": False},
-        {"dropout": NAN},
-        {"scale": 0.0},
-        {"scale": -0.5},
-        {"scale": INF},
-        {"scale": NAN},
-        {"scale": "1"},
-    ],
-    ids=str,
-)
-def test_other_options_are_checked(options: dict[str, Any]) -> None:
-    q, k, v = tensors("cpu", heads=(2, 2), lengths=(7, 7))
-    with pytest.raises(_CheckedError):
-        megasoftmax.attention(q, k, v, **options)
+CHANGES: list[Callable[[Tensor], Any]] = [
+    lambda tensor: tensor[0],
+    lambda tensor: tensor[:, :1],
+    lambda tensor: tensor[:, :, 1:],
+    lambda tensor: tensor[..., :4],
+    lambda tensor: tensor.double(),
+    lambda tensor: tensor.long(),
+    lambda tensor: tensor.to("meta"),
+    lambda tensor: tensor.as_subclass(type("Sub", (Tensor,), {})),
+    lambda tensor: tensor.tolist(),
+]
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize(
-    "change",
+    ("options", "which", "change", "context"),
     [
-        lambda tensor: tensor[0],
-        lambda tensor: tensor[:, :1],
-        lambda tensor: tensor[:, :, 1:],
-        lambda tensor: tensor[..., :4],
-        lambda tensor: tensor.double(),
-        lambda tensor: tensor.long(),
-        lambda tensor: tensor.to("meta"),
-        lambda tensor: tensor.as_subclass(type("Sub", (Tensor,), {})),
-        lambda tensor: tensor.tolist(),
+        *(
+            (options, (), None, nullcontext)
+            for options in (
+                {"bias": torch.zeros(7)},
+                {"mask": torch.zeros(7, dtype=torch.bool)},
+                {"window": (1, 1)},
+                {"visible": (None, None)},
+                {"seed": torch.zeros(1)},
+                {"return_lse": True},
+                *({"fused": fused} for fused in (False, True)),
+                *({"causal": causal} for causal in (1, None)),
+                *({"dropout": dropout} for dropout in (0.5, -0.5, False, NAN)),
+                *({"scale": scale} for scale in (0.0, -0.5, INF, NAN, "1")),
+                {"sink": 0.0},
+            )
+        ),
+        *(({}, (i,), change, nullcontext) for i in range(3) for change in CHANGES),
+        ({}, range(3), lambda tensor: tensor[:, :, :0], nullcontext),
+        ({}, range(3), lambda tensor: tensor.long(), nullcontext),
+        ({}, (), None, forward_ad.dual_level),
+        ({}, (), None, lambda: torch.autocast("cpu", torch.bfloat16)),
     ],
 )
-def test_other_tensors_are_checked(which: int, change: Callable[[Tensor], Any]) -> None:
+def test_other_calls_are_checked(
+    options: dict[str, Any], which: Any, change: Any, context: Callable[[], Any]
+) -> None:
     given: list[Any] = [*tensors("cpu", heads=(2, 2), lengths=(7, 7))]
-    given[which] = change(given[which])
-    with pytest.raises(_CheckedError):
-        megasoftmax.attention(*given)
-
-
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("change", [lambda tensor: tensor[:, :, :0], lambda tensor: tensor.long()])
-def test_three_tensors_that_are_alike_are_checked(change: Callable[[Tensor], Tensor]) -> None:
-    given = map(change, tensors("cpu", heads=(2, 2), lengths=(7, 7)))
-    with pytest.raises(_CheckedError):
-        megasoftmax.attention(*given)
-
-
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize(
-    "context",
-    [forward_ad.dual_level, lambda: torch.autocast("cpu", torch.bfloat16)],
-    ids=["dual level", "autocast"],
-)
-def test_calls_in_a_context_are_checked(context: Callable[[], Any]) -> None:
+    for i in which:
+        given[i] = change(given[i])
     with context(), pytest.raises(_CheckedError):
-        megasoftmax.attention(*tensors("cpu", heads=(2, 2), lengths=(7, 7)))
+        megasoftmax.attention(*given, **options)
 
 
 def test_documents_one_after_the_other(by_sdpa: list[bool]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import op_checks
 import oracle
 import processes
 import pytest
@@ -179,19 +180,7 @@ def check(ranks: list[dict[Any, Any]], sizes: tuple[int, ...], name: str) -> Non
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Any, Any]]]:
-    """What each of so many processes found; they run once."""
-    found: dict[int, list[dict[Any, Any]]] = {}
-
-    def get(world: int) -> list[dict[Any, Any]]:
-        if world not in found:
-            found[world] = []  # should they fail
-            found[world] = processes.spawn(
-                worker, world, "cpu", tmp_path_factory.mktemp(f"gloo{world}")
-            )
-        assert found[world], "the processes failed, see the first failure"
-        return found[world]
-
-    return get
+    return processes.spawned_once(worker, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -220,28 +209,13 @@ def test_messages(ranks):
         assert negative.endswith("got -1")
 
 
-@pytest.fixture
-def group_of_one():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 def test_compiled(group_of_one):
-    def function(logits: Tensor) -> Tensor:
-        p, _, lse = megasoftmax.softmax_topk(
-            logits, K, scale=0.7, return_lse=True, group=group_of_one
-        )
-        return p.square().sum() + lse.sum()
+    def function(logits: Tensor) -> Any:
+        options = {"scale": 0.7, "return_lse": True, "group": group_of_one}
+        return megasoftmax.softmax_topk(logits, K, **options)
 
     logits = normal(*ROWS, COLUMNS).requires_grad_()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    actual, expected = compiled(logits), function(logits)
-    torch.testing.assert_close(actual, expected)
-    found = [torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)]
-    torch.testing.assert_close(*found)
+    op_checks.check_compiled(function, op_checks.gradients_of, [logits], dynamic=False)
 
 
 def test_forward_mode_is_refused(group_of_one):
