@@ -229,6 +229,14 @@ class _Block(NamedTuple):
         )
 
 
+def _with_results(given: ForwardArguments, output: Tensor, statistics: Tensor) -> tuple[Any, ...]:
+    """The arguments of `attention_backward` from the query on, but for what is asked for.
+
+    A function, so that its caller holds no keys of one rank while those of the next arrive.
+    """
+    return *given[:3], output, statistics, *given[3:]
+
+
 def _blocks(ring: Ring, owner: int, given: ForwardArguments) -> list[_Block]:
     """Of the queries of this rank and the keys of another, all in which some see each other."""
     blocks = [
@@ -329,16 +337,12 @@ class _RingFunction(torch.autograd.Function):
             for block in _blocks(ring, owner, given):
                 of_block = next(found)
                 rows, columns = block.of_tokens
-                own = block.of_operands(given, held)
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
                 shares = implementation.backward(
                     (weights.unsqueeze(-1) * d_output[:, :, rows]).to(query.dtype),
                     None if d_lse is None else weights * d_lse[:, :, rows],
-                    *own[:3],
-                    output[:, :, rows],
-                    of_block,
-                    *own[3:],
+                    *_with_results(block.of_operands(given, held), output[:, :, rows], of_block),
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),
