@@ -163,12 +163,32 @@ class AttentionOptions(NamedTuple):
         if self.seed is not None:
             _check_seed(self.seed, "query", query)
 
+    def beyond_sdpa(self) -> list[tuple[str, str, str]]:
+        """What torch's own attention does not do: each option, what it is, what it may be."""
+        found = []
+        if self.sink is not None:
+            found.append(("sink", "one", "None"))
+        if self.dropout != 0:
+            found.append(("dropout", str(self.dropout), "0"))
+        if self.return_lse:
+            found.append(("return_lse", "True", "False"))
+        return found
+
     def of_softmax(self) -> dict[str, Any]:
         """Those that `softmax` takes by these names, but no TileMask and no RelativeBias."""
         return {name: getattr(self, name) for name in _OF_BOTH}
 
 
 _OF_BOTH = [name for name in AttentionOptions._fields if name in SoftmaxOptions._fields]
+
+
+def sink_operands(
+    sink: Tensor | float | None, of_kernels: bool
+) -> tuple[Tensor | None, float | None]:
+    """A sink as ops take it, of which one is None; kernels know no float64."""
+    if not isinstance(sink, Tensor):
+        return None, None if sink is None else float(sink)
+    return (sink.float() if of_kernels and sink.dtype == torch.float64 else sink), None
 
 
 Options = TypeVar("Options", SoftmaxOptions, TopkOptions, AttentionOptions)

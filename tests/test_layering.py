@@ -1,12 +1,17 @@
 """Who may import whom."""
 
 import ast
+import inspect
 import re
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import megasoftmax
+from megasoftmax import options
+from megasoftmax.reference import attention, softmax
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megasoftmax"
@@ -244,3 +249,37 @@ def test_bindings_include_the_entry_points_of_kernels_only(path):
         assert target.parent == BINDINGS or (
             target.relative_to(CSRC).parts[0] in FAMILIES and target.suffix == ".h"
         ), name
+
+
+# How many Python files of the package and its adapters may name an option: a new one touches about
+# as many.
+FILES_WITH = {"sink": 17, "return_lse": 13, "renormalize": 8}
+
+
+@pytest.mark.parametrize("option", FILES_WITH)
+def test_options_are_named_in_few_files(option):
+    files = [path for path in PYTHON_FILES if re.search(rf"\b{option}\b", path.read_text())]
+    assert len(files) <= FILES_WITH[option], files
+
+
+@pytest.mark.parametrize(
+    ("function", "record"),
+    [
+        (megasoftmax.softmax, options.SoftmaxOptions),
+        (megasoftmax.softmax_topk, options.TopkOptions),
+        (megasoftmax.attention, options.AttentionOptions),
+    ],
+)
+def test_records_have_the_options_of_their_functions(function, record):
+    parameters = inspect.signature(function).parameters.values()
+    given = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert list(given.items()) == list(record._field_defaults.items())
+    assert tuple(given) == record._fields
+
+
+def test_backward_functions_go_on_with_the_arguments_of_the_forward():
+    """Autograd and rings hand them on as slices."""
+    given, backward = attention.ForwardArguments._fields, attention.BackwardArguments._fields
+    assert backward[2:-3] == (*given[:3], "output", "statistics", *given[3:])
+    given, backward = softmax.ForwardArguments._fields, softmax.DropoutBackwardArguments._fields
+    assert backward[4:14] == given[1:11]

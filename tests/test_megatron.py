@@ -507,7 +507,7 @@ def test_packed_sequences_that_drop_nearly_all_are_not_fused(monkeypatch):
     tensor = torch.randn(6, HEADS, HEAD_DIM)
     for is_training in (True, False):
         core.train(is_training)(tensor, tensor, tensor, None, packed_seq_params=packed([6]))
-    assert [options["dropout"] for options in asked] == [0.99, 0.0]
+    assert [options.dropout for options in asked] == [0.99, 0.0]
 
 
 def test_packed_sequences_have_the_type_of_autocast(device):

@@ -40,36 +40,19 @@ def gradients(
 
     Of the statistics the log-sum-exp has one; the others are constants.
     """
-    given = ctx.given
     output, statistics, *tensors = ctx.saved_tensors
-    query, key, value, bias, mask, sink, first, end, note, seed = tensors
+    given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+    bias, sink = given.bias, given.sink
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
     wants_bias = bias is not None and needs.bias
     wants_sink = sink is not None and needs.sink
     d_query, d_key, d_value, d_bias, d_rows = implementation.backward(
         output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
         None if d_statistics is None else d_statistics[2],
-        query,
-        key,
-        value,
+        *given[:3],
         output,
         statistics,
-        bias,
-        mask,
-        given.scale,
-        given.causal,
-        given.window_left,
-        given.window_right,
-        sink,
-        given.sink_value,
-        given.relative,
-        first,
-        end,
-        note,
-        given.block,
-        given.dropout,
-        seed,
-        given.tf32,
+        *given[3:],
         wants_bias,
         wants_sink,
         torch.are_deterministic_algorithms_enabled(),

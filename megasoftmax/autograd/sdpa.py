@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from megasoftmax.autograd.function import is_differentiated
-from megasoftmax.reference.attention import attention_backward
+from megasoftmax.reference.attention import BackwardArguments, attention_backward
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
     excluded_by_ranges,
     excluded_by_window,
+    plain,
     union,
 )
 from megasoftmax.tracing import is_of_many_gradients, is_traced
@@ -148,9 +149,10 @@ class _Attention(torch.autograd.Function):
             )
             if math.isfinite(found[0].sum(dtype=lse.dtype).item()):
                 return *found, None
+        tensors = {"d_output": d_output, "query": query, "key": key, "value": value, "bias": added}
+        results = {"output": output, "statistics": lse}
         d_query, d_key, d_value, _, _ = attention_backward(
-            *(d_output, None, query, key, value, output, lse, added, None, scale, causal, -1, -1),
-            *(None, None, False, None, None, None, 1, 0.0, None, False, False, False, False),
+            *plain(BackwardArguments, **tensors, **results, scale=scale, causal=causal)
         )
         return d_query, d_key, d_value, None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import is_differentiated
 from megasoftmax.autograd.softmax import REFERENCE, call_backward
+from megasoftmax.reference.softmax import BackwardArguments, plain
 from megasoftmax.tracing import is_of_many_gradients, is_traced
 
 
@@ -26,10 +27,8 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (probabilities,) = ctx.saved_tensors
         dtype = probabilities.dtype
-        arguments = (
-            *(gradient, probabilities, None, None, 1.0, None, False, -1, -1, None, None),
-            *(None, None, dtype, False, False),
-        )
+        given = {"gradient": gradient, "probabilities": probabilities, "dtype": dtype}
+        arguments = plain(BackwardArguments, **given)
         if is_differentiated():
             assert call_backward is not None
             return call_backward(REFERENCE, *arguments)[0]

@@ -234,6 +234,14 @@ class _Block(NamedTuple):
         )
 
 
+def _with_results(given: ForwardArguments, output: Tensor, statistics: Tensor) -> tuple[Any, ...]:
+    """The arguments of `attention_backward` from the query on, but for what is asked for.
+
+    A function, so that its caller holds no keys of one rank while those of the next arrive.
+    """
+    return *given[:3], output, statistics, *given[3:]
+
+
 def _joins_parts(ring: Ring, given: ForwardArguments) -> bool:
     """Whether the two parts of a rank in zigzag order are computed as one."""
     of_pairs = given.bias, given.mask, given.first, given.end
@@ -353,7 +361,6 @@ class _RingFunction(torch.autograd.Function):
             of_keys = [_Shares(each, compute) for each in held]
             for block, of_block in zip(_blocks(ring, owner, given), of_rank[owner], strict=True):
                 rows, columns = block.of_tokens
-                own = block.of_operands(given, held)
                 weights = torch.exp(of_block[2] - lse[:, :, rows])
                 weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
                 d_output_of_rows = d_output[:, :, rows]
@@ -362,10 +369,7 @@ class _RingFunction(torch.autograd.Function):
                 shares = implementation.backward(
                     weighted,
                     None if d_lse is None else weights * d_lse[:, :, rows],
-                    *own[:3],
-                    output[:, :, rows],
-                    of_block,
-                    *own[3:],
+                    *_with_results(block.of_operands(given, held), output[:, :, rows], of_block),
                     wants_bias,
                     False,
                     torch.are_deterministic_algorithms_enabled(),

@@ -18,7 +18,6 @@ from megasoftmax.functions.calls import (
     cast_for_kernels,
     int32_bounds,
     seed_of_call,
-    tensor_and_number,
     with_rank,
 )
 from megasoftmax.functions.torch_sdpa import attention_by_sdpa, reasons_against_sdpa
@@ -32,6 +31,7 @@ from megasoftmax.options import (
     as_number,
     checked_window,
     read_options,
+    sink_operands,
 )
 from megasoftmax.tracing import in_jit_trace
 
@@ -360,18 +360,19 @@ class AttentionCall(Call):
             keys: how many there are of all ranks.
         """
         query, options = self.tensor, self.options
-        bias, sink = options.bias, options.sink
+        bias = options.bias
+        of_kernels = implementation is ops.attention.IMPLEMENTATION
         is_relative = isinstance(bias, RelativeBias)
         table = bias.table if isinstance(bias, RelativeBias) else bias
-        if implementation is ops.attention.IMPLEMENTATION:
-            table, sink = cast_for_kernels(query, table, sink)
+        if of_kernels:
+            table = cast_for_kernels(table, query)
         mask, note, block = self._mask(implementation)
         left, right = (-1, -1) if options.window is None else options.window
         first = end = sink_tensor = sink_value = None
         if options.visible is not None:
             first, end = int32_bounds(options.visible, keys)
-        if sink is not None:
-            sink_tensor, sink_value = tensor_and_number(sink)
+        if options.sink is not None:
+            sink_tensor, sink_value = sink_operands(options.sink, of_kernels)
         return (
             with_rank(table, 3 if is_relative else 4),
             mask,

@@ -84,11 +84,6 @@ def seed_of_call(seed: Tensor | None, scores: Tensor) -> Tensor:
     return sharding.seed_of_shards(seed, scores) if sharding.prepare(scores) else seed
 
 
-def tensor_and_number(sink: Tensor | float) -> tuple[Tensor | None, float | None]:
-    """A sink as ops take it; one of the two is None."""
-    return (sink, None) if isinstance(sink, Tensor) else (None, float(sink))
-
-
 def int32_bounds(visible: Ranges, keys: int) -> Ranges:
     """Both in int32."""
     first, end = visible
@@ -106,17 +101,10 @@ def with_rank(tensor: Tensor | None, rank: int) -> Tensor | None:
     return None if tensor is None else tensor[(None,) * (rank - tensor.dim())]
 
 
-def cast_for_kernels(
-    scores: Tensor, bias: Tensor | None, sink: Tensor | float | None
-) -> tuple[Tensor | None, Tensor | float | None]:
-    """The bias in the type of the scores or float32, the sink in one that kernels know.
-
-    A bias of no dimension gets one.
-    """
-    if bias is not None and bias.dim() == 0:
+def cast_for_kernels(bias: Tensor | None, scores: Tensor) -> Tensor | None:
+    """The bias in the type of the scores or float32. One of no dimension gets one."""
+    if bias is None:
+        return None
+    if bias.dim() == 0:
         bias = bias[None]
-    if bias is not None and bias.dtype != scores.dtype:
-        bias = bias.float()
-    if isinstance(sink, Tensor) and sink.dtype == torch.float64:
-        sink = sink.float()
-    return bias, sink
+    return bias if bias.dtype == scores.dtype else bias.float()

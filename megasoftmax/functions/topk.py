@@ -171,7 +171,7 @@ class TopkCall(Call):
         implementation, bias = autograd.topk.REFERENCE, options.bias
         if self.runs_fused():
             implementation = ops.topk.IMPLEMENTATION
-            bias, _ = cast_for_kernels(logits, bias, None)
+            bias = cast_for_kernels(bias, logits)
         elif runs_as_op("logits", logits):
             implementation = ops.topk.IMPLEMENTATION
         operands = (

@@ -25,6 +25,7 @@ from megasoftmax.ops.registration import (
     fake,
     implement,
     implement_everywhere,
+    schema_of,
     trace,
     without_rules,
 )
@@ -119,19 +120,10 @@ def _defined(name: str, *, has_kernels: bool) -> tuple[Implementation, Any]:
     Returns them below autograd, and that of the forward without rules.
     """
     forward = define_differentiable(
-        f"{name}_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, "
-        "float scale, bool causal, int window_left, int window_right, Tensor? sink, "
-        "float? sink_value, bool relative, Tensor? first, Tensor? end, Tensor? note, int block, "
-        "float dropout, Tensor? seed, bool tf32) -> (Tensor output, Tensor statistics)"
+        schema_of(attention_forward, "(Tensor output, Tensor statistics)", f"{name}_forward")
     )
-    backward = define_differentiable(
-        f"{name}_backward(Tensor d_output, Tensor? d_lse, Tensor query, Tensor key, Tensor value, "
-        "Tensor output, Tensor statistics, Tensor? bias, Tensor? mask, float scale, bool causal, "
-        "int window_left, int window_right, Tensor? sink, float? sink_value, bool relative, "
-        "Tensor? first, Tensor? end, Tensor? note, int block, float dropout, Tensor? seed, "
-        "bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) -> "
-        "(Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
-    )
+    gradients = "(Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_bias, Tensor d_sink)"
+    backward = define_differentiable(schema_of(attention_backward, gradients, f"{name}_backward"))
     traced = Implementation(forward, backward)
     compute = implement if has_kernels else implement_everywhere
     compute(forward, attention_forward)

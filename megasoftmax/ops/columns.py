@@ -13,7 +13,13 @@ from torch import Tensor
 
 from megasoftmax.autograd import softmax
 from megasoftmax.autograd.function import Implementation, Rules
-from megasoftmax.ops.registration import below_autograd, define_differentiable, implement, trace
+from megasoftmax.ops.registration import (
+    below_autograd,
+    define_differentiable,
+    implement,
+    schema_of,
+    trace,
+)
 from megasoftmax.reference.softmax import (
     BackwardArguments,
     ForwardArguments,
@@ -22,14 +28,8 @@ from megasoftmax.reference.softmax import (
     softmax_columns_forward,
 )
 
-_forward = define_differentiable(
-    "softmax_columns_forward(Tensor scores, float scale, ScalarType dtype, bool return_lse) "
-    "-> (Tensor, Tensor)",
-)
-_backward = define_differentiable(
-    "softmax_columns_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, "
-    "float scale, ScalarType dtype) -> Tensor",
-)
+_forward = define_differentiable(schema_of(softmax_columns_forward, "(Tensor, Tensor)"))
+_backward = define_differentiable(schema_of(softmax_columns_backward, "Tensor"))
 
 
 def _with_one_outer_dimension(tensor: Tensor, inner: int) -> Tensor:

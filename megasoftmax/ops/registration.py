@@ -1,10 +1,12 @@
 """How an op is defined and implemented."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation, Rules
 from megasoftmax.build import library
@@ -22,6 +24,24 @@ def define(schema: str) -> Any:
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     name, _, overload = schema.partition("(")[0].partition(".")
     return getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload or "default")
+
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+}
+
+
+def schema_of(function: Callable[..., Any], returns: str, name: str | None = None) -> str:
+    """The schema of an op with the arguments, and by default the name, of its reference."""
+    parameters = inspect.signature(function).parameters.values()
+    arguments = ", ".join(f"{_TYPES[each.annotation]} {each.name}" for each in parameters)
+    return f"{name or function.__name__}({arguments}) -> {returns}"
 
 
 def define_differentiable(schema: str) -> Any:

@@ -15,6 +15,7 @@ from megasoftmax.ops.registration import (
     define_differentiable,
     fake,
     implement,
+    schema_of,
     trace,
 )
 from megasoftmax.reference.softmax import (
@@ -22,37 +23,22 @@ from megasoftmax.reference.softmax import (
     DropoutBackwardArguments,
     ForwardArguments,
     accumulation_dtype,
+    plain,
     softmax_backward,
     softmax_dropout_backward,
     softmax_forward,
 )
 
-_forward = define_differentiable(
-    "softmax_forward(Tensor scores, float scale, Tensor? mask, Tensor? bias, bool causal, "
-    "int window_left, int window_right, Tensor? first, Tensor? end, Tensor? sink, "
-    "float? sink_value, ScalarType dtype, bool return_lse, float dropout, Tensor? seed) "
-    "-> (Tensor, Tensor)",
-)
+_THREE = "(Tensor, Tensor, Tensor)"
+_forward = define_differentiable(schema_of(softmax_forward, "(Tensor, Tensor)"))
 # Where only probabilities are wanted, of few arguments: each argument and each result costs the
 # host. csrc/host calls it, below autograd, and compiled code that needs no gradient.
 forward_alone = define(
     "softmax_forward.alone(Tensor scores, float scale, Tensor? mask, bool causal, "
     "ScalarType dtype) -> Tensor",
 )
-_backward = define_differentiable(
-    "softmax_backward(Tensor gradient, Tensor probabilities, Tensor? lse_gradient, Tensor? lse, "
-    "float scale, Tensor? bias, bool causal, int window_left, int window_right, Tensor? first, "
-    "Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, bool bias_gradient, "
-    "bool sink_gradient) -> (Tensor, Tensor, Tensor)",
-)
-
-_dropout_backward = define_differentiable(
-    "softmax_dropout_backward(Tensor gradient, Tensor scores, Tensor? lse_gradient, Tensor lse, "
-    "float scale, Tensor? mask, Tensor? bias, bool causal, int window_left, int window_right, "
-    "Tensor? first, Tensor? end, Tensor? sink, float? sink_value, ScalarType dtype, "
-    "bool bias_gradient, bool sink_gradient, float dropout, Tensor seed) "
-    "-> (Tensor, Tensor, Tensor)",
-)
+_backward = define_differentiable(schema_of(softmax_backward, _THREE))
+_dropout_backward = define_differentiable(schema_of(softmax_dropout_backward, _THREE))
 
 # Below autograd.
 IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))
@@ -78,9 +64,8 @@ def _alone(
     causal: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    options = None, None, None, None, dtype, False, 0.0, None
-    given = ForwardArguments(scores, scale, mask, None, causal, -1, -1, *options)
-    return forward(*given)[0]
+    options = {"scale": scale, "mask": mask, "causal": causal, "dtype": dtype}
+    return forward(*plain(ForwardArguments, scores=scores, **options))[0]
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

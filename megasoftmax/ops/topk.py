@@ -7,7 +7,13 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation
 from megasoftmax.autograd.topk import BACKWARD, FORWARD
-from megasoftmax.ops.registration import below_autograd, define_differentiable, implement, trace
+from megasoftmax.ops.registration import (
+    below_autograd,
+    define_differentiable,
+    implement,
+    schema_of,
+    trace,
+)
 from megasoftmax.reference.softmax import accumulation_dtype
 from megasoftmax.reference.topk import (
     BackwardArguments,
@@ -16,15 +22,8 @@ from megasoftmax.reference.topk import (
     softmax_topk_forward,
 )
 
-_forward = define_differentiable(
-    "softmax_topk_forward(Tensor logits, int k, float scale, Tensor? mask, Tensor? bias, "
-    "bool renormalize, ScalarType dtype, bool candidates) -> (Tensor, Tensor, Tensor)",
-)
-_backward = define_differentiable(
-    "softmax_topk_backward(Tensor gradient, Tensor probabilities, Tensor indices, "
-    "Tensor? lse_gradient, Tensor logits, Tensor statistics, float scale, Tensor? mask, "
-    "Tensor? bias, bool renormalize, float factor, ScalarType dtype) -> Tensor",
-)
+_forward = define_differentiable(schema_of(softmax_topk_forward, "(Tensor, Tensor, Tensor)"))
+_backward = define_differentiable(schema_of(softmax_topk_backward, "Tensor"))
 
 # Below autograd.
 IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))

@@ -396,10 +396,8 @@ def softmax_columns_forward(
         Probabilities, contiguous, [outer, length, inner], in `dtype`. Log-sum-exp [outer, inner],
         float32 (float64 for float64 scores), or (0,).
     """
-    probabilities, lse = softmax_forward(
-        *(scores.mT, scale, None, None, False, -1, -1, None, None, None, None),
-        *(dtype, return_lse, 0.0, None),
-    )
+    options = {"scale": scale, "dtype": dtype, "return_lse": return_lse}
+    probabilities, lse = softmax_forward(*plain(ForwardArguments, scores=scores.mT, **options))
     return probabilities.mT.contiguous(), lse
 
 
@@ -420,9 +418,9 @@ def softmax_columns_backward(
     Returns:
         The gradient of the scores, contiguous, in `dtype`.
     """
+    given = {"gradient": gradient.mT, "probabilities": probabilities.mT, "scale": scale}
     d_scores, _, _ = softmax_backward(
-        *(gradient.mT, probabilities.mT, lse_gradient, None, scale, None, False, -1, -1),
-        *(None, None, None, None, dtype, False, False),
+        *plain(BackwardArguments, **given, lse_gradient=lse_gradient, dtype=dtype)
     )
     return d_scores.mT.contiguous()
 
@@ -575,6 +573,27 @@ def arguments_of(function: Callable[..., Any]) -> Any:
     """
     names = inspect.signature(function).parameters
     return namedtuple(f"{function.__name__}_arguments", names, defaults=[None] * len(names))
+
+
+_WHERE_NOT_GIVEN = {
+    "scale": 1.0,
+    "causal": False,
+    "window_left": -1,
+    "window_right": -1,
+    "return_lse": False,
+    "relative": False,
+    "block": 1,
+    "dropout": 0.0,
+    "tf32": False,
+    "bias_gradient": False,
+    "sink_gradient": False,
+    "deterministic": False,
+}
+
+
+def plain(record: Any, **given: Any) -> Any:
+    """Arguments of a function, in a record of `arguments_of`, without the options not given."""
+    return record(**({name: _WHERE_NOT_GIVEN.get(name) for name in record._fields} | given))
 
 
 ForwardArguments = arguments_of(softmax_forward)
