@@ -68,7 +68,7 @@ class SoftmaxOptions(NamedTuple):
             _check_visible(self.visible, "scores", scores, scores.shape[:-1])
         check_dropout("dropout", self.dropout)
         if self.seed is not None:
-            _check_seed(self.seed, "scores", scores)
+            check_seed(self.seed, "scores", scores)
         if type(self.dim) is not int or self.dim != -1:
             self._check_dim(scores.dim())
         _check_choices(self.dtype, self.return_lse, self.fused)
@@ -161,7 +161,7 @@ class AttentionOptions(NamedTuple):
             _check_fused(self.fused)
         check_dropout("dropout", self.dropout)
         if self.seed is not None:
-            _check_seed(self.seed, "query", query)
+            check_seed(self.seed, "query", query)
 
     def beyond_sdpa(self) -> list[tuple[str, str, str]]:
         """What torch's own attention does not do: each option, what it is, what it may be."""
@@ -321,7 +321,7 @@ def check_dropout(name: str, dropout: float) -> None:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {dropout}")
 
 
-def _check_seed(seed: Tensor, name_of_scores: str, scores: Tensor) -> None:
+def check_seed(seed: Tensor, name_of_scores: str, scores: Tensor) -> None:
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
         hint = ""
         if type(as_integer(seed)) is int:

@@ -253,8 +253,10 @@ def _traced_attention(
     dropout: float,
     *others: Any,
 ) -> Tensor | None:
-    """`attention` without dropout and the others in compiled code, as that of softmax. It has
-    104 guards in place of 350."""
+    """`attention` in compiled code as one op, as `softmax` has it; None where one of the others is.
+
+    It has 104 guards. The way that checks and decides everything has 340.
+    """
     for other in others:
         if other is not None:
             return None

@@ -24,6 +24,7 @@ from megasoftmax.options import (
     SoftmaxOptions,
     Window,
     as_number,
+    check_seed,
     checked_window,
     read_options,
     sink_operands,
@@ -200,6 +201,9 @@ def softmax(
         )
         if served is not None:
             return cast(Tensor, served)
+    scale = as_number("scale", scale)
+    if type(dim) is not int:
+        dim = checks.as_integer(dim)
     if (  # the shortest way for the most frequent call on a CPU
         not is_compiling
         and mask is None
@@ -207,13 +211,13 @@ def softmax(
         and window is None
         and visible is None
         and sink is None
-        and seed is None
         and causal is False
         and return_lse is False
         and (fused is None or fused is False)
-        and type(dropout) in (float, int)
-        and not dropout
-        and type(scale) in (float, int)
+        and isinstance(dropout, (float, int))
+        and dropout == 0
+        and dropout is not False
+        and isinstance(scale, (float, int))
         and scale == 1
         and type(dim) is int
         and isinstance(scores, Tensor)
@@ -221,12 +225,11 @@ def softmax(
         and dispatch.is_plain_scores(scores)
         and (dtype is None or dtype == scores.dtype)
     ):
+        if seed is not None:
+            check_seed(seed, "scores", scores)
         return autograd.torch_softmax.softmax(scores)
-    if type(dim) is not int:
-        dim = checks.as_integer(dim)
     if window is not None:
         window = checked_window("window", window)
-    scale = as_number("scale", scale)
     options = SoftmaxOptions(
         scale,
         mask,
@@ -342,7 +345,7 @@ def softmax_backward(
 
 
 class SoftmaxCall(Call):
-    """A call of `softmax`. Over an earlier dimension, columns are rows that are moved last."""
+    """A call of `softmax`. An earlier dimension is moved last, unless kernels take it in place."""
 
     __slots__ = ()
 
@@ -400,9 +403,9 @@ class SoftmaxCall(Call):
         before, after = shape[:dim], shape[dim + 1 :]
         scores = self.tensor.reshape(math.prod(before), shape[dim], math.prod(after))
         probabilities, lse = self._call(autograd.softmax, ops.columns.IMPLEMENTATION, scores, True)
-        return probabilities.view(shape), lse.view(
-            before + after
-        ) if self.options.return_lse else lse
+        if self.options.return_lse:
+            lse = lse.view(before + after)
+        return probabilities.view(shape), lse
 
     def _call(
         self, function: Any, implementation: Implementation, scores: Tensor, is_fused: bool
