@@ -215,7 +215,7 @@ def on_late_input(function: Callable[[Tensor], Any], value: Tensor) -> Any:
     return results
 
 
-def capture(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of the step, which ran once before, and the results that a replay fills."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

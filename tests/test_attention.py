@@ -1004,66 +1004,50 @@ def test_rows_with_nothing_left(by: str, sink: Any, device: str) -> None:
             assert (found["lse"][empty] == -INF).all()
 
 
-@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0), (1, 0), (0, 1)])
-def test_lengths_of_zero(lengths: tuple[int, int], device: str) -> None:
-    m, n = lengths
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"lengths": lengths} for lengths in ((0, 3), (3, 0), (0, 0), (1, 0), (0, 1))),
+        *({"batch": 0}, {"heads": (0, 0)}, {"heads": (0, 2)}, {"dims": (0, 8)}, {"dims": (8, 0)}),
+    ],
+    ids=str,
+)
+def test_sizes_of_zero(shape: dict[str, Any], device: str) -> None:
+    """No gradient reaches what no query meets."""
+    m, n = shape.get("lengths", (5, 13))
     for dtype in dtypes_on(device):
-        q, k, v = tensors(device, dtype, lengths=lengths)
-        biases: tuple[Any, ...] = (
-            None,
-            normal(2, 4, m, n, device=device, dtype=dtype).requires_grad_(),
-            normal(4, 1, 1, device=device, dtype=dtype).requires_grad_(),
-            RelativeBias(normal(4, max(m + n - 1, 0), device=device, dtype=dtype).requires_grad_()),
-        )
-        for bias, sink in itertools.product(biases, (None, 0.5)):
-            function = attention_on(device, dtype)
+        q, k, v = tensors(device, dtype, **shape)
+        h = q.shape[1]
+        shapes: list[Any] = [None]
+        if "lengths" in shape:
+            shapes += [(2, 4, m, n), (4, 1, 1), (4, max(m + n - 1, 0))]
+        elif "batch" in shape or h != k.shape[1] * 2:
+            shapes += [(1, h, m, n), (1, h, 1, n), (1, h, m, 1), (1, h, m + n - 1)]
+        for of_bias, sink in itertools.product(shapes, (None, 0.5)[: 1 + ("lengths" in shape)]):
             inputs = [each.detach().requires_grad_() for each in (q, k, v)]
-            output, lse = function(*inputs, bias=bias, sink=sink, return_lse=True)
-            assert output.shape == (2, 4, m, 8)
-            assert (output == 0).all()
-            assert torch.equal(lse, torch.full_like(lse, -INF if sink is None else sink))
-            if isinstance(bias, RelativeBias):
-                inputs.append(bias.table)
-            elif bias is not None:
+            bias: Any = None
+            if of_bias is not None:
+                bias = normal(*of_bias, device=device, dtype=dtype).requires_grad_()
                 inputs.append(bias)
-            for found, each in zip(torch.autograd.grad(output.sum(), inputs), inputs, strict=True):
-                assert torch.equal(found, torch.zeros_like(each))
-
-
-@pytest.mark.parametrize("empty", ["batch", "heads", "head_dim", "value_dim"])
-def test_other_sizes_of_zero(empty: str, device: str) -> None:
-    for dtype in dtypes_on(device):
-        q, k, v = tensors(
-            device,
-            dtype,
-            batch=0 if empty == "batch" else 2,
-            heads=(0, 0) if empty == "heads" else (4, 2),
-            dims=(0 if empty == "head_dim" else 8, 0 if empty == "value_dim" else 8),
-        )
-        inputs = [each.requires_grad_() for each in (q, k, v)]
-        output, lse = attention_on(device, dtype)(*inputs, return_lse=True)
-        assert output.shape == (*q.shape[:-1], v.shape[-1])
-        if empty == "head_dim":  # all logits are 0
-            mean = v.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(output.shape)
-            torch.testing.assert_close(output.float(), mean, rtol=0.01, atol=0.01)
-            torch.testing.assert_close(lse, torch.full_like(lse, 13).log())
-        for found, each in zip(torch.autograd.grad(output.sum(), inputs), inputs, strict=True):
-            assert found.shape == each.shape
-
-
-@pytest.mark.parametrize("empty", ["batch", "heads of queries"])
-def test_gradients_of_what_no_query_meets(empty: str, device: str) -> None:
-    for dtype in dtypes_on(device):
-        shape = {"batch": 0} if empty == "batch" else {"heads": (0, 2)}
-        inputs = [each.requires_grad_() for each in tensors(device, dtype, **shape)]
-        heads = inputs[0].shape[1]
-        for sizes in ((1, heads, 5, 13), (1, heads, 1, 13), (1, heads, 5, 1), (1, heads, 17)):
-            table = normal(*sizes, device=device, dtype=dtype, seed=4).requires_grad_()
-            bias = RelativeBias(table) if len(sizes) == 3 else table
-            output = attention_on(device, dtype)(*inputs, bias=bias)
-            found = torch.autograd.grad(output.sum(), [*inputs, table])
-            for gradient, each in zip(found, [*inputs, table], strict=True):
-                assert torch.equal(gradient, torch.zeros_like(each))
+                is_table = len(of_bias) == (2 if "lengths" in shape else 3)
+                bias = RelativeBias(bias) if is_table else bias
+            function = attention_on(device, dtype)
+            output, lse = function(*inputs[:3], bias=bias, sink=sink, return_lse=True)
+            assert output.shape == (*q.shape[:-1], v.shape[-1])
+            if "lengths" in shape:
+                assert (output == 0).all()
+                assert torch.equal(lse, torch.full_like(lse, -INF if sink is None else sink))
+            found = torch.autograd.grad(output.sum(), inputs)
+            if shape == {"dims": (0, 8)}:  # all logits are 0
+                mean = v.float().mean(2, keepdim=True).repeat_interleave(2, 1)
+                torch.testing.assert_close(
+                    output.float(), mean.expand(output.shape), rtol=0.01, atol=0.01
+                )
+                torch.testing.assert_close(lse, torch.full_like(lse, 13).log())
+                assert [each.shape for each in found] == [each.shape for each in inputs]
+            else:
+                for gradient, each in zip(found, inputs, strict=True):
+                    assert torch.equal(gradient, torch.zeros_like(each))
 
 
 def test_sinks_of_either_infinity(device: str) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import op_checks
 import processes
 import pytest
 import torch
@@ -669,11 +670,7 @@ def test_checkpoints_drop_the_same_again(use_reentrant, device):
 @pytest.mark.gpu
 def test_each_replay_of_a_graph_drops_others():
     calls = both_functions("cuda")
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = [call() for call in calls]
+    graph, found = op_checks.capture(lambda: [call() for call in calls])
     replays = []
     for _ in range(2):
         graph.replay()

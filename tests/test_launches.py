@@ -16,6 +16,7 @@ from inputs import bits_equal, coin, normal
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax import ranges
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,18 @@ def decoding(device: str) -> Call:
     return lambda: megasoftmax.attention(q, k, v, return_lse=True, fused=True)
 
 
+def attention_of_documents(device: str) -> Call:
+    """Of which each launch counts the tiles that its blocks take."""
+    q, k, v = (
+        normal(2, 32, 2048, 128, device=device, dtype=torch.bfloat16, seed=i) for i in range(3)
+    )
+    offsets = torch.tensor([0, 100, 700, 1500, 2048], device=device)
+    options = {"visible": ranges.packed(offsets, 2048), "causal": True, "fused": True}
+    return lambda: (megasoftmax.attention(q, k, v, **options),)
+
+
 CALLS = [
+    attention_of_documents,
     rows_of_millions,
     rows_of_clusters,
     columns_of_clusters,

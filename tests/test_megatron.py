@@ -9,6 +9,7 @@ import warnings
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+import op_checks
 import processes
 import pytest
 import torch
@@ -564,11 +565,8 @@ def test_packed_sequences_stay_on_the_device(name):
         return torch.autograd.grad(output, tensors, torch.ones_like(output))
 
     step()  # compiles and loads
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with op_checks.without_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Padding

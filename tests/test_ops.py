@@ -226,6 +226,8 @@ def test_ops_agree_between_cpu_and_gpu(name: str, case: str) -> None:
     close = {"rtol": 0.02, "atol": 0.02} if is_attention else {"rtol": 1e-3, "atol": 1e-5}
     if name == "topk":
         close["rtol"] = 1e-4
+    if (name, case) == ("columns", "float16"):  # the gradient is made of rounded probabilities
+        close = {"rtol": 2e-3, "atol": 1e-3}
 
     def op(*arguments: Any) -> tuple[Tensor, ...]:
         output, *others = family.forward(*arguments)
@@ -781,7 +783,9 @@ def test_never_synchronises(name: str, fused: bool) -> None:
 def test_other_device_is_current(name: str) -> None:
     inputs = FAMILIES[name].draw(draw_on("cuda:1", name))
     run = partial(gradients_of, FAMILIES[name].call, *inputs)
-    op_checks.check_other_device(run, assert_close_on("cuda:1", name))
+    exact = op_checks.assert_equal
+    close = assert_close_on("cuda:1", name) if name == "attention" else exact
+    op_checks.check_other_device(run, close)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import op_checks
@@ -11,7 +11,16 @@ import oracle
 import oracle_attention
 import pytest
 import torch
-from inputs import attention_on, bits_equal, coin, dtypes_on, normal, on_all_kernels, tensors
+from inputs import (
+    attention_on,
+    bits_equal,
+    coin,
+    deterministic,
+    dtypes_on,
+    normal,
+    on_all_kernels,
+    tensors,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -231,14 +240,16 @@ def test_attention_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", ["none", "shared", "dense"])
 @pytest.mark.parametrize("kind", ["random", "packed", "ends"])
-def test_attention_in_order(kind: str, bias: str, deterministic: None) -> None:
+def test_attention_in_order(kind: str, bias: str) -> None:
     lengths = (200, 300)
     q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(64, 64))
     given: dict[str, Any] = {}
     if (shape := BIASES[bias]) is not None:
         table = normal(*shape(*lengths), device="cuda", dtype=torch.bfloat16, seed=4)
         given["bias"] = table.requires_grad_()
-    check_attention(q, k, v, visible=on("cuda", KINDS[kind](2, 4, *lengths)), **given, what=kind)
+    visible = on("cuda", KINDS[kind](2, 4, *lengths))
+    with deterministic():
+        check_attention(q, k, v, visible=visible, **given, what=kind)
 
 
 @pytest.mark.gpu
@@ -295,33 +306,6 @@ def test_blocks_take_many_tiles_of_few_keys(kind: str, keys: int, dims: tuple[in
     )
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0][:1, :2].float(), wanted, atol=0.02, rtol=0.02)
-
-
-@pytest.mark.gpu
-def test_launches_count_their_tiles_apart() -> None:
-    """Calls on several streams at once."""
-    q, k, v = (torch.randn(2, 32, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    offsets = torch.tensor([0, 100, 700, 1500, 2048], device="cuda")
-    visible = ranges.packed(offsets, 2048)
-    expected = megasoftmax.attention(q, k, v, visible=visible, causal=True, fused=True)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    for _ in range(10):
-        found = []
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(
-                    megasoftmax.attention(q, k, v, visible=visible, causal=True, fused=True)
-                )
-        torch.cuda.synchronize()
-        assert all(torch.equal(each, expected) for each in found)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_nothing_is_a_row_of_zeros(device: str) -> None:
@@ -709,11 +693,8 @@ def test_builders_do_not_ask_the_device() -> None:
 
     call()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with op_checks.without_synchronisation():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -258,6 +258,7 @@ CHANGES: list[Callable[[Tensor], Any]] = [
         ),
         *(({}, (i,), change, nullcontext) for i in range(3) for change in CHANGES),
         ({}, range(3), lambda tensor: tensor[:, :, :0], nullcontext),
+        ({}, range(3), lambda tensor: tensor[0], nullcontext),
         ({}, range(3), lambda tensor: tensor.long(), nullcontext),
         ({}, (), None, forward_ad.dual_level),
         ({}, (), None, lambda: torch.autocast("cpu", torch.bfloat16)),

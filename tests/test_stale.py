@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import pytest
 import torch
 from inputs import normal
@@ -90,13 +91,7 @@ def test_replays_see_a_refilled_mask(implementation: str) -> None:
     mask, other, ids = masks_and_ids("cuda")
     model = Model(implementation, "cuda").half()
     with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            model(ids, mask)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = model(ids, mask)
+        graph, logits = op_checks.capture(lambda: model(ids, mask))
         wanted = model(ids, other)
         mask.copy_(other)
         graph.replay()
@@ -110,10 +105,7 @@ def test_replays_see_what_a_tile_mask_holds() -> None:
     excluded = torch.ones(200, 200, dtype=torch.bool, device="cuda").triu(1)
     shared = megasoftmax.TileMask(excluded)
     other = excluded.T.contiguous()
-    megasoftmax.attention(query, key, value, mask=shared)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = megasoftmax.attention(query, key, value, mask=shared)
+    graph, output = op_checks.capture(lambda: megasoftmax.attention(query, key, value, mask=shared))
     wanted = megasoftmax.attention(query, key, value, mask=other)
     excluded.copy_(other)
     graph.replay()
