@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.tracing import may_keep
+from megasoftmax.tracing import is_traced, may_keep
 
 _MOST = 4  # tensors at a time: models alternate between few kinds of masks
 
@@ -62,11 +62,15 @@ def made_once(tensor: Tensor, name: str, make: Callable[[Tensor], Any]) -> Any:
 
 
 def can_share(tensor: Tensor) -> bool:
-    """Whether what is made of it may serve other layers: in the pass of a model, if kept at all.
+    """Whether what is made of it may serve other layers, in the pass of a model.
 
-    Not in inference mode, where what is made cannot be saved for a backward pass.
+    Not while calls are traced or captured. Not in inference mode, where what is made cannot be
+    saved for a backward pass.
     """
-    if _pass.made is None or torch.is_inference_mode_enabled() or tensor.is_inference():
+    # First, because torch.compile traces none of the others.
+    if is_traced() or _pass.made is None:
+        return False
+    if torch.is_inference_mode_enabled() or tensor.is_inference():
         return False
     return may_keep(tensor.device)
 
@@ -74,13 +78,16 @@ def can_share(tensor: Tensor) -> bool:
 def with_tiles(mask: Tensor, excluded: Callable[[Tensor], Tensor]) -> Tensor | megasoftmax.TileMask:
     """A mask for attention, with one block mask for all layers that share it.
 
+    Outside of a pass each layer has its own. Layers that are computed again for the backward pass,
+    when the pass is over, must save as many tensors as they did.
+
     Args:
         mask: bool, as the layers get it.
         excluded: makes another tensor of it, True = excluded.
 
     Returns:
-        A TileMask; a tensor where it cannot be shared.
+        A TileMask; a tensor while calls are traced.
     """
-    if not can_share(mask):
+    if is_traced():
         return excluded(mask)
     return made_once(mask, "tiles", lambda mask: megasoftmax.TileMask(excluded(mask)))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megasoftmax.tracing import is_traced
+from megasoftmax.tracing import in_jit_trace, is_traced
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING_NAMES = "float16, bfloat16, float32 or float64"
@@ -21,16 +21,23 @@ _STRIDED = torch.strided
 
 def kind(value: object) -> str:
     """What came, in an error."""
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}"
+    found = type(value)
+    return f"numpy.{found.__name__}" if found.__module__ == "numpy" else found.__name__
 
 
 def as_integer(value: Any) -> Any:
     """The int of a numpy integer, or of another object that stands for one.
 
-    Ints, bools, tensors and what is no integer are returned as they are.
+    So is a size while torch.jit.trace records, which makes a tensor of it. Other tensors, which a
+    device may have to be waited for, ints, bools and what is no integer are returned as they are.
     """
-    if isinstance(value, (int, torch.SymInt, Tensor)):
+    if isinstance(value, (int, torch.SymInt)):
         return value
+    if isinstance(value, Tensor):
+        is_size = value.dim() == 0 and value.dtype == torch.int64 and in_jit_trace()
+        return int(value) if is_size else value
     try:
         return operator.index(value)
     except TypeError:
@@ -55,6 +62,12 @@ def checked_integer(name: str, value: Any, least: int | None = None, most: int =
 def check_flag(name: str, flag: bool) -> None:
     if flag is not False and flag is not True:
         raise TypeError(f"{name}: expected a bool, got {kind(flag)}")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATING):
+        found = dtype if isinstance(dtype, (torch.dtype, str)) else kind(dtype)
+        raise TypeError(f"dtype: expected {FLOATING_NAMES}, got {found!r}")
 
 
 def checked_device(device: Any) -> torch.device | None:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
 from megasoftmax.checks import (
-    FLOATING,
-    FLOATING_NAMES,
     as_integer,
     check_device,
+    check_dtype,
     check_flag,
     check_floating,
     check_layout,
@@ -258,7 +257,12 @@ def as_number(name: str, value: Any) -> Any:
     if isinstance(value, int):  # a larger one than torch's is refused, or that of a float
         return value if abs(value) < 2**63 or abs(value) > _LARGEST[torch.float64] else float(value)
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(
+                f"{name}: expected a number within float64, got {kind(value)}"
+            ) from None
     if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
         return value
     check_layout(name, value)
@@ -295,7 +299,7 @@ def checked_window(name: str, window: Window | None) -> Window | None:
 
 def check_scale(name: str, scale: float, dtype: torch.dtype) -> None:
     """A finite number of the type that scores of `dtype` are computed in."""
-    if not isinstance(scale, (float, int)):
+    if isinstance(scale, bool) or not isinstance(scale, (float, int)):
         raise TypeError(f"{name}: expected a number, got {kind(scale)}")
     if not -LARGEST_FLOAT32 <= scale <= LARGEST_FLOAT32:
         if not -torch.inf < scale < torch.inf:
@@ -334,9 +338,7 @@ def check_seed(seed: Tensor, name_of_scores: str, scores: Tensor) -> None:
 
 
 def _check_choices(dtype: torch.dtype | None, return_lse: bool, fused: bool | None) -> None:
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATING):
-        found = dtype if isinstance(dtype, (torch.dtype, str)) else kind(dtype)
-        raise TypeError(f"dtype: expected {FLOATING_NAMES}, got {found!r}")
+    check_dtype(dtype)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
     if fused is not None:
@@ -350,7 +352,7 @@ def _check_fused(fused: bool) -> None:
 
 def _check_sink(sink: Tensor | float, name_of_scores: str, scores: Tensor) -> None:
     if not isinstance(sink, Tensor):
-        if not isinstance(sink, numbers.Real):
+        if isinstance(sink, bool) or not isinstance(sink, numbers.Real):
             raise TypeError(f"sink: expected a tensor or a number, got {kind(sink)}")
         if abs(sink) > LARGEST_FLOAT32 and abs(sink) != torch.inf:
             _check_range("sink", sink, scores.dtype)

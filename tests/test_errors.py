@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -69,6 +70,10 @@ SOFTMAX_CASES = [
         "a tensor that requires one",
     ),
     ({"scale": None}, TypeError, "a number", "NoneType"),
+    ({"scale": True}, TypeError, "a number", "bool"),
+    ({"scale": Fraction(10**400, 3)}, ValueError, "a number within float64", "Fraction"),
+    ({"sink": True}, TypeError, "a tensor or a number", "bool"),
+    ({"causal": numpy.True_}, TypeError, "a bool", "numpy.bool"),
     ({"scale": -math.inf}, ValueError, "a finite number", "-inf"),
     ({"mask": integers(*SHAPE)}, TypeError, "a bool tensor, True = excluded", "torch.int64"),
     ({"mask": [True]}, TypeError, "a bool tensor", "list"),

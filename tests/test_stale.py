@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megasoftmax
-from megasoftmax.integrations import sharing
+from megasoftmax import TileMask
+from megasoftmax.biases import alibi_bias
+from megasoftmax.integrations import flash_attn, sharing
 from megasoftmax.integrations.names import NAMES
 from megasoftmax.integrations.transformers import attention_forward, register
 
@@ -197,7 +199,44 @@ def test_a_pass_keeps_few_masks_and_sees_changes() -> None:
     sharing.in_a_pass(share)
 
 
+def test_layers_computed_again_after_the_pass_save_as_many_tensors() -> None:
+    """Kernels keep a block mask beside a mask: so it must be a TileMask both times."""
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    within = sharing.in_a_pass(lambda: sharing.with_tiles(mask, torch.logical_not))
+    assert type(within) is type(sharing.with_tiles(mask, torch.logical_not)) is TileMask
+
+
+@devices
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_checkpoints_with_a_mask_of_the_user(family: str, use_reentrant: bool, device: str) -> None:
+    mask, _, ids = masks_and_ids(device)
+    gradients = []
+    for checkpoints in (False, True):
+        model = MODELS[family](attn_implementation=NAMES[0]).train().to(device)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 # Tracing
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "gemma2"])
+def test_model_that_compiles_itself_is_one_graph(family: str) -> None:
+    """Its pass begins before the compiled code does."""
+    model, batch = (
+        MODELS[family](attn_implementation=NAMES[0]).eval(),
+        build_batch("left", name=family),
+    )
+    with torch.no_grad():
+        wanted = model(**batch, use_cache=False).logits
+        model.compile(backend="eager", fullgraph=True)
+        found = model(**batch, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
 
 TRACES: dict[str, Callable[..., Any]] = {
     "jit.trace": lambda model, *args: torch.jit.trace(model, args, check_trace=False),
@@ -252,6 +291,7 @@ def test_trace_of_a_causal_model(implementation: str, padding: str, device: str)
 
 
 MASK = normal(8, 8, device="cpu") > 0.7
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 CALLS: dict[str, Callable[..., Tensor]] = {
     "attention": lambda q, k, v: megasoftmax.attention(q, k, v),
     "causal": lambda q, k, v: megasoftmax.attention(q, k, v, causal=True),
@@ -268,6 +308,15 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "softmax alone": lambda q, k, v: megasoftmax.softmax(q @ k.mT) @ v,
     "softmax dim 1": lambda q, k, v: megasoftmax.softmax(q, dim=1),
     "topk": lambda q, k, v: megasoftmax.softmax_topk(q, 3, renormalize=True)[0],
+    "bias by distance": lambda q, k, v: megasoftmax.attention(
+        q, k, v, bias=alibi_bias(SLOPES.to(q.device), q.shape[2], k.shape[2])
+    ),
+    "chunks": lambda q, k, v: megasoftmax.attention(
+        q, k, v, visible=megasoftmax.ranges.chunks(4, q.shape[2], device=q.device)
+    ),
+    "flash_attn": lambda q, k, v: flash_attn.flash_attn_func(
+        *(each.transpose(1, 2) for each in (q, k, v)), alibi_slopes=SLOPES.to(q.device)
+    ),
     "dropout": lambda q, k, v: megasoftmax.attention(
         q, k, v, dropout=0.5, seed=torch.ones(1, dtype=torch.int64, device=q.device)
     ),

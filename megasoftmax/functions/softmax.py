@@ -219,6 +219,7 @@ def softmax(
         and dropout is not False
         and isinstance(scale, (float, int))
         and scale == 1
+        and scale is not True
         and type(dim) is int
         and isinstance(scores, Tensor)
         and dim in (-1, scores.dim() - 1)

@@ -92,6 +92,8 @@ class FusedAttention(torch.nn.Module):
         scale = as_number("scale", scale)
         if scale is not None:
             check_scale("scale", scale, torch.float64)
+        device = checks.checked_device(device)
+        checks.check_dtype(dtype)
         self.heads = heads
         self.scale = scale
         self.causal = causal
