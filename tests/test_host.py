@@ -515,7 +515,7 @@ def test_what_is_served_is_valid(name: str, served: list[bool], in_python: Calla
     ("call", "expected"),
     [
         (lambda: megasoftmax.softmax_topk(SCORES, 2, bias=normal(5)), [False]),
-        (lambda: runs_fused(*[normal(4, 4, 6, 8)] * 3, {"causal": True}), [False]),
+        (lambda: runs_fused(*[normal(4, 4, 6, 8)] * 3, AttentionOptions(causal=True)), [False]),
         # Another dispatch mode than those of the tests below.
         (lambda: make_fx(lambda x: megasoftmax.softmax(x), pre_dispatch=True)(SCORES), [False]),
         (lambda: torch.compile(megasoftmax.softmax, fullgraph=True, backend="eager")(SCORES), []),
