@@ -89,11 +89,7 @@ def save_for_double_gradients(
     ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
 
 
-def double_gradients(
-    implementation: Implementation,
-    ctx: Any,
-    *cotangents: Tensor,
-) -> Any:
+def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tensor) -> Any:
     """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
 
     That is `softmax_backward` of a gradient that is dropped and of probabilities p, and

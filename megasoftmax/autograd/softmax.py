@@ -130,7 +130,7 @@ def double_gradients(
     """The gradients of the arguments of `softmax_backward`, from those of its results."""
     given = ctx.given._replace(**dict(zip(_KEPT, ctx.saved_tensors, strict=True)))
     d_gradient, d_probabilities, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
-        given, scores, bias, sink, implementation.dim
+        given, scores, bias, sink, dim=implementation.dim
     )
     return BackwardArguments(
         gradient=d_gradient.to(given.gradient.dtype),

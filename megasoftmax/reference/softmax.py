@@ -430,6 +430,7 @@ def softmax_double_backward(
     scores_cotangent: Tensor | None,
     bias_cotangent: Tensor | None,
     sink_cotangent: Tensor | None,
+    *,
     dim: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `softmax_backward`, itself differentiable as often as wanted.
