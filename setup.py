@@ -42,9 +42,9 @@ def _compiled_part() -> dict[str, Any]:
             return {}
         nvcc = build.check_tools()
         names = build.architectures(nvcc.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
+        arguments = build.setup_arguments("megasoftmax._C", nvcc, names)
     except build.BuildError as error:
         sys.exit(f"megasoftmax: {error}")
-    arguments = build.setup_arguments("megasoftmax._C", nvcc, names)
     for extension in arguments["ext_modules"]:
         extension.sources = [os.path.relpath(path) for path in extension.sources]  # for the sdist
     return arguments

@@ -6,10 +6,9 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def host() -> Path:
             for i, unit in enumerate(units):
                 unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
             flags = [*extension.HOST_FLAGS]
-            with _progress(folder, units):
+            with extension.progress(folder, units):
                 return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
 
     return cache.keep(_HOST, _host_key(), compile_into)
@@ -225,8 +224,8 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
 def build_into(
     folder: Path, objects: Path, nvcc: extension.Nvcc, names: Sequence[str], log: Path
 ) -> Path:
-    """`extension.build`, which tells on stderr how far it is."""
-    with extension.toolchain(nvcc), _progress(objects, extension.sources()):
+    """`extension.build` with the tools of this machine."""
+    with extension.toolchain(nvcc):
         return extension.build(folder, objects, nvcc, names, log)
 
 
@@ -237,7 +236,7 @@ def _build_for_these_gpus() -> Path:
     sources = extension.sources()
 
     def compile_into(folder: Path) -> Path:
-        with extension.toolchain(nvcc), _progress(folder, sources):
+        with extension.toolchain(nvcc), extension.progress(folder, sources):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -305,67 +304,15 @@ def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) ->
     """Builds a library in the empty folder `objects`, and loads it."""
     from torch.utils import cpp_extension  # slow to import
 
-    with extension.ninja(objects.with_name("log")):
-        cpp_extension.load(
-            name,
-            [str(path) for path in sources],
-            build_directory=str(objects),
-            is_python_module=False,
-            **flags,
-        )
-    return next(objects.glob("*.so"))
-
-
-@contextmanager
-def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
-    """Tells on stderr how far a build is; ninja itself could only write to stdout."""
-    ended, start = threading.Event(), time.time()
-    jobs = min(extension.jobs(), len(sources))
-    seconds = {source.stem: extension.seconds_to_compile(source) for source in sources}
-    total = sum(map(extension.seconds_to_compile, sources))
-    is_terminal = sys.stderr.isatty()
-
-    def seconds_of(files: list[Path]) -> float:
-        return sum(seconds.get(file.name.partition(".")[0], 0) for file in files)
-
-    def report() -> None:
-        before = None
-        while before is None or not ended.wait(1):
-            files = [*folder.rglob("*.o")]
-            if len(files) != before:
-                # Files of an earlier build do not show the speed of this one.
-                compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
-                rest = total - seconds_of(files) + compiled
-                left = seconds_left(time.time() - start, compiled, rest, jobs)
-                bar = "#" * (20 * len(files) // len(sources))
-                line = f"megasoftmax: compiling, once: {len(files)} of {len(sources)} files"
-                print(
-                    f"{f'[{bar:20}] ' if is_terminal else ''}{line}, about {_duration(left)} left",
-                    end="   \r" if is_terminal else "\n",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            before = len(files)
-        if is_terminal:
-            print(file=sys.stderr)
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
     try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
-    """How long a build still takes, from the seconds that its files usually take.
-
-    Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
-    """
-    speed = compiled / elapsed if compiled > 0 else jobs
-    return max(total - compiled, 0) / speed
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        with extension.ninja(objects.with_name("log")):
+            cpp_extension.load(
+                name,
+                [str(path) for path in sources],
+                build_directory=str(objects),
+                is_python_module=False,
+                **flags,
+            )
+    except RuntimeError as error:  # a BuildError, or torch refuses the C++ compiler
+        raise BuildError(str(error)) from error
+    return next(objects.glob("*.so"))
