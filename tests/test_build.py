@@ -1,5 +1,6 @@
 """What gets built, found and loaded, and that no kernel spills."""
 
+import functools
 import io
 import itertools
 import os
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import write_compilers
 from sanitize_cases import table_of
 from typer.testing import CliRunner
 
@@ -517,44 +519,21 @@ def test_time_left():
     assert extension.duration(600) == "10 min"
 
 
-# Compilers that are scripts. They print much and write what is asked for.
-COMPILER = """\
-#!/bin/sh
-case "$*" in
-  *--version*) echo "Cuda compilation tools, release 13.0, V13.0.1"; exit ;;
-  *--dryrun*) exit ;;
-  *-dumpversion*) echo {version}; exit ;;
-  *{broken}*) echo "{broken}: error: no value" >&2; seq -f "note %g" 500; exit 1 ;;
-esac
-seq -f "ptxas info : function %g" 1000
-while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made >"$2"; shift; done
-"""
-
-
 @pytest.fixture
 def scripted(nothing_loaded, monkeypatch, tmp_path):
     """Sources, and compilers that are scripts; a function that changes them."""
-    csrc, programs = tmp_path / "csrc", tmp_path / "cuda" / "bin"
+    csrc = tmp_path / "csrc"
     csrc.mkdir()
-    programs.mkdir(parents=True)
     sources = [csrc / f"file{i}.cu" for i in range(30)] + [csrc / "bindings.cpp"]
     for source in sources:
         source.touch()
 
-    def write(broken="nothing", version="12.2.0"):
-        for name in ("nvcc", "g++"):
-            (programs / name).write_text(COMPILER.format(broken=broken, version=version))
-            (programs / name).chmod(0o755)
-
-    write()
     monkeypatch.setattr(extension, "CSRC", csrc)
     monkeypatch.setattr(extension, "sources", lambda: sources)
-    monkeypatch.setenv("CUDA_HOME", str(programs.parent))
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CXX", str(programs / "g++"))
-    monkeypatch.setenv("MAX_JOBS", "1")
+    for name, value in write_compilers(tmp_path / "cuda").items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    return write
+    return functools.partial(write_compilers, tmp_path / "cuda")
 
 
 def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_path, capfd):

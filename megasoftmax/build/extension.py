@@ -114,6 +114,11 @@ def find_missing() -> str | None:
     return None if shutil.which("ninja", path=_programs()) else "ninja"
 
 
+def how_to_install(missing: str) -> str:
+    """What the lack of a package means, and the command against it."""
+    return f"{missing} is not installed, which compiles (pip install ninja 'setuptools>=77')"
+
+
 def check_tools() -> Nvcc:
     """The nvcc that builds the compiled part, once torch and other tools are found too.
 
@@ -130,7 +135,7 @@ def check_tools() -> Nvcc:
     if nvcc.version < MIN_NVCC:
         raise BuildError(f"nvcc {_dotted(nvcc.version)} is older than {_dotted(MIN_NVCC)}")
     if missing is not None:
-        raise BuildError(f"{missing} is not installed (pip install {missing})")
+        raise BuildError(how_to_install(missing))
     return nvcc
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -122,52 +123,93 @@ def plans() -> ctypes.CDLL:
 
 
 def host() -> Path:
-    """The C++ part of the host, a Python module; built into the cache unless an earlier run did.
+    """The C++ part of the host, a Python module: that of a wheel, or else one in the cache.
 
-    A copy of the package has one of its own.
+    It is built into the cache unless an earlier run did. A copy of the package has one of its own.
 
     Raises:
         BuildError: it is not there, and cannot be built; others could have written the cache.
     """
-    sources = sorted(extension.CSRC.glob("host/*.cpp"))
 
     def compile_into(folder: Path) -> Path:
         if os.environ.get("MEGASOFTMAX_JIT") == "0":
             raise BuildError("none is in the cache, and MEGASOFTMAX_JIT=0 forbids building")
-        missing = extension.find_missing()
-        if missing is not None:
-            raise BuildError(f"{missing} is not installed")
-        if not sources:
-            raise BuildError(f"{extension.CSRC / 'host'} has no sources")
-        with extension.programs():
-            # A file for each of at most two jobs includes the sources: reading torch's headers
-            # takes longer than compiling what follows. So names that the sources keep to
-            # themselves differ from each other.
-            count = min(2, extension.jobs())
-            units = [folder / f"host{i}.cpp" for i in range(count)]
-            for i, unit in enumerate(units):
-                unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
-            flags = [*extension.HOST_FLAGS]
-            with extension.progress(folder, units):
-                return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
+        return _compile_host(folder)
 
-    return cache.keep(_HOST, _host_key(), compile_into)
+    return _host_of_wheel() or cache.keep(_HOST, _host_key(), compile_into)
 
 
 def host_is_built() -> bool:
     try:
-        return cache.find(_HOST, _host_key()) is not None
+        return (_host_of_wheel() or cache.find(_HOST, _host_key())) is not None
     except BuildError:
         return False
 
 
+def build_host_into(folder: Path) -> Path:
+    """Builds the C++ part of the host for this torch and this Python, as wheels have it.
+
+    setup.py puts all that lie in build/hosts into a wheel with kernels.
+
+    Args:
+        folder: gets the library, with a name that says what it serves.
+
+    Raises:
+        BuildError: a tool is missing, or a compiler failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as objects:
+        return _compile_host(Path(objects)).replace(folder / _name_of_host())
+
+
 _HOST = "megasoftmax-host"
+_HOSTS = extension.PACKAGE / "hosts"  # of a wheel
+
+
+def _compile_host(folder: Path) -> Path:
+    sources = sorted(extension.CSRC.glob("host/*.cpp"))
+    if not sources:
+        raise BuildError(f"{extension.CSRC / 'host'} has no sources")
+    with extension.programs():
+        # A file for each of at most two jobs includes the sources: reading torch's headers takes
+        # longer than compiling what follows. So names that the sources keep to themselves differ
+        # from each other.
+        count = min(2, extension.jobs())
+        units = [folder / f"host{i}.cpp" for i in range(count)]
+        for i, unit in enumerate(units):
+            unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
+        named = {extension.CSRC: "csrc", Path(torch.__file__).parent: "torch"}
+        names = [f"-fmacro-prefix-map={path}={name}" for path, name in named.items()]
+        flags = [*extension.HOST_FLAGS, *names]
+        with extension.progress(folder, units):
+            return _compile(
+                "megasoftmax_host", units, folder, extra_cflags=flags, extra_ldflags=["-s"]
+            )
 
 
 def _host_key() -> str:
-    soabi = sysconfig.get_config_var("SOABI")
-    parts = torch.__version__, soabi, _PACKAGE_NAME, *extension.HOST_FLAGS
-    return extension.fingerprint(*parts, has_kernels=False)
+    return extension.fingerprint(
+        *(torch.__version__, _soabi(), _PACKAGE_NAME, *extension.HOST_FLAGS), has_kernels=False
+    )
+
+
+def _name_of_host() -> str:
+    """Its file in a wheel, which another release of torch, Python or the sources would not find.
+
+    Builds of a release of torch with CUDA and without have the same C++ ABI.
+    """
+    release = torch.__version__.partition("+")[0]
+    key = extension.fingerprint(release, _soabi(), *extension.HOST_FLAGS, has_kernels=False)
+    return f"torch-{release}-{_soabi()}-{key[:12]}.so"
+
+
+def _host_of_wheel() -> Path | None:
+    path = _HOSTS / _name_of_host() if _HOSTS.is_dir() else None
+    return path if path is not None and path.exists() else None
+
+
+def _soabi() -> str:
+    return str(sysconfig.get_config_var("SOABI"))
 
 
 def _load() -> Status:
@@ -302,6 +344,9 @@ def _key(names: Sequence[str]) -> str:
 
 def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) -> Path:
     """Builds a library in the empty folder `objects`, and loads it."""
+    missing = extension.find_missing()
+    if missing is not None:
+        raise BuildError(extension.how_to_install(missing))
     from torch.utils import cpp_extension  # slow to import
 
     try:
