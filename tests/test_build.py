@@ -697,6 +697,16 @@ def test_kinds_of_rows_are_those_of_the_header():
     assert kinds["any"] == (*kinds["common"], "bias gradient")
 
 
+def test_gpus_are_read_from_their_header():
+    gpus = kernel_limits().gpus
+    assert [(gpu.major, gpu.minor) for gpu in gpus] == sorted(
+        (gpu.major, gpu.minor) for gpu in gpus
+    )
+    assert (gpus[0].major, gpus[0].minor) == extension.MIN_CAPABILITY
+    with pytest.raises(ValueError, match="no table kGpus"):
+        read_limits(LIMITS_HEADER, common="inline constexpr Gpu kOthers[] = {};")
+
+
 def test_constants_are_read_from_all_headers():
     other = "inline constexpr int kOne = 1, kTwo = 2 * 3;  // kThree = 3\nint four = 4;"
     limits = read_limits(LIMITS_HEADER, topk=other)
