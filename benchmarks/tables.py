@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
-import torch
 from measured import (
     OURS,
     Case,
@@ -17,15 +16,6 @@ from measured import (
     fastest_peer,
     of_last_commit,
     read,
-)
-
-from megasoftmax.explain import (
-    GPU_NAMES,
-    Gpu,
-    explain,
-    explain_attention,
-    explain_topk,
-    gpu_named,
 )
 
 ATTENTION_PEERS = ("SDPA flash", "SDPA cuDNN", "SDPA mem-efficient", "FlexAttention")
@@ -297,38 +287,3 @@ def short_reason(why: str) -> str:
     if found := re.search(r"^(\w+): not supported .* from (\w+);", why):
         return f"`{found[2]}` gives `{found[1]}`"
     return why
-
-
-def gpus_table() -> str:
-    """What each GPU that explain knows would run, by the plans of launches."""
-    return table(
-        ("GPU", "memory", "softmax", "softmax_topk", "attention", "timed"),
-        (_gpu_row(gpu_named(name)) for name in GPU_NAMES),
-        words=6,
-    )
-
-
-def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
-    softmax = explain(8192, 50_257, torch.bfloat16, gpu=gpu)
-    topk = explain_topk(8192, 50_257, 10, torch.bfloat16, gpu=gpu)
-    try:
-        attention = explain_attention(4, 16, 4096, 128, causal=True, gpu=gpu)
-    except ValueError:  # of a GPU without kernels
-        attends = "plain torch"
-    else:
-        kernels = "Hopper" if attention.hopper else "portable"
-        tile = f"{attention.tile_queries} × {attention.tile_keys}"
-        attends = f"{kernels}, {tile}; {_milliseconds(attention.microseconds())}"
-    clusters = f", clusters of {gpu.max_cluster}" if gpu.max_cluster > 1 else ""
-    return (
-        gpu.name.removeprefix("NVIDIA "),
-        f"{gpu.bytes_per_second / 1e12:.2f} TB/s; {gpu.shared_bytes // 1024} KB a block{clusters}",
-        f"`{softmax.regime.name}`; {_milliseconds(softmax.microseconds())}",
-        f"`{topk.regime}`; {_milliseconds(topk.microseconds())}",
-        attends,
-        "yes" if gpu.is_measured else "no",
-    )
-
-
-def _milliseconds(microseconds: float) -> str:
-    return f"{microseconds / 1000:.2f} ms"

@@ -18,8 +18,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
+from gpus import gpus_table  # noqa: E402
 from pictures import PICTURES  # noqa: E402
-from tables import gpus_table  # noqa: E402
 
 RESULTS = "benchmarks/results"
 INSTALLED = tempfile.TemporaryDirectory()
