@@ -16,7 +16,7 @@ from megasoftmax.build.extension import CSRC, LIBRARY_NAME, MIN_TORCH, PACKAGE
 _OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.([\w.]+))? import ", re.MULTILINE)
 _LEFT_OUT = (
     *("__main__.py", "_export_kernels.py", "_extras.py", "_progress.py", "_tables.py"),
-    *("integrations", "regression"),
+    *("check", "integrations", "regression"),
 )
 
 

@@ -104,6 +104,7 @@ LAYERS = {
         "options",
         "tracing",
     },
+    "check": {"build", "host", "limits", "megasoftmax"},
     "regression": {"integrations", "megasoftmax"},
     "__main__": {
         "_export_kernels",
@@ -111,6 +112,7 @@ LAYERS = {
         "_progress",
         "_tables",
         "build",
+        "check",
         "explain",
         "limits",
         "megasoftmax",
