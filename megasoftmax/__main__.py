@@ -154,6 +154,13 @@ def export(
             help="Major version of the CUDA that built the compiled part. Default: nvcc's."
         ),
     ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Architecture of the compiled part, such as 9.0a; repeatable. Default: of a "
+            "library in the cache, those of this machine's GPUs."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace variants that an earlier export wrote.")
     ] = False,
@@ -167,7 +174,8 @@ def export(
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
     try:
-        for variant in export_kernels(folder, compiled.path, cuda, force=force):
+        archs = arch or (library.architectures_of(compiled.path) if compiled.path else ())
+        for variant in export_kernels(folder, compiled.path, cuda, archs, force=force):
             typer.echo(f"Wrote {variant}")
     except (OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
