@@ -71,6 +71,7 @@ LAYERS = {
         "tracing",
     },
     "layers": {"functions"},
+    "hub": {"functions", "ranges"},
     "modules": {
         "arguments",
         "autocast",
@@ -104,6 +105,7 @@ LAYERS = {
         "options",
         "tracing",
     },
+    "check": {"build", "host", "limits", "megasoftmax"},
     "regression": {"integrations", "megasoftmax"},
     "__main__": {
         "_export_kernels",
@@ -111,6 +113,7 @@ LAYERS = {
         "_progress",
         "_tables",
         "build",
+        "check",
         "explain",
         "limits",
         "megasoftmax",
@@ -154,9 +157,16 @@ def _layer(module: str) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Absolute dotted names of the modules that a file imports, at any depth of nesting."""
+    """Absolute dotted names of the modules that a file imports, at any depth of nesting.
+
+    Without those for type checkers alone.
+    """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
