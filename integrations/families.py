@@ -28,6 +28,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 from megasoftmax.integrations.conformers import CONFORMERS
 from megasoftmax.integrations.deberta import DISENTANGLED
 from megasoftmax.integrations.subclasses import OrFamily, asked_function
+from megasoftmax.integrations.vision import VISION
 
 
 class MegasoftmaxBloomAttention(OrFamily, BloomAttention):
@@ -210,6 +211,7 @@ FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     **({GPTJAttention: MegasoftmaxGPTJAttention} if hasattr(GPTJAttention, "_attn") else {}),
     **CONFORMERS,
     **DISENTANGLED,
+    **VISION,
 }
 """A class of transformers -> the subclass that takes its place."""
 

@@ -54,19 +54,19 @@ def between_products(
     16 heads on 4 over 2048 keys takes 0.5 ms instead of 3.1 (2 CPU cores), training is as fast.
 
     Args:
-        query: [batch, heads, queries, head_dim].
-        key, value: [batch, key_heads, keys, head_dim or value_dim]; key_heads divides heads.
-        multiply: scores [batch, key_heads, rows, keys] from query [batch, key_heads, rows,
-            head_dim] and key.
-        normalize: probabilities from scores, both [batch, heads, queries, keys].
+        query: [..., heads, queries, head_dim].
+        key, value: [..., key_heads, keys, head_dim or value_dim]; key_heads divides heads.
+        multiply: scores [..., key_heads, rows, keys] from query [..., key_heads, rows, head_dim]
+            and key.
+        normalize: probabilities from scores, both [..., heads, queries, keys].
 
     Returns:
-        [batch, heads, queries, value_dim]; the probabilities.
+        [..., heads, queries, value_dim]; the probabilities.
     """
-    batch, heads, queries, head_dim = query.shape
-    key_heads, keys = key.shape[1:3]
+    *batch, heads, queries, head_dim = query.shape
+    key_heads, keys = key.shape[-3:-1]
     rows = heads // max(key_heads, 1) * queries
-    scores = multiply(query.reshape(batch, key_heads, rows, head_dim), key)
-    probabilities = normalize(scores.view(batch, heads, queries, keys))
+    scores = multiply(query.reshape(*batch, key_heads, rows, head_dim), key)
+    probabilities = normalize(scores.view(*batch, heads, queries, keys))
     output = torch.matmul(probabilities.view_as(scores), value)
-    return output.view(batch, heads, queries, value.shape[3]), probabilities
+    return output.view(*batch, heads, queries, value.shape[-1]), probabilities
