@@ -105,16 +105,14 @@ class _OfTwo(OrFamily):
         if layer.relative_attention and relative_pos is not None and rel_embeddings is not None:
             embeddings = layer.pos_dropout(rel_embeddings)[None, : 2 * layer.pos_ebd_size]
             shares = layer.share_att_key
-            of_keys = layer.key_proj if shares else getattr(layer, "pos_key_proj", None)
-            of_queries = layer.query_proj if shares else getattr(layer, "pos_query_proj", None)
-            bias = _bias(
-                query,
-                key,
-                in_heads(of_keys(embeddings), size) if "c2p" in kinds else None,
-                in_heads(of_queries(embeddings), size) if "p2c" in kinds else None,
-                relative_pos,
-                scale,
-            )
+            position_keys = position_queries = None
+            if "c2p" in kinds:
+                projection = layer.key_proj if shares else layer.pos_key_proj
+                position_keys = in_heads(projection(embeddings), size)
+            if "p2c" in kinds:
+                projection = layer.query_proj if shares else layer.pos_query_proj
+                position_queries = in_heads(projection(embeddings), size)
+            bias = _bias(query, key, position_keys, position_queries, relative_pos, scale)
         output, probabilities = function(
             self,
             query,

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import megasoftmax
+from megasoftmax.autocast import as_autocast
 from megasoftmax.functions.attention import attention_reasons, serves_attention
 from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 from megasoftmax.options import AttentionOptions
@@ -30,6 +32,40 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     if not query.dtype == key.dtype == value.dtype:
         return False
     return len(reasons_against_sdpa(query, key, value, options)) == 0
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention for layers that need no probabilities, [..., heads, queries, value_dim].
+
+    `megasoftmax.attention` where `takes_attention`, else `between_products`. Under autocast in its
+    type, whatever the types of query, key and value.
+    """
+    tensors = as_autocast(query, key, value)
+    if takes_attention(*tensors, options):
+        return megasoftmax.attention(*tensors, **options._asdict())
+    return between_products(
+        query,
+        key,
+        value,
+        lambda query, key: torch.matmul(query, key.transpose(-1, -2)),
+        lambda scores: probabilities(scores, options, options.scale, value.dtype),
+    )[0]
+
+
+def probabilities(
+    scores: Tensor, options: AttentionOptions, scale: float | None, dtype: torch.dtype
+) -> Tensor:
+    """The fused softmax with options of attention, after dropout.
+
+    Dropout is torch's: it drops what it would drop in the model at the same seed of the generator,
+    which that of `megasoftmax.softmax` would not.
+    """
+    mask = options.mask
+    mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
+    changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": dtype}
+    found = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
+    dropout = options.dropout
+    return torch.nn.functional.dropout(found, dropout) if dropout > 0 else found
 
 
 def capped(scores: Tensor, scale: float, softcap: float) -> tuple[Tensor, float]:

@@ -84,7 +84,12 @@ from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
-from megasoftmax.integrations.products import between_products, capped, takes_attention
+from megasoftmax.integrations.products import (
+    between_products,
+    capped,
+    probabilities,
+    takes_attention,
+)
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.options import AttentionOptions, Ranges, Window
 from megasoftmax.tracing import is_traced
@@ -506,28 +511,19 @@ def _through_softmax(
     softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, cap, softmax, torch's dropout, matmul.
-
-    Torch's dropout drops what "eager" drops at the same seed of the generator, which that of
-    `megasoftmax.softmax` would not.
-    """
+    """Matmul, cap, softmax, torch's dropout, matmul."""
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
         scale = options.scale
         assert scale is not None
         if softcap is not None:
             scores, scale = capped(scores, scale, softcap)
-        mask = options.mask
-        mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
-        changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": value.dtype}
-        probabilities = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
-        dropout = options.dropout
-        return torch.nn.functional.dropout(probabilities, dropout) if dropout > 0 else probabilities
+        return probabilities(scores, options, scale, value.dtype)
 
-    output, probabilities = between_products(
+    output, weights = between_products(
         query, key, value, lambda query, key: _scores(query, key, upcast), normalize
     )
-    return output.transpose(-3, -2).contiguous(), probabilities
+    return output.transpose(-3, -2).contiguous(), weights
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, upcast: bool) -> torch.Tensor:

@@ -23,7 +23,13 @@ from transformers.models.swin2sr.modeling_swin2sr import Swin2SRSelfAttention
 from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from megasoftmax.integrations.subclasses import OrFamily, in_heads
-from megasoftmax.integrations.windows import cosine, in_windows, visible_in_windows
+from megasoftmax.integrations.windows import (
+    bias_of_table,
+    continuous_bias,
+    cosine,
+    in_windows,
+    visible_in_windows,
+)
 
 _Function = Callable[..., Any]
 _Result = tuple[Tensor, Tensor | None]
@@ -87,8 +93,8 @@ class _Windows(OrFamily):
     def _scaled(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
         """Query, key, the scale of their products, and the bias [heads, tokens, tokens]."""
         layer: Any = self
-        bias = layer.relative_position_bias_table[layer.relative_position_index]
-        return query, key, layer.attention_head_size**-0.5, bias.permute(2, 0, 1).contiguous()
+        bias = bias_of_table(layer.relative_position_bias_table, layer.relative_position_index)
+        return query, key, layer.attention_head_size**-0.5, bias
 
 
 class _CosineWindows(_Windows):
@@ -96,9 +102,9 @@ class _CosineWindows(_Windows):
 
     def _scaled(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
         layer: Any = self
-        table = layer.continuous_position_bias_mlp(layer.relative_coords_table).flatten(0, -2)
-        bias = table[layer.relative_position_index].permute(2, 0, 1).contiguous()
-        return *cosine(query, key, layer.logit_scale), 1.0, 16 * torch.sigmoid(bias)
+        table = layer.continuous_position_bias_mlp(layer.relative_coords_table)
+        bias = continuous_bias(table, layer.relative_position_index)
+        return *cosine(query, key, layer.logit_scale), 1.0, bias
 
 
 class MegasoftmaxSwinv2Attention(_CosineWindows, Swinv2SelfAttention):
@@ -170,7 +176,7 @@ class MegasoftmaxData2VecVisionSdpaAttention(_AllTokens, Data2VecVisionSdpaSelfA
 
 def _attend(
     function: _Function,
-    layer: torch.nn.Module,
+    layer: Any,
     tensors: tuple[Tensor, Tensor, Tensor],
     bias: Tensor,
     mask: Tensor | None,

@@ -19,6 +19,9 @@ import math
 import torch
 from torch import Tensor
 
+from megasoftmax.integrations.products import attend
+from megasoftmax.options import AttentionOptions
+
 _LARGEST_LOGIT_SCALE = math.log(100)
 
 
@@ -30,6 +33,47 @@ def in_windows(tensor: Tensor, mask: Tensor) -> Tensor:
 def visible_in_windows(mask: Tensor) -> Tensor:
     """What a mask of 0 and -100, [windows, tokens, tokens], lets see: bool [windows, 1, ...]."""
     return (mask == 0)[:, None]
+
+
+def attend_in_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Attention of a layer without an attention interface, [batch * windows, tokens, channels].
+
+    Args:
+        query, key, value: [batch * windows, heads, tokens, head_dim].
+        bias: [heads, tokens, tokens].
+        mask: bool, True = excluded, or 0 and -100, [windows, tokens, tokens]; None: windows are not
+            shifted.
+        scale, dropout: as in `megasoftmax.attention`.
+    """
+    excluded = None
+    if mask is not None:
+        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
+        query, key, value = (in_windows(tensor, mask) for tensor in (query, key, value))
+    options = AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
+    output = attend(query, key, value, options).transpose(-3, -2).flatten(-2)
+    return output if mask is None else output.flatten(0, 1)
+
+
+def bias_of_table(table: Tensor, index: Tensor) -> Tensor:
+    """A bias [heads, tokens, tokens] from a table [distances, heads] and integers [tokens, tokens].
+
+    The index may be flat.
+    """
+    tokens = math.isqrt(index.numel())
+    return table[index.view(tokens, tokens)].permute(2, 0, 1).contiguous()
+
+
+def continuous_bias(table: Tensor, index: Tensor) -> Tensor:
+    """The bias of Swin V2, likewise, from what its network makes of distances, [..., heads]."""
+    return 16 * torch.sigmoid(bias_of_table(table.flatten(0, -2), index))
 
 
 def cosine(query: Tensor, key: Tensor, logit_scale: Tensor) -> tuple[Tensor, Tensor]:
