@@ -1,8 +1,9 @@
 """The attention interface for families of transformers that have none: Bloom, Falcon, MPT, and
-GPT-J before transformers 5.24.
+GPT-J before transformers 5.24; those of `vision` and `deberta`; and subclasses of others, which
+pass less to it: Swin of `vision`, and `conformers`.
 
 Their layers compute attention themselves, whatever implementation is asked for. The subclasses here
-pass query, key, value and ALiBi to the function that was asked for, if it is megasoftmax's. In
+pass query, key, value and a bias to the function that was asked for, if it is megasoftmax's. In
 everything else, and for every other implementation, they do what the family's class does. ALiBi
 stays one number per key. `by_name` and `patching.patch_model` put them into models.
 
@@ -10,8 +11,8 @@ Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa",
 
 To add a family, write the subclass, with `OrFamily` if its forward is replaced as a whole. Add it
 to FAMILIES, and the tiny model to tests/models.py, which tests it. Not possible where attention is
-not softmax(scale * query . key + bias) value: XLNet's and DeBERTa's scores are sums of several
-products, Longformer's and BigBird's blocks of a band.
+not softmax(scale * query . key + bias) value, as with the blocks of a band of Longformer and
+BigBird.
 """
 
 from collections.abc import Callable

@@ -130,6 +130,15 @@ def test_results_of_the_sweep_have_no_fault():
     assert not verdicts & set(sweep_families.FAULTS)
     works = [row for row in rows if row["by_name"] in ("works", IN_PART)]
     assert len(works) > 200
+    uses = {row["class"]: row["uses"] for row in works}
+    assert uses["EsmFold2Model"] == uses["T5ForConditionalGeneration"] == "learned bias"
+    assert uses["Swinv2ForImageClassification"] == "learned bias; windows"
+    assert (uses["Gemma2ForCausalLM"], uses["GptOssForCausalLM"]) == (
+        "softcap; windows",
+        "sink; windows",
+    )
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert page.count("| class | kind | attention has |") == 2  # what families.js looks for
     assert all(row["by_patch_model"] == row["by_name"] for row in works)
     swept = {row["class"]: row["by_name"] for row in rows}
     assert {name: swept[name] for name in VERDICTS} == VERDICTS
