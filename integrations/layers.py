@@ -24,10 +24,9 @@ class PatchedLayers(Patched):
     def __init__(
         self, model: torch.nn.Module, classes: Classes, head_dim: Callable[[Any], int]
     ) -> None:
-        self._layers: dict[str, torch.nn.Module] = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, tuple(classes))
+        kinds: tuple[type[torch.nn.Module], ...] = tuple(classes)
+        self._layers = {
+            name: module for name, module in model.named_modules() if isinstance(module, kinds)
         }
         self._classes = classes
         self._head_dim = head_dim

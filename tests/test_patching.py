@@ -39,7 +39,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
-from megasoftmax.integrations import families, serving
+from megasoftmax.integrations import families, serving, subclasses
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import Served, configure, patch_model
 from megasoftmax.integrations.trainer import MegasoftmaxCallback
@@ -651,7 +651,7 @@ def test_names_at_top_level_are_imported_when_asked(forks):
 
 def test_bloom_without_its_subclass_is_caught(monkeypatch):
     """Its configuration alone does not do: the layer does not know the mask."""
-    monkeypatch.setattr(families, "_function", lambda config: None)
+    monkeypatch.setattr(subclasses, "asked_function", lambda config: None)
     model = MODELS["bloom"]()
     assert isinstance(model, BloomForCausalLM)
     patch_model(model)
