@@ -202,7 +202,7 @@ MODELS = {
     "deberta_v2": _builder(
         DebertaV2ForMaskedLM,
         DebertaV2Config,
-        _DEBERTA | {"position_buckets": 6, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+        _DEBERTA | {"position_buckets": 6, "share_att_key": True},
     ),
 }
 """Name of a family -> what builds a model of it."""

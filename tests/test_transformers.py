@@ -281,6 +281,8 @@ def test_several_steps(implementation, member, autocast, device):
     Its epsilon keeps the biases of keys, whose true gradient is 0, from following rounding noise;
     that of bfloat16 is too large for it, and turns few units of T5's dense layers on or off: 1%.
     """
+    if autocast and member == "deberta":
+        pytest.skip('"eager" fills scores in bfloat16 with the lowest number of float32')
     is_long = member in ("gpt2", "llama", "t5")  # others see every padding once
     models = build_pair(implementation, member, device)
     before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}

@@ -239,7 +239,7 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     if window is not None:
         window = checked_window("window", window)
-    scale = as_number("scale", scale)
+    scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
     options = AttentionOptions(
         bias, mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused
     )
@@ -330,9 +330,9 @@ class AttentionCall(Call):
         """Output and log-sum-exp, which is None where it is not asked for."""
         query, key, value, options = self.tensor, self.key, self.value, self.options
         if query.dim() != 4:
-            output, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
+            result, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
             lse = None if lse is None else leading.unmerged(lse, query)
-            return leading.unmerged(output, query), lse
+            return leading.unmerged(result, query), lse
         if options.fused is None and query.is_cpu:
             output = attention_by_sdpa(query, key, value, self.scale, options)
             if output is not None:

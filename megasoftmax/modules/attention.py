@@ -89,6 +89,7 @@ class FusedAttention(torch.nn.Module):
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
+        dropout = as_number("dropout", dropout)
         check_dropout("dropout", dropout)
         scale = as_number("scale", scale)
         if scale is not None:
@@ -192,12 +193,13 @@ class FusedAttention(torch.nn.Module):
         visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
-        *_, heads, _, keys = check_heads(query, key, value)
-        if heads != self.heads:
+        checks.check_floating("query", query)
+        if query.dim() < 3 or query.shape[-3] != self.heads:
             raise ValueError(
                 f"query: expected [..., {self.heads}, queries, head_dim], "
                 f"got shape {tuple(query.shape)}"
             )
+        *_, keys = check_heads(query, key, value)
         return {
             "bias": self._sum_of_biases(query, keys, bias),
             "mask": mask,
