@@ -139,6 +139,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "NeoMMEForMaskedLM": {"head_dim": 16},
     "SegformerForImageClassification": {"num_attention_heads": [1, 2, 4, 8]},
+    "BeitForImageClassification": {"use_relative_position_bias": True},
+    "Data2VecVisionForImageClassification": {"use_relative_position_bias": True},
     "DebertaForMaskedLM": _POSITIONS | {"max_relative_positions": 7},
     "DebertaV2ForMaskedLM": _POSITIONS | {"position_buckets": 6},
     "Swin2SRModel": _SWIN | {"image_size": 16, "patch_size": 1},

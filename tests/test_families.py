@@ -132,6 +132,7 @@ def test_results_of_the_sweep_have_no_fault():
     assert len(works) > 200
     uses = {row["class"]: row["uses"] for row in works}
     assert uses["EsmFold2Model"] == uses["T5ForConditionalGeneration"] == "learned bias"
+    assert uses["BeitForImageClassification"] == "learned bias"
     assert uses["Swinv2ForImageClassification"] == "learned bias; windows"
     assert (uses["Gemma2ForCausalLM"], uses["GptOssForCausalLM"]) == (
         "softcap; windows",
