@@ -51,6 +51,13 @@ def megatron(session: nox.Session, version: str) -> None:
     session.run("pytest", "tests/test_megatron.py", *session.posargs)
 
 
+@nox.session
+def vision(session: nox.Session) -> None:
+    """Without timm and torchvision the tests of their adapters are skipped."""
+    session.install(".[test]", "timm>=1.0.31", "torchvision")
+    session.run("pytest", "tests/test_vision.py", *session.posargs)
+
+
 @nox.session(default=False, python=PYTHONS)
 @nox.parametrize("torch", ["==2.11.0", ">=2.15"])
 @nox.parametrize("version", ["==5.17.0", ">=5.23"])

@@ -28,19 +28,24 @@ _MAPPINGS = {
 }
 
 
+# Of no mapping that is tried, with attention that those have not.
+_MORE = {"EsmFold2Model": "protein", "ParakeetForCTC": "audio", "Swin2SRModel": "image"}
+
+
 def _classes() -> dict[str, str]:
     found: dict[str, str] = {}
     for task, mapping in _MAPPINGS.items():
         for names in mapping.values():
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(name, task)
-    return found
+    return found | {name: task for name, task in _MORE.items() if hasattr(transformers, name)}
 
 
 CLASSES = _classes()
 """Name of a class -> its task."""
 
 TEXT = ("causal", "masked", "seq2seq")
+PADDED = (*TEXT, "protein")
 """Tasks with tokens that can be padding."""
 
 # Whatever configurations call their sizes. Each takes those that it has.
@@ -84,6 +89,8 @@ _CALLED: dict[Any, str] = {
 _SIZES = {name: size for size, names in _CALLED.items() for name in names.split()}
 _SIZES["tie_word_embeddings"] = False  # else a token is often the best one after itself
 _SWIN = {"embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4, "patch_size": 2}
+_POSITIONS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+_ATOMS = {"hidden_size": 64, "output_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LATENT = {"num_key_value_heads": 4}  # keys are not shared by groups
 _WITH_LATENTS = """
 AXK1ForCausalLM AXK2ForCausalLM BailingHybridForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
@@ -132,6 +139,37 @@ _OWN: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "NeoMMEForMaskedLM": {"head_dim": 16},
     "SegformerForImageClassification": {"num_attention_heads": [1, 2, 4, 8]},
+    "BeitForImageClassification": {"use_relative_position_bias": True},
+    "Data2VecVisionForImageClassification": {"use_relative_position_bias": True},
+    "DebertaForMaskedLM": _POSITIONS | {"max_relative_positions": 7},
+    "DebertaV2ForMaskedLM": _POSITIONS | {"position_buckets": 6},
+    "Swin2SRModel": _SWIN | {"image_size": 16, "patch_size": 1},
+    "EsmFold2Model": {
+        "single_inputs_size": 99,
+        "atom_encoder": _ATOMS,
+        "structure_head": {
+            "diffusion_module": {
+                "hidden_size": 32,
+                "fourier_dim": 16,
+                "num_hidden_layers": _LAYERS,
+                "num_attention_heads": 4,
+                "intermediate_size": 48,
+                "pair_intermediate_size": 48,
+                "atom_encoder": _ATOMS,
+            }
+        },
+        "msa_encoder": {"enabled": False},
+        "esmc_config": {
+            "model_type": "esmc",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+        "folding_trunk_num_hidden_layers": 1,
+        "pairwise_hidden_size": 16,
+    },
 }
 # Built, but too slow or too large for a sweep, or not to be built without other packages.
 LEFT_OUT = {
@@ -188,7 +226,11 @@ def build(name: str, implementation: str = "eager") -> PreTrainedModel:
     config = config_of(name)
     config._attn_implementation = implementation
     seed()
-    return getattr(transformers, name)(config).train()
+    model = getattr(transformers, name)(config).train()
+    if CLASSES[name] == "protein":  # no setting makes its weights large
+        for parameter in model.structure_head.token_transformer.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def make_batch(model: PreTrainedModel, padding: str = "none") -> dict[str, torch.Tensor]:
@@ -204,6 +246,14 @@ def make_batch(model: PreTrainedModel, padding: str = "none") -> dict[str, torch
         return torch.randint(3, VOCABULARY, (BATCH, length), generator=generator)
 
     batch: dict[str, torch.Tensor] = {}
+    if task == "protein":
+        width, pair_width = config.structure_head.diffusion_module.hidden_size, (LENGTH, 16)
+        keep = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+        if padding != "none":
+            keep[1, slice(-5, None) if padding == "right" else slice(5)] = False
+        for part, shape in (("hidden", (width,)), ("single", (width,)), ("pairs", pair_width)):
+            batch[part] = torch.randn(BATCH, LENGTH, *shape, generator=generator)
+        return batch | {"attention_mask": keep}
     if task in TEXT or task == "image and text":
         ids, keep = draw_tokens(LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.long)
         if padding != "none":
@@ -219,12 +269,24 @@ def make_batch(model: PreTrainedModel, padding: str = "none") -> dict[str, torch
         batch["pixel_values"] = torch.randn(BATCH, 3, *shape, generator=generator)
     if task == "audio":
         if "input_features" in inspect.signature(model.forward).parameters:
-            bins = getattr(config, "num_mel_bins", 16)
+            encoder = getattr(config, "encoder_config", config)
+            bins = getattr(encoder, "num_mel_bins", 16)
             features = torch.randn(BATCH, bins, _FRAMES, generator=generator)
-            is_channel_last = hasattr(config, "feature_projection_input_dim")
+            is_channel_last = encoder is not config or hasattr(
+                config, "feature_projection_input_dim"
+            )
             batch["input_features"] = features.mT if is_channel_last else features
         else:
             is_spectrogram = hasattr(config, "frequency_stride")
             shape = (config.max_length, config.num_mel_bins) if is_spectrogram else (_SAMPLES,)
             batch["input_values"] = torch.randn(BATCH, *shape, generator=generator)
     return batch
+
+
+def call(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> Any:
+    """The model's results; of ESMFold2 the transformer with a bias of pairs in its denoiser."""
+    if CLASSES[type(model).__name__] != "protein":
+        return model(**batch)
+    transformer = model.structure_head.token_transformer
+    biases = transformer.compute_pair_biases(batch["pairs"], batch["attention_mask"])
+    return {"last_hidden_state": transformer(batch["hidden"], batch["single"], biases)}

@@ -31,10 +31,11 @@ from measured import RESULTS
 from plot import fill_pages
 from rich.console import Console
 from rich.progress import track
-from small_models import CLASSES, LEFT_OUT, TEXT, build, make_batch, seed
+from small_models import CLASSES, LEFT_OUT, PADDED, build, call, make_batch, seed
 from transformers import PreTrainedModel
 
 import megasoftmax
+from megasoftmax.integrations import products
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, asked_name
 from megasoftmax.integrations.patching import patch_model
@@ -44,6 +45,8 @@ FILE = "families.csv"
 FAULTS = ("differs", "silent", "unclear error")
 TOLERANCE = 1e-5  # relative, in the Euclidean norm
 NEW_TOKENS = 4
+KINDS = {"image": "vision", "image and text": "vision", "audio": "speech", "protein": "protein"}
+"""Of the tasks that are not text."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Outcome:
     logits_error: float = 0.0
     gradient_error: float = 0.0
     generation: str = ""
+    uses: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Calls:
     """Calls of megasoftmax, and of the attention layers of a model."""
 
     ours: int = 0
+    uses: set[str] = field(default_factory=set)
+    """What the calls have: learned bias, sink, softcap, windows."""
     layers: Counter[str] = field(default_factory=Counter)
 
 
@@ -75,16 +81,34 @@ def counting(calls: Calls) -> Iterator[None]:
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Any, **options: Any) -> Any:
             calls.ours += 1
+            calls.uses |= used(tensors[0], options)
             return function(*tensors, **options)
 
         return call
+
+    def capped(*given: Any) -> Any:
+        calls.uses.add("softcap")
+        return products.capped(*given)
 
     ours = {name: counted(getattr(megasoftmax, name)) for name in ("attention", "softmax")}
     with (
         patch.multiple(megasoftmax, **ours),
         patch.object(integration, "takes_attention", lambda *given: True),
+        patch.object(integration, "capped", capped),
     ):
         yield
+
+
+def used(tensor: torch.Tensor, options: dict[str, Any]) -> set[str]:
+    """What a call of attention or softmax has; a first tensor of 5 dimensions has windows."""
+    bias, sink = options.get("bias"), options.get("sink")
+    limits = options.get("window"), options.get("visible")
+    found = {
+        "learned bias": bias is not None and getattr(bias, "table", bias).requires_grad,
+        "sink": isinstance(sink, torch.Tensor),
+        "windows": tensor.dim() == 5 or any(limit is not None for limit in limits),
+    }
+    return {name for name, is_used in found.items() if is_used}
 
 
 def step(model: PreTrainedModel, padding: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +116,7 @@ def step(model: PreTrainedModel, padding: str) -> tuple[torch.Tensor, torch.Tens
     batch = make_batch(model, padding)
     seed()
     model.zero_grad(set_to_none=True)
-    result = model(**batch)
+    result = call(model, batch)
     names = ("logits", "logits_per_image", "last_hidden_state")
     output = next(result[name] for name in names if result.get(name) is not None)
     if "attention_mask" in batch and output.shape[:2] == batch["attention_mask"].shape:
@@ -134,7 +158,7 @@ class Expected:
 
     def __init__(self, name: str) -> None:
         self.model = build(name)
-        paddings = ("none", "right", "left") if CLASSES[name] in TEXT else ("none",)
+        paddings = ("none", "right", "left") if CLASSES[name] in PADDED else ("none",)
         self.steps = {padding: step(self.model, padding) for padding in paddings}
         try:
             self.tokens = generate(self.model)
@@ -187,6 +211,7 @@ def compare(make: Callable[[], PreTrainedModel], expected: Expected) -> Outcome:
             same = expected.tokens is None or generate(model) == expected.tokens
     except Exception as problem:
         return refusal(problem, expected.model)
+    outcome.uses = frozenset(calls.uses)
     outcome.logits_error, outcome.gradient_error = (
         max(column) for column in zip(*errors, strict=True)
     )
@@ -243,6 +268,8 @@ def as_row(name: str, by_name: Outcome, by_patch_model: Outcome) -> dict[str, An
     return {
         "class": name,
         "task": CLASSES[name],
+        "kind": "protein" if name.startswith("Esm") else KINDS.get(CLASSES[name], "text"),
+        "uses": "; ".join(sorted(by_name.uses | by_patch_model.uses)),
         "by_name": by_name.verdict,
         "by_patch_model": by_patch_model.verdict,
         "layers": by_patch_model.layers or by_name.layers,

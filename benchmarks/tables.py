@@ -255,15 +255,26 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
         )
         + f"{len(rows)} classes. The largest error of logits is {worst:.0e}, relative to all "
         "logits of the class.",
-        "works": ", ".join(f"`{row['class']}`" for row in parts["works"]),
+        "works": table(
+            ("class", "kind", "attention has"),
+            ((f"`{row['class']}`", row["kind"], row["uses"]) for row in parts["works"]),
+            words=3,
+        ),
         "own": ", ".join(f"`{row['class']}` (`{row['why']}`)" for row in parts["own"]) or "None.",
         "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
     }
     lines = (
-        (f"`{row['class']}`", f"{row['served']} of {row['layers']}", f"`{row['why']}`")
+        (
+            f"`{row['class']}`",
+            row["kind"],
+            row["uses"],
+            f"{row['served']} of {row['layers']}",
+            f"`{row['why']}`",
+        )
         for row in parts["in part"]
     )
-    found["in part"] = table(("class", "layers that run megasoftmax", "the others"), lines, words=3)
+    head = ("class", "kind", "attention has", "layers that run megasoftmax", "the others")
+    found["in part"] = table(head, lines, words=5)
     for marker in ("patch_model", "refused", "not built"):
         lines = ((f"`{row['class']}`", short_reason(row["why"])) for row in parts[marker])
         found[marker] = table(("class", "why"), lines, words=2) if parts[marker] else "None."

@@ -1,17 +1,18 @@
 """The attention interface for families of transformers that have none: Bloom, Falcon, MPT, and
-GPT-J before transformers 5.24.
+GPT-J before transformers 5.24; those of `vision` and `deberta`; and subclasses of others, which
+pass less to it: Swin of `vision`, and `conformers`.
 
 Their layers compute attention themselves, whatever implementation is asked for. The subclasses here
-pass query, key, value and ALiBi to the function that was asked for, if it is megasoftmax's. In
+pass query, key, value and a bias to the function that was asked for, if it is megasoftmax's. In
 everything else, and for every other implementation, they do what the family's class does. ALiBi
 stays one number per key. `by_name` and `patching.patch_model` put them into models.
 
 Falcon with ALiBi adds it twice in "eager"; here it is added once, as in "sdpa", its default.
 
-To add a family, write the subclass, with `_OrFamily` if its forward is replaced as a whole. Add it
+To add a family, write the subclass, with `OrFamily` if its forward is replaced as a whole. Add it
 to FAMILIES, and the tiny model to tests/models.py, which tests it. Not possible where attention is
-not softmax(scale * query . key + bias) value: XLNet's and DeBERTa's scores are sums of several
-products, Longformer's and BigBird's blocks of a band.
+not softmax(scale * query . key + bias) value, as with the blocks of a band of Longformer and
+BigBird.
 """
 
 from collections.abc import Callable
@@ -19,32 +20,19 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.falcon import modeling_falcon
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
-from megasoftmax.integrations.names import asked_name
+from megasoftmax.integrations.conformers import CONFORMERS
+from megasoftmax.integrations.deberta import DISENTANGLED
+from megasoftmax.integrations.subclasses import OrFamily, asked_function
+from megasoftmax.integrations.vision import VISION
 
 
-class _OrFamily:
-    """Calls `attend` if megasoftmax was asked for, else the forward of the family.
-
-    Comes before the class of the family among the bases of a layer.
-    """
-
-    config: PreTrainedConfig
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        function = _function(self.config)
-        if function is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return self.attend(function, *args, **kwargs)  # type: ignore[attr-defined]
-
-
-class MegasoftmaxBloomAttention(_OrFamily, BloomAttention):
+class MegasoftmaxBloomAttention(OrFamily, BloomAttention):
     """Bloom's, with ALiBi as a bias [batch, heads, 1, keys]."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
@@ -84,7 +72,7 @@ class MegasoftmaxBloomAttention(_OrFamily, BloomAttention):
         return residual + output, probabilities
 
 
-class MegasoftmaxFalconAttention(_OrFamily, FalconAttention):
+class MegasoftmaxFalconAttention(OrFamily, FalconAttention):
     """Falcon's, whose mask holds the ALiBi already."""
 
     def attend(
@@ -138,7 +126,7 @@ class MegasoftmaxGPTJAttention(GPTJAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: "_Asked"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        function = _function(self.config)
+        function = asked_function(self.config)
         if function is None:
             return super()._attn(query, key, value, attention_mask.mask)
         output, probabilities = function(
@@ -190,7 +178,7 @@ class MegasoftmaxMptAttention(MptAttention):
         # A block that is not patched passes the mask alone, which may be a tuple as well.
         is_asked = isinstance(attention_mask, _Asked)
         mask, probabilities_asked = attention_mask if is_asked else (attention_mask, False)
-        function = _function(self.config)
+        function = asked_function(self.config)
         if function is None:
             return super().forward(hidden_states, position_bias, past_key_values, mask, **kwargs)
         projected = self.Wqkv(hidden_states)
@@ -222,6 +210,9 @@ FAMILIES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     MptAttention: MegasoftmaxMptAttention,
     MptBlock: MegasoftmaxMptBlock,
     **({GPTJAttention: MegasoftmaxGPTJAttention} if hasattr(GPTJAttention, "_attn") else {}),
+    **CONFORMERS,
+    **DISENTANGLED,
+    **VISION,
 }
 """A class of transformers -> the subclass that takes its place."""
 
@@ -232,6 +223,8 @@ def why_not_replaced(layer: torch.nn.Module) -> str | None:
         return "its forward was replaced"
     if isinstance(layer, BloomAttention) and layer.pretraining_tp > 1 and layer.slow_but_exact:
         return "slow_but_exact splits its projection into pretraining_tp parts"
+    if getattr(layer, "head_logits_proj", None) is not None:
+        return "talking_head mixes the scores of heads"
     return None
 
 
@@ -240,10 +233,3 @@ class _Asked(NamedTuple):
 
     mask: Any
     probabilities: bool
-
-
-def _function(config: PreTrainedConfig) -> Callable[..., Any] | None:
-    """The attention function that the configuration asks for, where it is one of megasoftmax."""
-    name = config._attn_implementation
-    function = None if asked_name(name) is None else ALL_ATTENTION_FUNCTIONS.get(name)
-    return None if getattr(function, "is_eager", False) else function

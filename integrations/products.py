@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import megasoftmax
+from megasoftmax.autocast import as_autocast
 from megasoftmax.functions.attention import attention_reasons, serves_attention
 from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 from megasoftmax.options import AttentionOptions
@@ -32,6 +34,40 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     return len(reasons_against_sdpa(query, key, value, options)) == 0
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention for layers that need no probabilities, [..., heads, queries, value_dim].
+
+    `megasoftmax.attention` where `takes_attention`, else `between_products`. Under autocast in its
+    type, whatever the types of query, key and value.
+    """
+    tensors = as_autocast(query, key, value)
+    if takes_attention(*tensors, options):
+        return megasoftmax.attention(*tensors, **options._asdict())
+    return between_products(
+        query,
+        key,
+        value,
+        lambda query, key: torch.matmul(query, key.transpose(-1, -2)),
+        lambda scores: probabilities(scores, options, options.scale, value.dtype),
+    )[0]
+
+
+def probabilities(
+    scores: Tensor, options: AttentionOptions, scale: float | None, dtype: torch.dtype
+) -> Tensor:
+    """The fused softmax with options of attention, after dropout.
+
+    Dropout is torch's: it drops what it would drop in the model at the same seed of the generator,
+    which that of `megasoftmax.softmax` would not.
+    """
+    mask = options.mask
+    mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
+    changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": dtype}
+    found = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
+    dropout = options.dropout
+    return torch.nn.functional.dropout(found, dropout) if dropout > 0 else found
+
+
 def capped(scores: Tensor, scale: float, softcap: float) -> tuple[Tensor, float]:
     """Scores and a scale whose product is softcap * tanh(scale * scores / softcap).
 
@@ -54,19 +90,19 @@ def between_products(
     16 heads on 4 over 2048 keys takes 0.5 ms instead of 3.1 (2 CPU cores), training is as fast.
 
     Args:
-        query: [batch, heads, queries, head_dim].
-        key, value: [batch, key_heads, keys, head_dim or value_dim]; key_heads divides heads.
-        multiply: scores [batch, key_heads, rows, keys] from query [batch, key_heads, rows,
-            head_dim] and key.
-        normalize: probabilities from scores, both [batch, heads, queries, keys].
+        query: [..., heads, queries, head_dim].
+        key, value: [..., key_heads, keys, head_dim or value_dim]; key_heads divides heads.
+        multiply: scores [..., key_heads, rows, keys] from query [..., key_heads, rows, head_dim]
+            and key.
+        normalize: probabilities from scores, both [..., heads, queries, keys].
 
     Returns:
-        [batch, heads, queries, value_dim]; the probabilities.
+        [..., heads, queries, value_dim]; the probabilities.
     """
-    batch, heads, queries, head_dim = query.shape
-    key_heads, keys = key.shape[1:3]
+    *batch, heads, queries, head_dim = query.shape
+    key_heads, keys = key.shape[-3:-1]
     rows = heads // max(key_heads, 1) * queries
-    scores = multiply(query.reshape(batch, key_heads, rows, head_dim), key)
-    probabilities = normalize(scores.view(batch, heads, queries, keys))
+    scores = multiply(query.reshape(*batch, key_heads, rows, head_dim), key)
+    probabilities = normalize(scores.view(*batch, heads, queries, keys))
     output = torch.matmul(probabilities.view_as(scores), value)
-    return output.view(batch, heads, queries, value.shape[3]), probabilities
+    return output.view(*batch, heads, queries, value.shape[-1]), probabilities

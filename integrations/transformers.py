@@ -84,7 +84,12 @@ from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
-from megasoftmax.integrations.products import between_products, capped, takes_attention
+from megasoftmax.integrations.products import (
+    between_products,
+    capped,
+    probabilities,
+    takes_attention,
+)
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.options import AttentionOptions, Ranges, Window
 from megasoftmax.tracing import is_traced
@@ -272,10 +277,11 @@ def attention_forward(
     Args:
         module: the layer. `training` switches dropout on; `is_causal` and GPT-2's
             `reorder_and_upcast_attn` are honoured.
-        query: [batch, heads, queries, head_dim], any strides.
+        query: [batch, heads, queries, head_dim], any strides; or, of windows of an image,
+            [batch, windows, heads, queries, head_dim].
         key, value: [batch, key_heads, keys, head_dim]; heads is a multiple of key_heads.
-        attention_mask: from `make_mask`; or None; or the whole mask as a tensor, which broadcasts
-            to [batch, heads, queries, keys]: bool, True = keep, or float, added to the scores.
+        attention_mask: from `make_mask`; or None; or the whole mask as a tensor of 4 dimensions,
+            which broadcasts to the scores: bool, True = keep, or float, added to the scores.
         dropout: the probability to drop a probability, from 0 to 1.
         softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
         fused: False: `megasoftmax.attention` in plain torch where it could compute this layer.
@@ -284,8 +290,8 @@ def attention_forward(
             pass; see Raises.
 
     Returns:
-        [batch, queries, heads, head_dim], contiguous; None, or the probabilities after dropout,
-        [batch, heads, queries, keys]. Both in the type of value, or of autocast.
+        [..., queries, heads, head_dim], contiguous; None, or the probabilities after dropout,
+        [..., heads, queries, keys]. Both in the type of value, or of autocast.
 
     Raises:
         ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
@@ -305,7 +311,7 @@ def attention_forward(
             given = options._asdict()
             given["fused"] = fused
             output = megasoftmax.attention(*tensors, **given)
-            return output.transpose(1, 2).contiguous(), None
+            return output.transpose(-3, -2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
     return _through_softmax(query, key, value, options, softcap, upcast)
 
@@ -410,7 +416,7 @@ def _read(
         is_causal: overrides `module.is_causal`. Both count only when there is no mask.
         sliding_window: the tokens that a causal query sees, itself included; else the largest
             |query - key|. Counts only when there is no mask, which else holds the window already.
-        position_bias: float, broadcastable to [batch, heads, queries, keys], added to the scaled
+        position_bias: float, broadcastable to [..., heads, queries, keys], added to the scaled
             scores. Gets a gradient.
         s_aux: [heads], a logit that joins the denominator. Gets a gradient.
         indices, block_indices, cache, sinks: None, else refused: they change the result and are not
@@ -420,30 +426,30 @@ def _read(
     """
     if not (indices is None and block_indices is None and cache is None and sinks is None):
         _refuse(module, indices=indices, block_indices=block_indices, cache=cache, sinks=sinks)
-    queries = query.size(2)  # reading a shape takes longer
+    queries = query.size(-2)  # reading a shape takes longer
     causal, window, visible = False, None, None
     excluded: Any = None
     bias = None if position_bias is None else _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and 1 < queries < key.size(2):  # filling a static cache: its end is unused
-            key, value = key[:, :, :queries], value[:, :, :queries]
+        if causal and 1 < queries < key.size(-2):  # filling a static cache: its end is unused
+            key, value = key[..., :queries, :], value[..., :queries, :]
             bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
         excluded, causal, made_for, window, visible = attention_mask
-        if made_for != key.size(2) and not attention_mask.is_open:
-            if not causal or made_for > key.size(2):
+        if made_for != key.size(-2) and not attention_mask.is_open:
+            if not causal or made_for > key.size(-2):
                 raise ValueError(
-                    f"attention_mask: expected one for {key.size(2)} keys, got one for {made_for}"
+                    f"attention_mask: expected one for {key.size(-2)} keys, got one for {made_for}"
                 )
             # Before transformers 5.18 the cache of a window also returns the keys that it keeps
             # for taking drafted tokens back. The last key of the mask is that of the last query,
             # so the mask is for the newest keys.
-            key, value = key[:, :, -made_for:], value[:, :, -made_for:]
+            key, value = key[..., -made_for:, :], value[..., -made_for:, :]
             bias = None if bias is None else bias[..., -made_for:]
-    elif attention_mask.ndim != 4 or attention_mask.size(3) not in (1, key.size(2)):
+    elif attention_mask.ndim != 4 or attention_mask.size(-1) not in (1, key.size(-2)):
         raise ValueError(
-            f"attention_mask: expected 4 dimensions, the last 1 or {key.size(2)}, got shape "
+            f"attention_mask: expected 4 dimensions, the last 1 or {key.size(-2)}, got shape "
             f"{tuple(attention_mask.shape)}"
         )
     elif attention_mask.dtype == torch.bool:
@@ -453,7 +459,7 @@ def _read(
 
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
-    scale = query.size(3) ** -0.5 if scaling is None else scaling
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
     options = AttentionOptions(bias, excluded, scale, causal, window, visible, s_aux, dropout)
     return key, value, options
 
@@ -505,28 +511,19 @@ def _through_softmax(
     softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, cap, softmax, torch's dropout, matmul.
-
-    Torch's dropout drops what "eager" drops at the same seed of the generator, which that of
-    `megasoftmax.softmax` would not.
-    """
+    """Matmul, cap, softmax, torch's dropout, matmul."""
 
     def normalize(scores: torch.Tensor) -> torch.Tensor:
         scale = options.scale
         assert scale is not None
         if softcap is not None:
             scores, scale = capped(scores, scale, softcap)
-        mask = options.mask
-        mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
-        changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": value.dtype}
-        probabilities = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
-        dropout = options.dropout
-        return torch.nn.functional.dropout(probabilities, dropout) if dropout > 0 else probabilities
+        return probabilities(scores, options, scale, value.dtype)
 
-    output, probabilities = between_products(
+    output, weights = between_products(
         query, key, value, lambda query, key: _scores(query, key, upcast), normalize
     )
-    return output.transpose(1, 2).contiguous(), probabilities
+    return output.transpose(-3, -2).contiguous(), weights
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, upcast: bool) -> torch.Tensor:

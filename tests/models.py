@@ -15,6 +15,10 @@ from transformers import (
     BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
+    DebertaConfig,
+    DebertaForMaskedLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -39,6 +43,8 @@ from transformers import (
     PreTrainedModel,
     SwinConfig,
     SwinForImageClassification,
+    Swinv2Config,
+    Swinv2ForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -118,6 +124,7 @@ _SWIN = {
     "drop_path_rate": 0.0,
     "num_labels": 7,
 }
+_DEBERTA = _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _BLOOM = _TOKENS | _UNTIED | {"hidden_size": 32, "n_layer": 2, "n_head": 4}
 _BLOOM |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _FALCON = _TOKENS | _UNTIED | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -165,6 +172,7 @@ MODELS = {
     "bert": _builder(BertForMaskedLM, BertConfig, _BERT),
     "opt": _builder(OPTForCausalLM, OPTConfig, _OPT),
     "swin": _builder(SwinForImageClassification, SwinConfig, _SWIN),
+    "swinv2": _builder(Swinv2ForImageClassification, Swinv2Config, _SWIN),
     # Without transformers' attention interface:
     "bloom": _builder(BloomForCausalLM, BloomConfig, _BLOOM),
     "falcon": _builder(FalconForCausalLM, FalconConfig, _FALCON),
@@ -187,17 +195,29 @@ MODELS = {
     ),
     "gptj": _builder(GPTJForCausalLM, GPTJConfig, _GPT | {"rotary_dim": 4}),
     "mpt": _builder(MptForCausalLM, MptConfig, _MPT),
+    # With distances beyond the table, and with fewer buckets than distances.
+    "deberta": _builder(
+        DebertaForMaskedLM, DebertaConfig, _DEBERTA | {"max_relative_positions": 7}
+    ),
+    "deberta_v2": _builder(
+        DebertaV2ForMaskedLM,
+        DebertaV2Config,
+        _DEBERTA | {"position_buckets": 6, "share_att_key": True},
+    ),
 }
 """Name of a family -> what builds a model of it."""
 
 # GPT-J has it from transformers 5.24 on.
 GPTJ_HAS_INTERFACE = not hasattr(GPTJAttention, "_attn")
 WITHOUT_INTERFACE = (
-    *("bloom", "falcon", "falcon, groups", "falcon, alibi", "mpt"),
+    *("bloom", "falcon", "falcon, groups", "falcon, alibi", "mpt", "deberta", "deberta_v2"),
     *(() if GPTJ_HAS_INTERFACE else ("gptj",)),
 )
 MIXTURES = ("mixtral", "gpt_oss")
-DECODERS = tuple(name for name in MODELS if name not in ("bert", "swin", "t5"))
+IMAGES = ("swin", "swinv2")
+DECODERS = tuple(
+    name for name in MODELS if name not in ("bert", "deberta", "deberta_v2", "t5", *IMAGES)
+)
 
 
 def build_batch(
@@ -206,10 +226,10 @@ def build_batch(
     """Token ids, mask and labels; the label of a token after padding is dropped too.
 
     That label is predicted at a padded position, where implementations differ by design. Images
-    and their classes for Swin, which has no padding.
+    and their classes for IMAGES, which have no padding.
     """
     generator = torch.Generator().manual_seed(1)
-    if name == "swin":
+    if name in IMAGES:
         images = torch.randn(BATCH, 3, 16, 16, generator=generator)
         labels = torch.arange(BATCH)
         return {"pixel_values": images.to(device), "labels": labels.to(device)}

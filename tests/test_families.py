@@ -12,8 +12,8 @@ import torch
 from models import MODELS, WITHOUT_INTERFACE, build_batch
 from transformers import (
     AutoModelForMaskedLM,
-    DebertaConfig,
-    DebertaForMaskedLM,
+    MPNetConfig,
+    MPNetForMaskedLM,
     PreTrainedModel,
     SiglipConfig,
     SiglipModel,
@@ -36,6 +36,9 @@ VERDICTS = {
     "Gemma3ForCausalLM": "works",
     "T5ForConditionalGeneration": "works",
     "SwinForImageClassification": "works",
+    "Swinv2ForImageClassification": "works",
+    "DebertaV2ForMaskedLM": "works",
+    "Wav2Vec2ConformerForSequenceClassification": "works",
     "FalconForCausalLM": "works",  # chooses the class of its attention by the name
     "DeepseekV4ForCausalLM": "works",  # extends the mask in its layers
     "DogeForCausalLM": "works",  # computes with its mask
@@ -46,7 +49,7 @@ VERDICTS = {
     "MiniMaxForCausalLM": IN_PART,
     "LongT5ForConditionalGeneration": IN_PART,
     "LongformerForMaskedLM": "refused",
-    "DebertaForMaskedLM": "refused",
+    "MPNetForMaskedLM": "refused",
     "XLNetLMHeadModel": "refused",
     "GPTNeoForCausalLM": "refused",
     "HYV4ForCausalLM": "refused",  # sparse attention
@@ -64,8 +67,8 @@ def implementations(model):
     return {part.config._attn_implementation for part in parts}
 
 
-def build_deberta(**options):
-    return DebertaForMaskedLM(DebertaConfig(**SIZES, **options))
+def build_mpnet(**options):
+    return MPNetForMaskedLM(MPNetConfig(**SIZES, **options))
 
 
 # The sweep
@@ -95,7 +98,7 @@ def test_sweep_notices_a_lost_mask(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        ("DebertaForMaskedLM", "silent"),
+        ("MPNetForMaskedLM", "silent"),
         ("LongformerForMaskedLM", "differs"),
         ("XGLMForCausalLM", "unclear error"),
     ],
@@ -127,6 +130,16 @@ def test_results_of_the_sweep_have_no_fault():
     assert not verdicts & set(sweep_families.FAULTS)
     works = [row for row in rows if row["by_name"] in ("works", IN_PART)]
     assert len(works) > 200
+    uses = {row["class"]: row["uses"] for row in works}
+    assert uses["EsmFold2Model"] == uses["T5ForConditionalGeneration"] == "learned bias"
+    assert uses["BeitForImageClassification"] == "learned bias"
+    assert uses["Swinv2ForImageClassification"] == "learned bias; windows"
+    assert (uses["Gemma2ForCausalLM"], uses["GptOssForCausalLM"]) == (
+        "softcap; windows",
+        "sink; windows",
+    )
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert page.count("| class | kind | attention has |") == 2  # what families.js looks for
     assert all(row["by_patch_model"] == row["by_name"] for row in works)
     swept = {row["class"]: row["by_name"] for row in rows}
     assert {name: swept[name] for name in VERDICTS} == VERDICTS
@@ -138,12 +151,12 @@ def test_results_of_the_sweep_have_no_fault():
 @pytest.mark.parametrize("implementation", ["megasoftmax", "megasoftmax_softmax"])
 def test_refusal_names_model_reason_and_remedy(implementation):
     message = (
-        rf"DebertaForMaskedLM can run, got '{implementation}'; its layer .*attention\.self "
-        r"\(DisentangledSelfAttention\) computes attention itself.*; use 'eager'"
+        rf"MPNetForMaskedLM can run, got '{implementation}'; its layer .*attention\.attn "
+        r"\(MPNetSelfAttention\) computes attention itself.*; use 'eager'"
     )
     with pytest.raises(ValueError, match=message):
-        build_deberta(attn_implementation=implementation)
-    model = build_deberta()
+        build_mpnet(attn_implementation=implementation)
+    model = build_mpnet()
     own = implementations(model)
     with pytest.raises(ValueError, match=message):
         model.set_attn_implementation(implementation)
@@ -151,8 +164,8 @@ def test_refusal_names_model_reason_and_remedy(implementation):
 
 
 def test_checkpoint_is_refused_too(tmp_path):
-    build_deberta().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="DebertaForMaskedLM can run, got 'megasoftmax'"):
+    build_mpnet().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MPNetForMaskedLM can run, got 'megasoftmax'"):
         AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation="megasoftmax")
     AutoModelForMaskedLM.from_pretrained(tmp_path)
 
@@ -209,7 +222,7 @@ def test_disabled_names_refuse_nothing(monkeypatch):
     monkeypatch.setenv("MEGASOFTMAX_DISABLE", "1")
     integration.register()
     try:
-        for name in ("DebertaForMaskedLM", "GPTNeoForCausalLM"):
+        for name in ("MPNetForMaskedLM", "GPTNeoForCausalLM"):
             model, eager = build(name, "megasoftmax"), build(name)
             batch = sweep_families.make_batch(eager, "left")
             assert torch.equal(model(**batch).logits, eager(**batch).logits)

@@ -10,6 +10,7 @@ import torch
 from models import (
     BATCH,
     GPTJ_HAS_INTERFACE,
+    IMAGES,
     LENGTH,
     MIXTURES,
     MODELS,
@@ -22,10 +23,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BloomForCausalLM,
-    DebertaConfig,
-    DebertaModel,
     LongformerConfig,
     LongformerModel,
+    MPNetConfig,
+    MPNetModel,
     PreTrainedModel,
     SiglipConfig,
     SiglipModel,
@@ -38,7 +39,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
-from megasoftmax.integrations import families, serving
+from megasoftmax.integrations import families, serving, subclasses
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.patching import Served, configure, patch_model
 from megasoftmax.integrations.trainer import MegasoftmaxCallback
@@ -50,7 +51,7 @@ REFUSED = {
     "xlnet": lambda: XLNetLMHeadModel(
         XLNetConfig(vocab_size=VOCABULARY, d_model=32, n_layer=2, n_head=4, d_inner=48)
     ),
-    "deberta": lambda: DebertaModel(DebertaConfig(**SIZES)),
+    "mpnet": lambda: MPNetModel(MPNetConfig(**SIZES)),
     "longformer": lambda: LongformerModel(LongformerConfig(**SIZES, attention_window=4)),
 }
 
@@ -284,7 +285,7 @@ def test_layers_beside_one_without_the_interface_are_served():
 
 
 def test_model_that_is_refused_does_not_hold_back_another():
-    pair = torch.nn.ModuleDict({"one": REFUSED["deberta"](), "other": MODELS["llama"]()})
+    pair = torch.nn.ModuleDict({"one": REFUSED["mpnet"](), "other": MODELS["llama"]()})
     before = state(pair)
     with pytest.raises(ValueError, match=r"ModuleDict; strict=False .* \(2\):") as caught:
         patch_model(pair)
@@ -379,7 +380,7 @@ def test_families_know_the_interface_by_name(name, calls, tmp_path):
     own = MODELS[name]()
     expected = run(own, name)
     own.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="megasoftmax")
+    loaded = type(own).from_pretrained(tmp_path, attn_implementation="megasoftmax")
     built = MODELS[name](attn_implementation="megasoftmax_softmax")
     other = MODELS[name]()
     for model, function in ((loaded.train(), "attention"), (built, "softmax")):
@@ -499,7 +500,7 @@ def test_wrong_flags(flags, message):
 def test_disabled_names_compute_what_eager_does(name, disabled, calls):
     """Bit by bit: softcap, sinks, windows and biases are the family's own code."""
     ours = MODELS[name](attn_implementation="megasoftmax")
-    for padding in PADDINGS[:1] if name == "swin" else PADDINGS[::2]:
+    for padding in PADDINGS[:1] if name in IMAGES else PADDINGS[::2]:
         actual, expected = run(ours, name, padding), run(MODELS[name](), name, padding)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert not calls
@@ -650,7 +651,7 @@ def test_names_at_top_level_are_imported_when_asked(forks):
 
 def test_bloom_without_its_subclass_is_caught(monkeypatch):
     """Its configuration alone does not do: the layer does not know the mask."""
-    monkeypatch.setattr(families, "_function", lambda config: None)
+    monkeypatch.setattr(subclasses, "asked_function", lambda config: None)
     model = MODELS["bloom"]()
     assert isinstance(model, BloomForCausalLM)
     patch_model(model)

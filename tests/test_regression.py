@@ -16,10 +16,10 @@ from transformers import (
     AttentionMaskInterface,
     BertConfig,
     BertForMaskedLM,
-    DebertaConfig,
-    DebertaForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MPNetConfig,
+    MPNetForMaskedLM,
 )
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -594,9 +594,9 @@ def test_factory_is_imported(monkeypatch, tmp_path):
         (lambda: torch.nn.Linear(2, 2), {}, "take the name .*Linear"),
         (lambda name: BertConfig(), {}, "expected an nn.Module .*, got a BertConfig$"),
         (
-            lambda: DebertaForMaskedLM(DebertaConfig(num_hidden_layers=1, vocab_size=256)),
+            lambda: MPNetForMaskedLM(MPNetConfig(num_hidden_layers=1, vocab_size=256)),
             {},
-            "DebertaForMaskedLM refuses 'megasoftmax': .*computes attention itself",
+            "MPNetForMaskedLM refuses 'megasoftmax': .*computes attention itself",
         ),
         (
             lambda name: torch.nn.Linear(2, 2 + len(name)),

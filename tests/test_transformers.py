@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from models import (
     BATCH,
     DECODERS,
+    IMAGES,
     LENGTH,
     MIXTURES,
     MODELS,
@@ -43,6 +44,8 @@ from megasoftmax.integrations.sharing import in_a_pass
 from megasoftmax.reference import dropout
 
 TAKES_ATTENTION = integration.takes_attention
+# Parameters of biases and sinks: of encoder and decoder, of two layers, or of one table.
+BIASES = {"t5": 2, "swin": 2, "gpt_oss": 2, "swinv2": 6, "deberta": 1, "deberta_v2": 1}
 WITHOUT_STATIC_CACHE = ("mpt", "falcon, alibi")  # in transformers
 
 
@@ -134,17 +137,18 @@ def queries_and_keys(tensors):
 @pytest.mark.parametrize("member", MODELS)
 def test_training_step(implementation, member, padding, device):
     """Windows, sinks, softcaps, relative biases, experts: whatever the family has."""
-    if member == "swin" and padding != "none":
+    if member in IMAGES and padding != "none":
         pytest.skip("images have no padding")
     ours, eager = build_pair(implementation, member, device)
     assert_same_step(ours, eager, build_batch(padding, device, member))
     biases = [parameter for name, parameter in ours.named_parameters() if is_bias_of_scores(name)]
     assert all(bias.grad.any() for bias in biases)
-    assert len(biases) == (2 if member in ("t5", "swin", "gpt_oss") else 0)
+    assert len(biases) == BIASES.get(member, 0)
 
 
 def is_bias_of_scores(name):
-    kinds = ("relative_attention_bias", "relative_position_bias", "sinks")
+    kinds = ("relative_attention_bias", "relative_position_bias", "sinks", "rel_embeddings.weight")
+    kinds += ("continuous_position_bias",)
     return any(kind in name for kind in kinds)
 
 
@@ -247,12 +251,12 @@ def test_dropout_with_equal_seeds(family, device):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("member", [name for name in MODELS if name != "swin"])
+@pytest.mark.parametrize("member", MODELS)
 def test_activation_checkpointing(implementation, member, reentrant):
     ours, eager = build_pair(implementation, member)
     for model in (ours, eager):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same_step(ours, eager, build_batch("left"))
+    assert_same_step(ours, eager, build_batch("left", name=member))
 
 
 def train(model, member, device, autocast, steps):
@@ -277,6 +281,8 @@ def test_several_steps(implementation, member, autocast, device):
     Its epsilon keeps the biases of keys, whose true gradient is 0, from following rounding noise;
     that of bfloat16 is too large for it, and turns few units of T5's dense layers on or off: 1%.
     """
+    if autocast and member == "deberta":
+        pytest.skip('"eager" fills scores in bfloat16 with the lowest number of float32')
     is_long = member in ("gpt2", "llama", "t5")  # others see every padding once
     models = build_pair(implementation, member, device)
     before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}

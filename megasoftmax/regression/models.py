@@ -103,6 +103,29 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.1,
         },
     ),
+    "wav2vec2_conformer": (
+        "Wav2Vec2ConformerForSequenceClassification",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "position_embeddings_type": "relative",
+            "conv_dim": [32, 32],
+            "conv_stride": [5, 4],
+            "conv_kernel": [10, 8],
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 2,
+            "conv_depthwise_kernel_size": 7,
+            "classifier_proj_size": 32,
+            "vocab_size": BYTES,
+            "apply_spec_augment": False,
+            "layerdrop": 0.0,
+            "num_labels": 10,
+            "initializer_range": 0.1,
+        },
+    ),
 }
 """Name of a family -> its class in transformers and the settings of a tiny model of it."""
 
@@ -234,7 +257,8 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
 
     Args:
         model: its head decides what a batch has: labels for the next byte, for masked bytes, for
-            the next piece of text, or for images, whose pixels are bytes. A module of the user's
+            the next piece of text, for images, whose pixels are bytes, or for sound, whose samples
+            are. A module of the user's
             own gets `input_ids`, `attention_mask` and `labels` as a causal language model does.
         batch, length: sequences of a batch, and tokens of a sequence.
         seed: decides which pieces of the text.
@@ -259,6 +283,8 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
     for step in itertools.count():
         if task == "image":
             yield _images(pieces, config)
+        elif task == "sound":
+            yield _sounds(pieces, length, step % 4 in (0, 3), config)
         else:
             vocabulary = getattr(config, "vocab_size", BYTES)
             yield _sequences(
@@ -278,6 +304,7 @@ _HEADS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "sound": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 
 
@@ -331,6 +358,18 @@ def _images(pieces: Callable[[int], torch.Tensor], config: Any) -> Batch:
     text = pieces(count + 1)
     pixels = text[:, :-1].view(-1, *shape) / 64 - 1
     return {"pixel_values": pixels, "labels": text[:, -1] % config.num_labels}
+
+
+def _sounds(pieces: Callable[[int], torch.Tensor], length: int, padded: bool, config: Any) -> Batch:
+    """Samples for `length` frames of a model with strided convolutions, and labels of sounds."""
+    samples = config.inputs_to_logits_ratio * (length + 1)
+    text = pieces(samples + 1)
+    batch = {"input_values": text[:, :-1] / 64 - 1, "labels": text[:, -1] % config.num_labels}
+    if not padded:
+        return batch
+    keep = torch.ones_like(text[:, :-1])
+    keep[1::3, samples * 2 // 3 :] = 0
+    return batch | {"input_values": batch["input_values"] * keep, "attention_mask": keep}
 
 
 def take(batches: Iterable[Batch], steps: int) -> Iterator[Batch]:

@@ -1,0 +1,95 @@
+"""Layers of libraries that know no attention implementations: timm, torchvision, NeMo.
+
+Each library has a file with subclasses of its layers and a `patch_model`, which needs that library
+alone. Layers run `megasoftmax.attention` on a GPU, and on a CPU where torch's own attention
+computes the same. Elsewhere they run matmul, the fused softmax, matmul.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import megasoftmax
+from megasoftmax.integrations.names import is_disabled
+from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
+
+Classes = Mapping[type[Any], type[Any]]
+"""A class of the library -> the subclass that takes its place."""
+
+
+class PatchedLayers(Patched):
+    """What one call of a `patch_model` has changed; a context manager."""
+
+    def __init__(
+        self, model: torch.nn.Module, classes: Classes, head_dim: Callable[[Any], int]
+    ) -> None:
+        kinds: tuple[type[torch.nn.Module], ...] = tuple(classes)
+        self._layers = {
+            name: module for name, module in model.named_modules() if isinstance(module, kinds)
+        }
+        self._classes = classes
+        self._head_dim = head_dim
+        super().__init__(
+            Change(layer, "__class__", classes[type(layer)], name)
+            for name, layer in self._layers.items()
+            if type(layer) in classes and not self._why_left(layer)
+        )
+
+    @property
+    def report(self) -> dict[str, Served]:
+        """What each of these layers runs at present, by its name.
+
+        Found without a call. It holds for calls in the type of the weights, or under the autocast
+        that is on now, without dropout, if no bias needs a gradient.
+        """
+        return {name: self._served(layer) for name, layer in self._layers.items()}
+
+    def __repr__(self) -> str:
+        """The report, a line for neighbours that are served alike."""
+        return in_lines(self.report)
+
+    def _served(self, layer: torch.nn.Module) -> Served:
+        if why := self._why_left(layer):
+            return Served("unchanged", why)
+        if type(layer) in self._classes:
+            return Served("unchanged", "not patched")
+        weight = next(layer.parameters())
+        like_query = torch.empty(
+            1, 1, 1, self._head_dim(layer), dtype=weight.dtype, device=weight.device
+        )
+        reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
+        if len(reasons) == 0:
+            return Served("attention")
+        runs = "SDPA" if reasons.runs == "SDPA" else "softmax"
+        return Served(runs, "; ".join(str(reason) for reason in reasons))
+
+    def _why_left(self, layer: torch.nn.Module) -> str:
+        """Why a layer cannot be patched; empty: it can."""
+        if is_disabled():
+            return "MEGASOFTMAX_DISABLE=1"
+        if type(layer) not in (*self._classes, *self._classes.values()):
+            return f"its class {type(layer).__name__} is a subclass of one that would be replaced"
+        return "its forward was replaced" if "forward" in vars(layer) else ""
+
+
+def patch_layers(
+    model: torch.nn.Module, classes: Classes, head_dim: Callable[[Any], int]
+) -> PatchedLayers:
+    """Let layers of a model run megasoftmax, until they are unpatched.
+
+    Args:
+        model: any module that contains such layers, or is one.
+        classes: see `Classes`.
+        head_dim: of a layer.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    patched = PatchedLayers(model, classes, head_dim)
+    if not patched.report:
+        names = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)
+        raise ValueError(
+            f"model: expected layers of {names}; got {type(model).__name__}, which has none"
+        )
+    return patched

@@ -1,0 +1,120 @@
+"""megasoftmax in models of timm: Swin, Swin V2 and BEiT.
+
+    from megasoftmax.integrations.timm import patch_model
+
+    model = timm.create_model("swin_tiny_patch4_window7_224")
+    patched = patch_model(model)        # until patched.unpatch()
+    with patch_model(model):            # or until the end of the block
+        model(images)
+
+The bias by distance goes to attention as [heads, tokens, tokens] and gets its gradient, and masks
+of shifted windows as bool, see `windows`. timm's own fused attention, which Swin has only if it is
+asked for, expands both to [batch * windows, heads, tokens, tokens]. timm's parameters, state
+dictionaries and `set_input_size` stay as they are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from timm.models import beit, swin_transformer, swin_transformer_v2
+except ImportError as error:
+    raise ImportError("timm: expected 1.0.31 or later; pip install timm") from error
+
+from megasoftmax.integrations.layers import Classes, PatchedLayers, patch_layers
+from megasoftmax.integrations.products import attend
+from megasoftmax.integrations.windows import attend_in_windows, continuous_bias, cosine
+from megasoftmax.options import AttentionOptions
+
+
+class MegasoftmaxWindowAttention(swin_transformer.WindowAttention):
+    """Swin's."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = _in_heads(self.qkv(x), self.num_heads)
+        output = attend_in_windows(
+            query,
+            key,
+            value,
+            self._get_rel_pos_bias()[0],
+            mask,
+            scale=self.scale,
+            dropout=_dropout(self),
+        )
+        return self.proj_drop(self.proj(output))
+
+
+class MegasoftmaxWindowAttentionV2(swin_transformer_v2.WindowAttention):
+    """That of Swin V2."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = _in_heads(_projected(self, x), self.num_heads)
+        query, key = cosine(query, key, self.logit_scale)
+        output = attend_in_windows(
+            query,
+            key,
+            value,
+            continuous_bias(self.cpb_mlp(self.relative_coords_table), self.relative_position_index),
+            mask,
+            scale=1.0,
+            dropout=_dropout(self),
+        )
+        return self.proj_drop(self.proj(output))
+
+
+class MegasoftmaxBeitAttention(beit.Attention):
+    """BEiT's, with a bias of its own, one shared by layers, both or none."""
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        bias = shared_rel_pos_bias
+        if self.relative_position_bias_table is not None:
+            own = self._get_rel_pos_bias()
+            bias = own if bias is None else own + bias
+        options = AttentionOptions(bias=bias, scale=self.scale, dropout=_dropout(self))
+        query, key, value = _in_heads(_projected(self, x), self.num_heads)
+        output = attend(query, key, value, options)
+        return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
+
+
+LAYERS: Classes = {
+    swin_transformer.WindowAttention: MegasoftmaxWindowAttention,
+    swin_transformer_v2.WindowAttention: MegasoftmaxWindowAttentionV2,
+    beit.Attention: MegasoftmaxBeitAttention,
+}
+
+
+def patch_model(model: torch.nn.Module) -> PatchedLayers:
+    """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
+
+    Args:
+        model: of timm, or any module that contains one.
+
+    Returns:
+        A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
+        environment nothing is changed.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    return patch_layers(model, LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+
+
+def _projected(layer: Any, x: Tensor) -> Tensor:
+    """Queries, keys and values, [batch, tokens, 3 * channels], as timm adds their bias."""
+    if layer.q_bias is None:
+        return layer.qkv(x)
+    bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
+    if layer.qkv_bias_separate:
+        return layer.qkv(x) + bias
+    return torch.nn.functional.linear(x, layer.qkv.weight, bias)
+
+
+def _in_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Query, key and value as views [batch, heads, tokens, head_dim]."""
+    return projected.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _dropout(layer: Any) -> float:
+    return layer.attn_drop.p if layer.training else 0.0

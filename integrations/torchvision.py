@@ -1,0 +1,135 @@
+"""megasoftmax in models of torchvision: Swin and Swin V2.
+
+    from megasoftmax.integrations.torchvision import patch_model
+
+    model = torchvision.models.swin_t()
+    patched = patch_model(model)        # until patched.unpatch()
+    with patch_model(model):            # or until the end of the block
+        model(images)
+
+The layers call `torchvision.models.swin_transformer.shifted_window_attention`, which makes the mask
+of shifted windows anew and adds it to the scores. Here the bias goes to attention as
+[heads, tokens, tokens], and the mask as bool, see `windows`.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    from torchvision.models.swin_transformer import (
+        ShiftedWindowAttention,
+        ShiftedWindowAttentionV2,
+    )
+except ImportError as error:
+    raise ImportError(
+        "torchvision: expected one with models.swin_transformer; pip install torchvision"
+    ) from error
+
+from megasoftmax.integrations.layers import Classes, PatchedLayers, patch_layers
+from megasoftmax.integrations.windows import attend_in_windows, cosine
+
+
+class _Shifted:
+    """What both versions do around attention."""
+
+    def forward(self: "ShiftedWindowAttention", x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        (rows, columns), heads = self.window_size, self.num_heads
+        x = torch.nn.functional.pad(x, (0, 0, 0, -width % columns, 0, -height % rows))
+        batch, padded_height, padded_width, channels = x.shape
+        # A window as large as the image is not shifted.
+        shift = (
+            self.shift_size[0] if rows < padded_height else 0,
+            self.shift_size[1] if columns < padded_width else 0,
+        )
+        mask = None
+        if any(shift):
+            x = torch.roll(x, (-shift[0], -shift[1]), (1, 2))
+            mask = _across_shift(padded_height, padded_width, (rows, columns), shift, x.device)
+        windows = _partition(x, rows, columns)
+        qkv = torch.nn.functional.linear(windows, self.qkv.weight, self._bias_of_qkv())
+        query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        scale = (channels // heads) ** -0.5
+        if isinstance(self, ShiftedWindowAttentionV2):
+            query, key = cosine(query, key, self.logit_scale)
+            scale = 1.0
+        output = attend_in_windows(
+            query,
+            key,
+            value,
+            self.get_relative_position_bias()[0],
+            mask,
+            scale=scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        output = torch.nn.functional.dropout(self.proj(output), self.dropout, self.training)
+        output = output.view(
+            batch, padded_height // rows, padded_width // columns, rows, columns, channels
+        )
+        output = output.transpose(2, 3).reshape(batch, padded_height, padded_width, channels)
+        if any(shift):
+            output = torch.roll(output, shift, (1, 2))
+        return output[:, :height, :width].contiguous()
+
+    def _bias_of_qkv(self: "ShiftedWindowAttention") -> Tensor | None:
+        return self.qkv.bias
+
+
+class MegasoftmaxShiftedWindowAttention(_Shifted, ShiftedWindowAttention):
+    """Swin's."""
+
+
+class MegasoftmaxShiftedWindowAttentionV2(_Shifted, ShiftedWindowAttentionV2):
+    """That of Swin V2, whose keys have no bias."""
+
+    def _bias_of_qkv(self) -> Tensor | None:
+        if self.qkv.bias is None:
+            return None
+        of_query, of_key, of_value = self.qkv.bias.chunk(3)
+        return torch.cat((of_query, torch.zeros_like(of_key), of_value))
+
+
+LAYERS: Classes = {
+    ShiftedWindowAttention: MegasoftmaxShiftedWindowAttention,
+    ShiftedWindowAttentionV2: MegasoftmaxShiftedWindowAttentionV2,
+}
+
+
+def patch_model(model: torch.nn.Module) -> PatchedLayers:
+    """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
+
+    Args:
+        model: of torchvision, or any module that contains one.
+
+    Returns:
+        A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
+        environment nothing is changed.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    return patch_layers(model, LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+
+
+def _partition(x: Tensor, rows: int, columns: int) -> Tensor:
+    """[batch, height, width, channels] as [batch * windows, rows * columns, channels], a copy."""
+    batch, height, width, channels = x.shape
+    x = x.view(batch, height // rows, rows, width // columns, columns, channels)
+    return x.transpose(2, 3).reshape(-1, rows * columns, channels)
+
+
+def _across_shift(
+    height: int,
+    width: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    device: torch.device,
+) -> Tensor:
+    """Pairs that only the shift brought into one window, bool [windows, tokens, tokens]."""
+    regions = []
+    for size, length, moved in zip((height, width), window, shift, strict=True):
+        position = torch.arange(size, device=device)
+        regions.append((position >= size - length).int() + (position >= size - moved))
+    region = regions[0][:, None] * 3 + regions[1]
+    region = _partition(region[None, :, :, None], *window)[:, :, 0]
+    return region[:, :, None] != region[:, None, :]

@@ -1,0 +1,91 @@
+"""Attention of the windows of an image, with one bias for all windows: Swin and its relatives.
+
+Their layers have queries [batch * windows, heads, tokens, head_dim], a bias [heads, tokens, tokens]
+that learns and, where windows are shifted, a mask [windows, tokens, tokens] of 0 and -100. Adding
+up bias and mask would make [batch * windows, heads, tokens, tokens]. Here the query is a view
+[batch, windows, ...], the mask is bool, [windows, 1, tokens, tokens], and both broadcast.
+
+A score with -100 is excluded here, while the models give it exp(-100) = 4e-44 of the weight that
+it would have. In float32 no result differs as long as no excluded score is more than 75 above the
+largest visible score of its query, in windows of up to 24 x 24 tokens: 576 exp(75 - 100) is 8e-9,
+and float32 rounds at 6e-8. Every token sees itself, so that no row is excluded as a whole. Where
+an excluded score is larger than that, the models attend across the border of the shift, and
+megasoftmax does not. The scores of Swin V2 are at most twice its logit scale plus 16 apart. With a
+logit scale below 29 the results are the same for certain; models begin with 10, and clamp at 100.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megasoftmax.integrations.products import attend
+from megasoftmax.options import AttentionOptions
+
+_LARGEST_LOGIT_SCALE = math.log(100)
+
+
+def in_windows(tensor: Tensor, mask: Tensor) -> Tensor:
+    """[batch * windows, ...] as [batch, windows, ...], a view; windows are those of the mask."""
+    return tensor.unflatten(0, (-1, mask.shape[0]))
+
+
+def visible_in_windows(mask: Tensor) -> Tensor:
+    """What a mask of 0 and -100, [windows, tokens, tokens], lets see: bool [windows, 1, ...]."""
+    return (mask == 0)[:, None]
+
+
+def attend_in_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Attention of a layer without an attention interface, [batch * windows, tokens, channels].
+
+    Args:
+        query, key, value: [batch * windows, heads, tokens, head_dim].
+        bias: [heads, tokens, tokens].
+        mask: bool, True = excluded, or 0 and -100, [windows, tokens, tokens]; None: windows are not
+            shifted.
+        scale, dropout: as in `megasoftmax.attention`.
+    """
+    excluded = None
+    if mask is not None:
+        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
+        query, key, value = (in_windows(tensor, mask) for tensor in (query, key, value))
+    options = AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
+    output = attend(query, key, value, options).transpose(-3, -2).flatten(-2)
+    return output if mask is None else output.flatten(0, 1)
+
+
+def bias_of_table(table: Tensor, index: Tensor) -> Tensor:
+    """A bias [heads, tokens, tokens] from a table [distances, heads] and integers [tokens, tokens].
+
+    The index may be flat.
+    """
+    tokens = math.isqrt(index.numel())
+    return table[index.view(tokens, tokens)].permute(2, 0, 1).contiguous()
+
+
+def continuous_bias(table: Tensor, index: Tensor) -> Tensor:
+    """The bias of Swin V2, likewise, from what its network makes of distances, [..., heads]."""
+    return 16 * torch.sigmoid(bias_of_table(table.flatten(0, -2), index))
+
+
+def cosine(query: Tensor, key: Tensor, logit_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key whose products are the scores of Swin V2, without another scale.
+
+    Args:
+        query, key: [..., heads, tokens, head_dim].
+        logit_scale: natural logarithms [heads, 1, 1], clamped as the models do.
+
+    Source:
+        Liu et al., https://arxiv.org/abs/2111.09883, section 3.3.
+    """
+    scale = logit_scale.clamp(max=_LARGEST_LOGIT_SCALE).exp()
+    query, key = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (query, key))
+    return query * scale, key

@@ -1,0 +1,367 @@
+"""Relative positions of speech encoders: transformers' conformers, and NeMo's layer."""
+
+import copy
+import importlib
+import math
+import sys
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import (
+    ParakeetCTCConfig,
+    ParakeetForCTC,
+    SeamlessM4TConfig,
+    Wav2Vec2BertConfig,
+    Wav2Vec2BertModel,
+    Wav2Vec2ConformerConfig,
+    Wav2Vec2ConformerModel,
+)
+from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4TSpeechEncoder
+
+import megasoftmax
+from megasoftmax.integrations import conformers
+from megasoftmax.integrations import transformers as integration
+from megasoftmax.integrations.names import NAMES
+from megasoftmax.integrations.patching import patch_model
+from megasoftmax.integrations.relative_shift import relative_shift
+
+BATCH, FRAMES, BINS, HEADS, SIZE = 3, 13, 16, 4, 8
+WIDTH = HEADS * SIZE
+
+
+# The shift
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "distances"),
+    [(5, 5, 9), (5, 3, 9), (1, 1, 1), (1, 4, 7), (2, 2, 3), (3, 7, 13), (4, 4, 12)],
+)
+def test_shift_is_a_view_of_the_scores_by_distance(queries, keys, distances):
+    scores = torch.randn(2, 3, queries, distances, dtype=torch.float64, requires_grad=True)
+    shifted = relative_shift(scores, keys)
+    rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
+    assert torch.equal(shifted, scores[:, :, rows, columns - rows + queries - 1])
+    assert shifted.data_ptr() - scores.data_ptr() == 8 * (queries - 1)
+    assert torch.autograd.gradcheck(lambda scores: relative_shift(scores, keys), (scores,))
+
+
+# Encoders of transformers
+
+
+def build_parakeet():
+    encoder = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "intermediate_size": 48,
+        "num_mel_bins": BINS,
+        "subsampling_conv_channels": 8,
+        "dropout": 0.0,
+        "dropout_positions": 0.0,
+        "layerdrop": 0.0,
+        "activation_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    config = ParakeetCTCConfig(encoder_config=encoder, vocab_size=17, pad_token_id=0)
+    return ParakeetForCTC(config)
+
+
+def without_dropout(config):
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
+            setattr(config, name, 0.0)
+    return config
+
+
+_SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+_SIZES |= {"intermediate_size": 48, "position_embeddings_type": "relative"}
+ENCODERS = {
+    "wav2vec2_conformer": lambda: Wav2Vec2ConformerModel(
+        without_dropout(
+            Wav2Vec2ConformerConfig(
+                **_SIZES,
+                conv_dim=(WIDTH,),
+                conv_stride=(5,),
+                conv_kernel=(10,),
+                num_feat_extract_layers=1,
+                num_conv_pos_embeddings=16,
+                num_conv_pos_embedding_groups=2,
+                conv_depthwise_kernel_size=3,
+            )
+        )
+    ),
+    "wav2vec2_bert": lambda: Wav2Vec2BertModel(
+        without_dropout(
+            Wav2Vec2BertConfig(
+                **_SIZES, feature_projection_input_dim=BINS, conv_depthwise_kernel_size=3
+            )
+        )
+    ),
+    "seamless_m4t": lambda: SeamlessM4TSpeechEncoder(
+        without_dropout(
+            SeamlessM4TConfig(
+                hidden_size=WIDTH,
+                speech_encoder_layers=2,
+                speech_encoder_attention_heads=HEADS,
+                speech_encoder_intermediate_size=48,
+                feature_projection_input_dim=BINS,
+                conv_depthwise_kernel_size=3,
+                position_embeddings_type="relative",
+                adaptor_kernel_size=3,
+                adaptor_stride=2,
+            )
+        )
+    ),
+    "parakeet": build_parakeet,
+}
+
+
+def build_encoder(name):
+    torch.manual_seed(0)
+    model = ENCODERS[name]().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def build_sound(name, padded):
+    generator = torch.Generator().manual_seed(1)
+    if name == "wav2vec2_conformer":
+        batch = {"input_values": torch.randn(BATCH, 5 * (FRAMES + 1), generator=generator)}
+    else:
+        frames = 8 * FRAMES if name == "parakeet" else FRAMES
+        batch = {"input_features": torch.randn(BATCH, frames, BINS, generator=generator)}
+    if padded:
+        keep = torch.ones(next(iter(batch.values())).shape[:2], dtype=torch.long)
+        keep[1, -keep.shape[1] // 3 :] = 0
+        batch["attention_mask"] = keep
+    return batch
+
+
+def run(model, batch):
+    """Results of a step of what is visible: the first example, and the beginning of the second."""
+    model.zero_grad()
+    output = model(**batch)[0]
+    output = torch.cat([output[0], output[1, : output.shape[1] // 2], output[2]])
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    (output * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return output, gradients
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The options of calls of attention; a CPU takes the way of a GPU."""
+    found, attention = [], megasoftmax.attention
+
+    def record(*tensors, **options):
+        found.append(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(megasoftmax, "attention", record)
+    monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
+    return found
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_trains_as_eager(name, padded, implementation, calls):
+    eager = build_encoder(name)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    patch_model(ours, implementation=implementation)
+    batch = build_sound(name, padded)
+    (expected, gradients), (actual, our_gradients) = run(eager, batch), run(ours, batch)
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * scale)
+    for parameter, gradient in gradients.items():
+        largest = 0 if gradient is None else gradient.abs().max().item()
+        torch.testing.assert_close(
+            our_gradients[parameter], gradient, rtol=1e-3, atol=1e-4 * (largest + scale)
+        )
+    assert all(
+        gradient.any() for parameter, gradient in gradients.items() if "linear_pos" in parameter
+    )
+    if implementation == NAMES[0]:
+        biases = [options["bias"] for options in calls if options["bias"] is not None]
+        assert len(biases) == 2
+        for bias in biases:
+            frames = bias.shape[-1]
+            assert bias.requires_grad
+            assert bias.stride()[-2:] == (2 * frames - 2, 1)
+
+
+def test_other_positions_are_left_to_the_family(calls):
+    torch.manual_seed(0)
+    config = without_dropout(
+        Wav2Vec2BertConfig(**_SIZES | {"position_embeddings_type": "relative_key"})
+    )
+    config.feature_projection_input_dim = BINS
+    eager = Wav2Vec2BertModel(config).train()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    patch_model(ours)
+    batch = build_sound("wav2vec2_bert", True)
+    torch.testing.assert_close(run(ours, batch)[0], run(eager, batch)[0], rtol=1e-4, atol=1e-4)
+    assert len(calls) == 2
+
+
+def test_every_conformer_is_replaced():
+    for original, ours in conformers.CONFORMERS.items():
+        assert issubclass(ours, original)
+
+
+# NeMo, by a stand-in with its interface
+
+
+class RelPositionMultiHeadAttention(torch.nn.Module):
+    """The interface of NeMo's layer, computed by explicit indices."""
+
+    def __init__(
+        self,
+        n_head,
+        n_feat,
+        dropout_rate,
+        pos_bias_u,
+        pos_bias_v,
+        max_cache_len=0,
+        use_bias=True,
+        use_pytorch_sdpa=False,
+        use_pytorch_sdpa_backends=None,
+    ):
+        super().__init__()
+        self.h, self.d_k = n_head, n_feat // n_head
+        self.dropout_rate, self.cache_drop_size = dropout_rate, 0
+        for name in ("linear_q", "linear_k", "linear_v", "linear_out"):
+            setattr(self, name, torch.nn.Linear(n_feat, n_feat, bias=use_bias))
+        self.linear_pos = torch.nn.Linear(n_feat, n_feat, bias=False)
+        self.pos_bias_u = torch.nn.Parameter(torch.randn(self.h, self.d_k))
+        self.pos_bias_v = torch.nn.Parameter(torch.randn(self.h, self.d_k))
+
+    def update_cache(self, key, value, query, cache):
+        if cache is None:
+            return key, value, query, None
+        key = value = torch.cat([cache, key], dim=1)
+        kept = query.shape[1] - self.cache_drop_size
+        return key, value, query, torch.cat([cache[:, kept:], query[:, :kept]], dim=1)
+
+    def forward_qkv(self, query, key, value):
+        projected = self.linear_q(query), self.linear_k(key), self.linear_v(value)
+        return tuple(each.unflatten(2, (self.h, self.d_k)).transpose(1, 2) for each in projected)
+
+    def forward(self, query, key, value, mask, pos_emb, cache=None):
+        key, value, query, cache = self.update_cache(key, value, query, cache)
+        query, key, value = self.forward_qkv(query, key, value)
+        positions = self.linear_pos(pos_emb).unflatten(2, (self.h, self.d_k)).transpose(1, 2)
+        by_distance = (query + self.pos_bias_v[:, None]) @ positions.mT
+        queries, keys = query.shape[2], key.shape[2]
+        index = torch.arange(keys) - torch.arange(queries)[:, None] + queries - 1
+        moved = by_distance.gather(3, index.expand(len(by_distance), self.h, -1, -1))
+        scores = ((query + self.pos_bias_u[:, None]) @ key.mT + moved) / math.sqrt(self.d_k)
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None], -10000.0)
+        weights = scores.softmax(-1)
+        if mask is not None:
+            weights = weights.masked_fill(mask[:, None], 0.0)
+        weights = torch.nn.functional.dropout(weights, self.dropout_rate, self.training)
+        output = self.linear_out((weights @ value).transpose(1, 2).flatten(2))
+        return output if cache is None else (output, cache)
+
+
+@pytest.fixture
+def nemo(monkeypatch):
+    """The adapter, with stand-ins of the two modules that it imports."""
+    path = "nemo.collections.asr.parts.submodules.multi_head_attention"
+    parts = path.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "nemo.utils", types.ModuleType("nemo.utils"))
+    sys.modules[path].RelPositionMultiHeadAttention = RelPositionMultiHeadAttention
+    sys.modules["nemo.utils"].avoid_float16_autocast_context = nullcontext
+    name = "megasoftmax.integrations.nemo"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def build_nemo(dropout=0.0):
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict(
+        {"attention": RelPositionMultiHeadAttention(HEADS, WIDTH, dropout, None, None)}
+    ).train()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("cached", [0, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nemo_layer_computes_the_same(nemo, masked, cached, dropout):
+    own = build_nemo(dropout)
+    ours = copy.deepcopy(own)
+    patched = nemo.patch_model(ours)
+    keys = FRAMES + cached
+    sound = torch.randn(BATCH, FRAMES, WIDTH)
+    positions = torch.randn(1, 2 * keys - 1, WIDTH)
+    cache = torch.randn(BATCH, cached, WIDTH) if cached else None
+    mask = torch.zeros(BATCH, FRAMES, keys, dtype=torch.bool)
+    mask[1, :, -3:] = True
+    mask[1, -3:] = True  # of a padded query nothing is visible
+    results, caches = [], []
+    for model in (own, ours):
+        torch.manual_seed(4)
+        result = model["attention"](sound, sound, sound, mask if masked else None, positions, cache)
+        output = result[0] if cached else result
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))
+        (output * weights).sum().backward()
+        results.append([output, *(parameter.grad for parameter in model.parameters())])
+        caches.append(result[1] if cached else torch.empty(0))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(*caches)
+    patched.unpatch()
+    assert type(ours["attention"]) is RelPositionMultiHeadAttention
+
+
+def test_report_of_patched_layers(nemo, monkeypatch):
+    class Limited(RelPositionMultiHeadAttention):
+        pass
+
+    model = build_nemo()
+    model["limited"] = Limited(HEADS, WIDTH, 0.0, None, None)
+    model["traced"] = RelPositionMultiHeadAttention(HEADS, WIDTH, 0.0, None, None)
+    model["traced"].forward = model["traced"].forward
+    with nemo.patch_model(model) as patched:
+        report = patched.report
+        assert report["attention"].runs == "SDPA"
+        assert "device: expected a CUDA device" in report["attention"].why
+        assert report["limited"] == (
+            "unchanged",
+            "its class Limited is a subclass of one that would be replaced",
+        )
+        assert report["traced"] == ("unchanged", "its forward was replaced")
+        assert patched.names == ("__class__",)
+        assert repr(patched).count("\n") == 2
+    assert patched.report["attention"] == ("unchanged", "not patched")
+    monkeypatch.setenv("MEGASOFTMAX_DISABLE", "1")
+    patched = nemo.patch_model(model)
+    assert patched.names == ()
+    assert patched.report["attention"] == ("unchanged", "MEGASOFTMAX_DISABLE=1")
+
+
+def test_model_without_such_layers_is_an_error(nemo):
+    with pytest.raises(ValueError, match=r"expected layers of .*RelPositionMulti.*; got Linear"):
+        nemo.patch_model(torch.nn.Linear(2, 2))
+
+
+def test_patched_layers_are_left_to_whoever_patched_them(nemo):
+    model = build_nemo()
+    with nemo.patch_model(model):
+        inner = nemo.patch_model(model)
+        assert inner.names == ()
+        inner.unpatch()
+        assert isinstance(model["attention"], tuple(nemo.LAYERS.values()))

@@ -1,0 +1,299 @@
+"""Attention of windows of images: transformers', timm's and torchvision's layers."""
+
+import copy
+import functools
+import importlib
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import (
+    ClapAudioConfig,
+    ClapAudioModel,
+    Data2VecVisionConfig,
+    Data2VecVisionModel,
+    Swin2SRConfig,
+    Swin2SRModel,
+    SwinConfig,
+    SwinModel,
+    Swinv2Config,
+    Swinv2Model,
+)
+from transformers.models.donut.modeling_donut_swin import DonutSwinConfig, DonutSwinModel
+from transformers.models.maskformer.modeling_maskformer_swin import (
+    MaskFormerSwinConfig,
+    MaskFormerSwinModel,
+)
+
+import megasoftmax
+from megasoftmax.integrations import products, vision
+from megasoftmax.integrations import transformers as integration
+from megasoftmax.integrations.names import NAMES
+from megasoftmax.integrations.patching import patch_model
+from megasoftmax.integrations.windows import attend_in_windows
+
+BATCH, IMAGE, WINDOW, HEADS = 2, 16, 4, 2
+_SWIN = {
+    "image_size": IMAGE,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2],
+    "num_heads": [HEADS],
+    "window_size": WINDOW,
+    "drop_path_rate": 0.0,
+}
+_BEIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+_BEIT |= {"intermediate_size": 48, "image_size": IMAGE, "patch_size": 4, "drop_path_rate": 0.0}
+MODELS = {
+    "swin": lambda: SwinModel(SwinConfig(**_SWIN)),
+    "swinv2": lambda: Swinv2Model(Swinv2Config(**_SWIN)),
+    "swin2sr": lambda: Swin2SRModel(Swin2SRConfig(**_SWIN | {"patch_size": 1})),
+    "donut": lambda: DonutSwinModel(DonutSwinConfig(**_SWIN)),
+    "maskformer": lambda: MaskFormerSwinModel(MaskFormerSwinConfig(**_SWIN)),
+    "clap": lambda: ClapAudioModel(
+        ClapAudioConfig(
+            patch_embeds_hidden_size=16,
+            hidden_size=16,
+            depths=[2],
+            num_attention_heads=[HEADS],
+            window_size=WINDOW,
+            spec_size=64,
+            num_mel_bins=16,
+            drop_path_rate=0.0,
+            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+    ),
+    "data2vec": lambda: Data2VecVisionModel(
+        Data2VecVisionConfig(**_BEIT, use_relative_position_bias=True)
+    ),
+    "data2vec, shared": lambda: Data2VecVisionModel(
+        Data2VecVisionConfig(**_BEIT, use_shared_relative_position_bias=True)
+    ),
+}
+SHIFTED = tuple(name for name in MODELS if "data2vec" not in name)
+
+
+def with_large_weights(model):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def build_images(name=""):
+    shape = (1, 64, 16) if name == "clap" else (3, IMAGE, IMAGE)
+    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_step(ours, own, images):
+    """Outputs, and gradients by the largest of the model: those of biases of keys are 0."""
+    results = []
+    for model in (own, ours):
+        model.zero_grad()
+        torch.manual_seed(2)
+        output = model(images)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+        (output * weights).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append(
+            (output, {name: each for name, each in gradients.items() if each is not None})
+        )
+    (expected, gradients), (actual, our_gradients) = results
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    torch.testing.assert_close(our_gradients, gradients, rtol=1e-3, atol=1e-5 * largest)
+    assert all(gradient.any() for name, gradient in gradients.items() if "position_bias" in name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The tensors and options of calls of attention; a CPU takes the way of a GPU."""
+    found, attention = [], megasoftmax.attention
+
+    def record(*tensors, **options):
+        found.append((tensors, options))
+        return attention(*tensors, **options)
+
+    record.why_not_fused = functools.partial(megasoftmax.why_not_fused, attention)
+    monkeypatch.setattr(megasoftmax, "attention", record)
+    for module in (integration, products):
+        monkeypatch.setattr(module, "takes_attention", lambda *given: True)
+    return found
+
+
+# The mask of shifted windows
+
+
+def attend_with_added_mask(query, key, value, bias, mask, scale):
+    """What the models compute, with a mask of 0 and -100."""
+    scores = query @ key.mT * scale + bias
+    scores = scores.unflatten(0, (-1, len(mask))) + mask[:, None]
+    return (scores.flatten(0, 1).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("gap", "same"), [(0.0, True), (75.0, True), (130.0, False)])
+def test_excluded_scores_that_are_much_larger(gap, same, calls):
+    """Up to 75 above the visible ones the results are the same, and far above they are not."""
+    torch.manual_seed(0)
+    tokens, windows = 9, 4
+    query, key, value = torch.randn(3, BATCH * windows, HEADS, tokens, 8)
+    bias = torch.randn(HEADS, tokens, tokens) * 0.1
+    bias[:, 0, 1:] += gap
+    mask = torch.zeros(windows, tokens, tokens)
+    mask[1:, 0, 1:] = -100.0
+    inputs = query * 0.1, key, value, bias, mask
+    expected = attend_with_added_mask(*inputs, scale=1.0)
+    actual = attend_in_windows(*inputs, scale=1.0, dropout=0.0)
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6) == same
+    assert len(calls) == 1
+    bool_mask = attend_in_windows(*inputs[:4], mask != 0, scale=1.0, dropout=0.0)
+    assert torch.equal(bool_mask, actual)
+
+
+# transformers
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_model_of_transformers_trains_as_eager(name, implementation, calls):
+    eager = with_large_weights(MODELS[name]())
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    patched = patch_model(ours, implementation=implementation)
+    assert_same_step(ours, eager, build_images(name))
+    assert len(calls) == (2 if implementation == NAMES[0] else 0)
+    patched.unpatch()
+    assert {type(module) for module in ours.modules()}.isdisjoint(vision.VISION.values())
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_bias_and_mask_are_not_added_up(name, calls):
+    model = with_large_weights(MODELS[name]())
+    patch_model(model)
+    model(build_images(name))
+    (plain, plain_options), (shifted, options) = calls
+    tokens = WINDOW * WINDOW
+    windows = plain[0].shape[0] // BATCH
+    assert plain[0].shape == (BATCH * windows, HEADS, tokens, 16 // HEADS)
+    assert shifted[0].shape == (BATCH, windows, HEADS, tokens, 16 // HEADS)
+    assert plain_options["mask"] is None
+    assert options["mask"].tensor.shape == (windows, 1, tokens, tokens)
+    for each in (plain_options, options):
+        assert each["bias"].shape == (HEADS, tokens, tokens)
+        assert each["bias"].requires_grad
+
+
+def test_probabilities_of_windows():
+    eager = with_large_weights(MODELS["swinv2"]()).eval()
+    ours = copy.deepcopy(eager)
+    patch_model(ours)
+    images = build_images()
+    expected, actual = (model(images, output_attentions=True) for model in (eager, ours))
+    assert len(expected.attentions) > 0
+    torch.testing.assert_close(actual.attentions, expected.attentions, rtol=1e-5, atol=1e-6)
+
+
+def test_model_by_name_and_saved(tmp_path, calls):
+    own = with_large_weights(MODELS["swinv2"]()).eval()
+    own.save_pretrained(tmp_path)
+    integration.register()
+    loaded = Swinv2Model.from_pretrained(tmp_path, attn_implementation="megasoftmax").eval()
+    images = build_images()
+    torch.testing.assert_close(loaded(images)[0], own(images)[0], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
+# timm and torchvision
+
+
+def import_or_skip(name):
+    """A module. A torchvision for another build of torch raises more than ImportError."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"{name}: {error}")
+
+
+TIMM = {
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 48,
+        "window_size": 4,
+        "embed_dim": 16,
+        "depths": (2, 2),
+        "num_heads": (1, 2),
+    },
+    "swinv2_tiny_window8_256": {
+        "img_size": 48,
+        "window_size": 4,
+        "embed_dim": 16,
+        "depths": (2, 2),
+        "num_heads": (1, 2),
+    },
+    "beit_base_patch16_224": {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    "beitv2_base_patch16_224": {
+        "img_size": 64,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "use_rel_pos_bias": False,
+        "use_shared_rel_pos_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", TIMM)
+def test_model_of_timm_trains_as_before(name, dropout, calls, monkeypatch):
+    timm = import_or_skip("timm")
+    adapter = importlib.import_module("megasoftmax.integrations.timm")
+    options = TIMM[name] | {"num_classes": 7, "drop_path_rate": 0.0, "attn_drop_rate": dropout}
+    own = with_large_weights(timm.create_model(name, **options))
+    for layer in own.modules():
+        if hasattr(layer, "fused_attn"):
+            layer.fused_attn = False  # else dropout inside of SDPA draws in another order
+    ours = copy.deepcopy(own)
+    patched = adapter.patch_model(ours)
+    images = torch.randn(BATCH, 3, options["img_size"], options["img_size"])
+    if dropout:
+        monkeypatch.setattr(products, "takes_attention", lambda *given: False)
+    assert_same_step(ours, own, images)
+    layers = len(patched.report)
+    assert layers == (4 if "swin" in name else 2)
+    assert len(calls) == (0 if dropout else layers)
+    if "swin" in name and not dropout:
+        assert [len(tensors[0].shape) for tensors, _ in calls] == [4, 5, 4, 5]
+    assert ours.state_dict().keys() == own.state_dict().keys()
+    patched.unpatch()
+    assert [type(module) for module in ours.modules()] == [type(module) for module in own.modules()]
+
+
+@pytest.mark.parametrize("size", [(64, 64), (56, 40)])
+@pytest.mark.parametrize("version", ["", "V2"])
+def test_model_of_torchvision_trains_as_before(version, size, calls):
+    """Windows of 4 x 4; the second size is padded to them."""
+    swin = import_or_skip("torchvision.models.swin_transformer")
+    adapter = importlib.import_module("megasoftmax.integrations.torchvision")
+    own = with_large_weights(
+        swin.SwinTransformer(
+            [4, 4],
+            16,
+            [2, 2],
+            [1, 2],
+            [WINDOW, WINDOW],
+            stochastic_depth_prob=0.0,
+            num_classes=7,
+            block=getattr(swin, f"SwinTransformerBlock{version}"),
+            downsample_layer=getattr(swin, f"PatchMerging{version}"),
+        )
+    )
+    ours = copy.deepcopy(own)
+    patched = adapter.patch_model(ours)
+    assert_same_step(ours, own, torch.randn(BATCH, 3, *size))
+    assert len(calls) == len(patched.report) == 4
+    assert [len(tensors[0].shape) for tensors, _ in calls] == [4, 5, 4, 5]
+    with pytest.raises(ValueError, match=r"expected layers of .*ShiftedWindowAttention"):
+        adapter.patch_model(torch.nn.Linear(1, 1))
