@@ -66,19 +66,20 @@ def check_ring(
         raise ValueError("query: expected the part of this rank, to_local(), got a DTensor")
     every = _check_lengths(lengths, key, group)
     _check_order(order, every)
-    batch, heads, queries, _ = query.shape
+    queries = query.shape[-2]
     relative = isinstance(bias, RelativeBias)
     needs_positions = options.causal or options.window is not None or relative or order == "zigzag"
-    if needs_positions and queries != key.shape[2]:
+    if needs_positions and queries != key.shape[-2]:
         raise ValueError(
-            f"query: expected as many queries as keys, {key.shape[2]}, with causal, window, a "
+            f"query: expected as many queries as keys, {key.shape[-2]}, with causal, window, a "
             f"RelativeBias or order='zigzag', got {queries}"
         )
     total = sum(every)
     if mask is not None:
-        check_mask(mask, "query", query, (batch, heads, queries, total))
+        check_mask(mask, "query", query, (*query.shape[:-1], total))
     if bias is not None:
-        check_attention_bias(bias, query, (batch, heads, total if relative else queries, total))
+        rows = total if relative else queries
+        check_attention_bias(bias, query, (*query.shape[:-2], rows, total))
     return every
 
 
@@ -226,7 +227,7 @@ def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
 def _check_lengths(
     lengths: Sequence[int] | None, key: Tensor, group: "ProcessGroup"
 ) -> tuple[int, ...]:
-    keys, ranks = key.shape[2], group.size()
+    keys, ranks = key.shape[-2], group.size()
     if lengths is None:
         return (keys,) * ranks
     expected = f"lengths: expected {ranks} integers from 0 on, {keys} at {group.rank()}"

@@ -2,9 +2,9 @@
 
 * A bias that depends on key - query alone is a `RelativeBias`, a table of m + n - 1 values per
   head in place of m n: `t5_bias`, `alibi_bias`, or any table of your own.
-* One that depends on query and key is a tensor [bias_batch, heads, m, n]. A batch smaller than that
-  of the query is shared, not repeated: with the pair bias of triangle attention, one per structure,
-  [structures, heads, m, n] serves queries [structures * rows, heads, m, head_dim].
+* One that depends on query and key is a tensor [..., heads, m, n]. Dimensions that broadcast are
+  shared, not repeated: the pair bias of triangle attention, [structures, 1, heads, m, n], serves
+  queries [structures, rows, heads, m, head_dim].
 * One that depends on the key alone is a tensor [..., 1, n].
 """
 
@@ -26,20 +26,18 @@ class RelativeBias:
     Attention never makes an [m, n] tensor of it. The gradient goes to the table.
 
     Args:
-        table: floating, [heads, m + n - 1] or [batch, heads, m + n - 1]. The number of heads is 1
-            or that of the query. With all three dimensions, the numbers of batches and heads may
-            also divide those of the query, whose neighbours then share an entry.
+        table: floating, [..., heads, m + n - 1]. All but the last dimension broadcast to [...,
+            heads] of the query.
 
     Raises:
         TypeError: table is not a floating tensor.
-        ValueError: table does not have 2 or 3 dimensions.
+        ValueError: table does not have at least 2 dimensions.
     """
 
     table: Tensor
 
     def __post_init__(self) -> None:
-        expected = "[heads, m + n - 1] or [batch, heads, m + n - 1]"
-        _check_tensor("table", self.table, (2, 3), expected)
+        _check_tensor("table", self.table, 2, "[..., heads, m + n - 1]")
 
     def dense(self, queries: int, keys: int) -> Tensor:
         """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
@@ -91,7 +89,8 @@ def t5_bias(
     Source:
         Raffel et al., https://arxiv.org/abs/1910.10683.
     """
-    _check_tensor("weight", weight, (2,), "[buckets, heads]")
+    checks.check_floating("weight", weight)
+    checks.check_rank("weight", weight, 2, "[buckets, heads]")
     checks.check_flag("bidirectional", bidirectional)
     max_distance = checks.checked_integer("max_distance", max_distance, 1)
     relative = _relative_positions(queries, keys, offset, weight.device)
@@ -108,7 +107,7 @@ def alibi_bias(
     what Bloom and MPT compute: they add slope * key position, which differs by a number per query.
 
     Args:
-        slopes: [heads] or [batch, heads], floating; see `alibi_slopes`. Gets a gradient.
+        slopes: [..., heads], floating; see `alibi_slopes`. Gets a gradient.
         queries, keys: lengths, m and n.
         offset: the position of the first query among the keys; by default keys - queries.
 
@@ -121,7 +120,7 @@ def alibi_bias(
     Source:
         Press et al., https://arxiv.org/abs/2108.12409.
     """
-    _check_tensor("slopes", slopes, (1, 2), "[heads] or [batch, heads]")
+    _check_tensor("slopes", slopes, 1, "[..., heads]")
     distances = _relative_positions(queries, keys, offset, slopes.device).abs()
     dtype = torch.promote_types(slopes.dtype, torch.float32)
     return RelativeBias(slopes.to(dtype)[..., None] * -distances)
@@ -173,9 +172,6 @@ def _t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distanc
     return bucket + per_side * (relative > 0) if bidirectional else bucket
 
 
-def _check_tensor(name: str, tensor: Tensor, ranks: tuple[int, ...], expected: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in checks.FLOATING:
-        raise TypeError(f"{name}: expected a floating tensor {expected}, got {checks.kind(tensor)}")
-    checks.check_layout(name, tensor)
-    if tensor.dim() not in ranks:
-        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")
+def _check_tensor(name: str, tensor: Tensor, least: int, expected: str) -> None:
+    checks.check_floating(name, tensor)
+    checks.check_least_rank(name, tensor, least, expected)

@@ -92,6 +92,11 @@ def check_layout(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense, strided tensor, got {found}")
 
 
+def check_least_rank(name: str, tensor: Tensor, least: int, expected: str) -> None:
+    if tensor.dim() < least:
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(tensor.shape)}")
+
+
 def check_rank(name: str, tensor: Tensor, rank: int, expected: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {kind(tensor)}")

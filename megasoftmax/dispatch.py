@@ -46,17 +46,24 @@ class Reasons(tuple[Reason, ...]):
     Attributes:
         against_sdpa: why torch's scaled_dot_product_attention does not compute a call that does not
             run fused; empty where it does. Off a CPU it names the device alone.
+        copies: the tensors of attention that are copied first, because their leading dimensions do
+            not merge into one batch as a view. They are no reason against anything.
         runs: "fused", or "SDPA" for torch's scaled_dot_product_attention, or "reference" for plain
             torch.
     """
 
     against_sdpa: tuple[Reason, ...]
+    copies: tuple[Reason, ...]
 
     def __new__(
-        cls, against_fused: tuple[Reason, ...], against_sdpa: tuple[Reason, ...]
+        cls,
+        against_fused: tuple[Reason, ...],
+        against_sdpa: tuple[Reason, ...],
+        copies: tuple[Reason, ...] = (),
     ) -> "Reasons":
         self = super().__new__(cls, against_fused)
         self.against_sdpa = against_sdpa
+        self.copies = copies
         return self
 
     @property
@@ -164,8 +171,10 @@ def reasons_against_fused_attention(
         *_head_dims(query, value, dropout),
         _attention_scale(scale),
         _attention_dropout(dropout),
-        _count("batches x heads", query.shape[0] * query.shape[1], MAX_HEADS),
-        _count("queries + keys", query.shape[2] + key.shape[2], _attention_limit("kMaxPositions")),
+        _count("batches x heads", math.prod(query.shape[:-2]), MAX_HEADS),
+        _count(
+            "queries + keys", query.shape[-2] + key.shape[-2], _attention_limit("kMaxPositions")
+        ),
         _forward_mode(),
     )
     return _given(found)
@@ -194,7 +203,7 @@ def reasons_against_sdpa(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    added: list[torch.Size],
+    added: list[tuple[int, ...]],
     options: AttentionOptions,
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute what `attention` would on a CPU.
@@ -202,8 +211,9 @@ def reasons_against_sdpa(
     Args:
         query, key, value: as in `attention`.
         bias: likewise; of a RelativeBias its table.
-        added: [..., batch, heads] of all that joins the scores, as a bias, or as -inf where a mask,
-            a range or a window excludes, so that SDPA gets a tensor of queries x keys.
+        added: (batch, heads) of all that joins the scores, as a bias, or as -inf where a mask, a
+            range or a window excludes, so that SDPA gets a tensor of queries x keys. The batch is
+            that of all leading dimensions.
         options: the others of the call.
     """
     if torch.compiler.is_compiling():  # which traces no names of numbers
@@ -476,7 +486,7 @@ def _sdpa_scale(scale: float | None) -> Reason | None:
 
 def _sdpa_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Reason | None, ...]:
     dim, value_dim = query.shape[-1], value.shape[-1]
-    sizes = (*query.shape, key.shape[2])
+    sizes = (*query.shape, key.shape[-2])
     return (
         None if value_dim == dim else Reason("head dimension of value", str(value_dim), str(dim)),
         Reason("sizes of query and keys", str(sizes), "at least 1") if 0 in sizes else None,
@@ -489,24 +499,16 @@ def _sdpa_bias_gradient(bias: Tensor) -> Reason | None:
     return Reason("gradient of bias", "one that is required", "none")
 
 
-def _sdpa_added(query: Tensor, key: Tensor, added: list[torch.Size]) -> tuple[Reason | None, ...]:
-    batches = max([shape[-2] for shape in added if len(shape) > 1], default=1)
-    heads = max([shape[-1] for shape in added if len(shape) > 0], default=1)
-    entries = batches * heads * query.shape[2] * key.shape[2]
-    sizes = tuple(query.shape[:2])
-    shared = [shape for shape in added if not _is_of_one_or_all(shape, sizes)]
+def _sdpa_added(
+    query: Tensor, key: Tensor, added: list[tuple[int, ...]]
+) -> tuple[Reason | None, ...]:
+    batches, heads = (max(sizes) for sizes in zip(*added, strict=True))
+    entries = batches * heads * query.shape[-2] * key.shape[-2]
+    whole = math.prod(query.shape[:-3])
+    shared = [batch for batch, _ in added if batch not in (1, whole)]
     return (
-        Reason("batches and heads of bias", str(tuple(shared[0])), f"1, or {sizes}")
-        if shared
-        else None,
+        Reason("batches of bias", str(shared[0]), f"1, or {whole}") if shared else None,
         _count("entries that join the scores", entries, MAX_ADDED),
-    )
-
-
-def _is_of_one_or_all(shape: torch.Size, sizes: tuple[int, ...]) -> bool:
-    """Whether nothing of [..., batch, heads] is shared by groups of them, which SDPA cannot do."""
-    return all(
-        size in (1, whole) for size, whole in zip(reversed(shape), reversed(sizes), strict=False)
     )
 
 

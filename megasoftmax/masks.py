@@ -29,26 +29,27 @@ class TileMask:
     change once a call has run. A note is for the stream that made it, as any tensor.
 
     Args:
-        mask: bool, True = excluded, as in `megasoftmax.attention`: [batch or 1, heads or 1,
-            queries or 1, keys or 1]; leading dimensions may be missing; any strides.
+        mask: bool, True = excluded, as in `megasoftmax.attention`: it broadcasts to [..., heads,
+            queries, keys]; any strides.
 
     Raises:
         TypeError, ValueError: the mask is not as above.
     """
 
     def __init__(self, mask: Tensor) -> None:
-        _check(mask, "mask", 0)
+        _check(mask, "mask", 0, "[..., heads, queries, keys]")
         self.tensor = mask
         self.block = 1
         self._notes: dict[tuple[int, int], Tensor] = {}
+        self._merged: dict[tuple[int, ...], TileMask] = {}
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, size: int) -> "TileMask":
         """A mask with one entry for each block of size x size pairs; no larger tensor is made.
 
         Args:
-            blocks: bool, True = excluded, [batch or 1, heads or 1, query blocks, key blocks]; batch
-                and heads may be missing; any strides. A call with m queries and n keys takes
+            blocks: bool, True = excluded, [..., query blocks, key blocks], the dimensions before
+                these broadcast to [..., heads]; any strides. A call with m queries and n keys takes
                 ceil(m / size) and ceil(n / size) blocks. Block (i, j) is for queries from i * size
                 on and keys from j * size on; the last may reach beyond the tensors.
             size: queries, and keys, of a block: a multiple of 64.
@@ -56,13 +57,17 @@ class TileMask:
         Raises:
             TypeError, ValueError: an argument is not as above.
         """
-        _check(blocks, "blocks", 2)
+        _check(blocks, "blocks", 2, "[..., query blocks, key blocks]")
         tile = kernel_limits().attention["kNoteTile"]
         size = checks.checked_integer("size", size, tile)
         if size % tile != 0:
             raise ValueError(f"size: expected a multiple of {tile}, got {size}")
+        return cls._of(blocks, size)
+
+    @classmethod
+    def _of(cls, tensor: Tensor, block: int) -> "TileMask":
         self = cls.__new__(cls)
-        self.tensor, self.block, self._notes = blocks, size, {}
+        self.tensor, self.block, self._notes, self._merged = tensor, block, {}, {}
         return self
 
     def to_mask(self, queries: int, keys: int) -> Tensor:
@@ -70,6 +75,19 @@ class TileMask:
         if self.block == 1:
             return self.tensor
         return mask_of_blocks(self.tensor, self.block, queries, keys)
+
+    def with_leading(
+        self, leading: tuple[int, ...], merge: Callable[[Tensor], Tensor]
+    ) -> "TileMask":
+        """The mask whose leading dimensions, broadcast to these, `merge` makes one.
+
+        Kept with what kernels note of it, as this one is, where that may be.
+        """
+        if not may_keep(self.tensor.device):
+            return TileMask._of(merge(self.tensor), self.block)
+        if leading not in self._merged:
+            self._merged[leading] = TileMask._of(merge(self.tensor), self.block)
+        return self._merged[leading]
 
     def note(
         self, queries: int, keys: int, tile_note: Callable[[Tensor, int, int, int], Tensor]
@@ -93,13 +111,9 @@ class TileMask:
         return f"TileMask({tuple(self.tensor.shape)}, block={self.block})"
 
 
-def _check(mask: Tensor, name: str, least: int) -> None:
+def _check(mask: Tensor, name: str, least: int, expected: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = checks.kind(mask)
         raise TypeError(f"{name}: expected a bool tensor, True = excluded, got {kind}")
     checks.check_layout(name, mask)
-    if not least <= mask.dim() <= 4:
-        raise ValueError(
-            f"{name}: expected {least} to 4 dimensions, [batch, heads, queries, keys], "
-            f"got shape {tuple(mask.shape)}"
-        )
+    checks.check_least_rank(name, mask, least, expected)

@@ -20,6 +20,7 @@ from megasoftmax.checks import (
     check_flag,
     check_floating,
     check_layout,
+    check_least_rank,
     kind,
     misnamed,
 )
@@ -219,22 +220,19 @@ def read_options(
     return record(**given)
 
 
-def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int, int]:
-    """Query, key and value of attention. Returns batch, heads, queries and keys."""
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Query, key and value of attention. Returns the shape of the scores."""
     check_floating("query", query)
-    if query.dim() != 4:
-        raise ValueError(
-            f"query: expected [batch, heads, queries, head_dim], got shape {tuple(query.shape)}"
-        )
-    batch, heads, queries, head_dim = query.shape
-    _check_of_keys("key", key, query, (batch, None, None, head_dim))
-    _, key_heads, keys, _ = key.shape
-    _check_of_keys("value", value, query, (batch, key_heads, keys, None))
+    check_least_rank("query", query, 3, "[..., heads, queries, head_dim]")
+    *leading, heads, queries, head_dim = query.shape
+    _check_of_keys("key", key, query, (*leading, None, None, head_dim))
+    key_heads, keys = key.shape[-3:-1]
+    _check_of_keys("value", value, query, (*leading, key_heads, keys, None))
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
         raise ValueError(
             f"key: expected heads that divide {heads}, those of query, got {key_heads}"
         )
-    return batch, heads, queries, keys
+    return (*leading, heads, queries, keys)
 
 
 def check_group(group: "ProcessGroup") -> None:
@@ -403,58 +401,36 @@ def check_mask(mask: Any, name_of_scores: str, scores: Tensor, target: tuple[int
     check_companion("mask", mask, name_of_scores, scores, target)
 
 
-def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, int, int, int]) -> None:
+def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, ...]) -> None:
     if mask.block == 1:
         check_companion("mask", mask.tensor, "query", query, shape)
         return
     check_device("mask", mask.tensor, "query", query)
-    blocks = tuple(-(-size // mask.block) for size in shape[2:])
-    found = mask.tensor.shape
-    if found[-2:] != blocks or not _broadcasts(found, (*shape[:2], *blocks)):
+    blocks = tuple(-(-size // mask.block) for size in shape[-2:])
+    found, target = mask.tensor.shape, (*shape[:-2], *blocks)
+    if found[-2:] != blocks or not _broadcasts(found, target):
         raise ValueError(
-            f"mask: expected blocks of {mask.block} that broadcast to "
-            f"{(*shape[:2], *blocks)}, none missing in the last two, got {tuple(found)}"
+            f"mask: expected blocks of {mask.block} that broadcast to {target}, none missing in "
+            f"the last two, got {tuple(found)}{_hint_at_sharing('mask', found, target)}"
         )
 
 
 def check_attention_bias(
-    bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, int, int, int]
+    bias: Tensor | RelativeBias, query: Tensor, shape: tuple[int, ...]
 ) -> None:
-    relative = isinstance(bias, RelativeBias)
-    name, tensor = ("bias.table", bias.table) if isinstance(bias, RelativeBias) else ("bias", bias)
-    check_floating(name, tensor)
-    check_device(name, tensor, "query", query)
-    batch, heads, queries, keys = shape
-    target = (batch, heads, max(queries + keys - 1, 0)) if relative else shape
-    shape_of_bias = tensor.shape
-    if _broadcasts_in_groups(shape_of_bias, target):
+    if not isinstance(bias, RelativeBias):
+        check_floating("bias", bias)
+        check_companion("bias", bias, "query", query, shape)
         return
-    expected = f"[heads, {target[-1]}] or [batch, heads, {target[-1]}]," if relative else "a shape"
-    explicit = (1,) * (len(target) - len(shape_of_bias)) + tuple(shape_of_bias)
-    hint = ""
-    if len(shape_of_bias) < len(target) and _broadcasts_in_groups(explicit, target):
-        hint = f"; pass it as {explicit} if neighbouring heads share an entry"
-    raise ValueError(
-        f"{name}: expected {expected} that broadcasts to {target}, or {len(target)} dimensions of "
-        f"which the first two divide {batch} and {heads}, got {tuple(shape_of_bias)}{hint}"
-    )
-
-
-def _broadcasts_in_groups(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether it broadcasts, or has all dimensions and divides batches and heads.
-
-    The entries of a table, its last dimension, do not broadcast.
-    """
-    if len(shape) > len(target):
-        return False
-    all_dims = len(shape) == len(target)
-    for dim in range(-1, -len(shape) - 1, -1):
-        size, wanted = shape[dim], target[dim]
-        if size == wanted or (size == 1 and (len(target) == 4 or dim != -1)):
-            continue
-        if not all_dims or len(target) + dim > 1 or size == 0 or wanted % size != 0:
-            return False
-    return True
+    table = bias.table
+    check_floating("bias.table", table)
+    check_device("bias.table", table, "query", query)
+    target = (*shape[:-2], max(shape[-2] + shape[-1] - 1, 0))
+    if table.shape[-1] != target[-1] or not _broadcasts(table.shape, target):
+        raise ValueError(
+            f"bias.table: expected [..., heads, {target[-1]}] that broadcasts to {target}, "
+            f"got {tuple(table.shape)}{_hint_at_sharing('bias.table', table.shape, target)}"
+        )
 
 
 def check_companion(
@@ -467,9 +443,45 @@ def check_companion(
         hint = ""
         if len(target) == 4 and tuple(shape) == (target[0], target[3]):
             hint = f"; pass one of [batch, keys] as {name}[:, None, None, :]"
+        elif name_of_scores == "query":
+            hint = _hint_at_sharing(name, shape, target)
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}{hint}"
         )
+
+
+def _hint_at_sharing(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+    """How to write that several examples, or heads, read one entry, if that may be meant.
+
+    Args:
+        name: of the tensor.
+        shape: of the tensor.
+        target: [..., heads, queries, keys], which it does not broadcast to. Or without the last
+            dimension, of ranges, or with one of distances in place of the last two.
+    """
+    missing = len(target) - len(shape)
+    wrong = [
+        dim
+        for dim, (size, whole) in enumerate(zip(shape, target[missing:], strict=False))
+        if missing >= 0 and size not in (1, whole)
+    ]
+    if len(wrong) != 1:
+        return ""
+    (own,) = wrong
+    dim, entries, whole = missing + own, shape[own], target[missing + own]
+    of_scores = 1 if name in ("bias.table", "visible[0]", "visible[1]") else 2
+    if dim > len(target) - of_scores - 1 or entries == 0 or whole % entries != 0:
+        return ""
+    each = whole // entries
+    which = "heads" if dim == len(target) - of_scores - 1 else "examples"
+    outer = f"query.unflatten({dim}, ({entries}, {each})) and {name}.unsqueeze({own + 1})"
+    inner = f"query.unflatten({dim}, ({each}, {entries}))"
+    if own > 0:
+        inner += f" and {name}.unsqueeze({own})"
+    return (
+        f"; {which} share entries only by broadcasting: if number i reads entry i // {each}, pass "
+        f"{outer}, if it reads entry i % {entries}, pass {inner}, and key and value likewise"
+    )
 
 
 def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
@@ -503,12 +515,12 @@ def _check_of_keys(name: str, tensor: Tensor, query: Tensor, shape: tuple[int | 
         raise TypeError(f"{name}: expected a tensor of {query.dtype}, as query, got {kind(tensor)}")
     check_layout(name, tensor)
     check_device(name, tensor, "query", query)
-    fits = tensor.dim() == 4
+    fits = tensor.dim() == len(shape)
     if fits:
         for size, wanted in zip(tensor.shape, shape, strict=True):  # all() takes twice as long
             fits = fits and (wanted is None or size == wanted)
     if not fits:
-        names = ("batch", "key_heads", "keys", "value_dim")
+        names = (*("",) * (len(shape) - 3), "key_heads", "keys", "value_dim")
         expected = ", ".join(
             name if wanted is None else str(wanted)
             for name, wanted in zip(names, shape, strict=True)

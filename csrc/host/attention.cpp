@@ -164,17 +164,6 @@ bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
          query.size(0) * query.size(1) <= INT32_MAX && query.size(2) + key.size(2) <= kMaxPositions;
 }
 
-// Whether a bias broadcasts, or has all dimensions, the first two of which divide those of the
-// target. The entries of a relative one do not broadcast.
-bool broadcasts_in_groups(at::IntArrayRef shape, at::IntArrayRef target, bool is_relative) {
-  if (shape.empty() || shape.size() > target.size()) return false;
-  if (is_relative && shape.back() != target.back()) return false;
-  if (broadcasts(shape, target)) return true;
-  return shape.size() == target.size() && shape[0] > 0 && shape[1] > 0 &&
-         target[0] % shape[0] == 0 && target[1] % shape[1] == 0 &&
-         broadcasts(shape.slice(2), target.slice(2));
-}
-
 // A call that runs fused.
 struct AttentionCall {
   Tensor query, key, value;
@@ -216,8 +205,9 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   reader.may_be_fused(fused_);
   if (bias) {
     const std::array<int64_t, 3> table{shape[0], shape[1], shape[2] + shape[3] - 1};
-    reader.decline_unless(broadcasts_in_groups(
-        bias->sizes(), options.is_relative ? at::IntArrayRef(table) : target, options.is_relative));
+    const at::IntArrayRef entries = options.is_relative ? at::IntArrayRef(table) : target;
+    reader.decline_unless(bias->dim() > 0 && broadcasts(bias->sizes(), entries) &&
+                          (!options.is_relative || bias->sizes().back() == entries.back()));
   }
   if (options.seed)
     reader.decline_unless(options.seed->scalar_type() == at::kLong && options.seed->numel() == 1);

@@ -12,6 +12,7 @@ from megasoftmax.autograd.function import Implementation
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed import sharding
+from megasoftmax.functions import leading
 from megasoftmax.functions.calls import (
     Call,
     call_op,
@@ -125,6 +126,12 @@ def attention(
     Outputs have the same bits from run to run on the same device. So have gradients on a CPU, and
     everywhere under torch.use_deterministic_algorithms.
 
+    Query, key and value have the same leading dimensions, one or more or none. mask, bias and
+    visible broadcast to the scores [..., heads, queries, keys] as torch broadcasts. What they share
+    is not copied, but for masks, ranges and biases that are constant along one leading dimension
+    and vary along a later one, and for masks and ranges that vary along an earlier one alone: see
+    `why_not_fused` and its `copies`.
+
     DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
     differentiable once. Under torch.vmap each example drops what it would drop alone.
 
@@ -133,30 +140,27 @@ def attention(
     and sink keep their types, where torch would cast the bias too.
 
     Args:
-        query: [batch, heads, queries, head_dim], float16, bfloat16, float32 or float64, any
+        query: [..., heads, queries, head_dim], float16, bfloat16, float32 or float64, any
             strides. Kernels take all but float64. In 16 bits they take head dimensions up to 256,
             and in float32 up to 128. For inference in 16 bits on compute capability 9.0 and 10.x
             they take up to 576, and 512 of values (see `why_not_fused`).
             Of query, key and value they copy what does not consist of dense rows that begin at
             multiples of 16 bytes.
-        key: [batch, key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
+        key: [..., key_heads, keys, head_dim], of the same dtype. key_heads divides heads: query
             head i reads key head i // (heads / key_heads).
-        value: [batch, key_heads, keys, value_dim], of the same dtype.
-        bias: added to the scaled products. Either floating, broadcastable to [batch, heads,
-            queries, keys], any strides. Or a `RelativeBias`. A bias with all four dimensions may
-            also have a batch and heads that divide those of the query: example i then reads entry
-            i // (batch / bias_batch). Broadcast dimensions are not materialised; kernels copy a
-            bias whose rows are not as those of query. Its gradient, in its own type, is summed in
-            float32 over what was broadcast.
-        mask: bool, True = excluded, broadcastable to [batch, heads, queries, keys], any strides;
-            not materialised. Or a `TileMask`: one that several calls share, or of blocks.
+        value: [..., key_heads, keys, value_dim], of the same dtype.
+        bias: added to the scaled products. Either floating, broadcastable to [..., heads, queries,
+            keys], any strides. Or a `RelativeBias`. Kernels copy a bias whose rows are not as those
+            of query. Its gradient, in its own type, is summed in float32 over what was broadcast.
+        mask: bool, True = excluded, broadcastable to [..., heads, queries, keys], any strides. Or a
+            `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
             rounded to their type. Kernels take those above 0 up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), as in `softmax`. A window of W tokens that ends at the query is
             (W - 1, 0).
         visible: (first, end), as in `softmax`: a query sees keys first <= j < end. Broadcastable to
-            [batch, heads, queries]. Kernels skip tiles of keys that no query of a block sees.
+            [..., heads, queries]. Kernels skip tiles of keys that no query of a block sees.
         sink: a logit that joins the denominator but has no key, as in `softmax`: floating [heads],
             or one element, or a number.
         dropout: as in `softmax`, of the entries of P where they weigh the values.
@@ -168,9 +172,9 @@ def attention(
             batches, heads and queries after the other.
 
     Returns:
-        The output [batch, heads, queries, value_dim], in the dtype of the query. In memory it lies
-        as [batch, queries, heads, value_dim], so that output.transpose(1, 2).flatten(2) is a view.
-        With return_lse also the natural log of the denominator, sink included, [batch, heads,
+        The output [..., heads, queries, value_dim], in the dtype of the query. In memory it lies as
+        [..., queries, heads, value_dim], so that output.transpose(-3, -2).flatten(-2) is a view.
+        With return_lse also the natural log of the denominator, sink included, [..., heads,
         queries], float32 (float64 for float64 queries), differentiable too.
 
     Raises:
@@ -319,12 +323,16 @@ class AttentionCall(Call):
         reasons = self.reasons()
         if torch.compiler.is_compiling():  # which traces no class of tuples
             return cast(Reasons, reasons)
-        against_sdpa = reasons_against_sdpa(self.tensor, self.key, self.value, self.options)
-        return Reasons(reasons, against_sdpa)
+        call = self.tensor, self.key, self.value, self.options
+        return Reasons(reasons, reasons_against_sdpa(*call), leading.copies(*call))
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp, which is None where it is not asked for."""
         query, key, value, options = self.tensor, self.key, self.value, self.options
+        if query.dim() != 4:
+            output, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
+            lse = None if lse is None else leading.unmerged(lse, query)
+            return leading.unmerged(output, query), lse
         if options.fused is None and query.is_cpu:
             output = attention_by_sdpa(query, key, value, self.scale, options)
             if output is not None:
@@ -355,7 +363,7 @@ class AttentionCall(Call):
         return autograd.attention.REFERENCE
 
     def operands(self, implementation: Implementation, keys: int) -> tuple[Any, ...]:
-        """The arguments of `attention_forward` after the value, as an implementation takes them.
+        """The arguments of `attention_forward` after the value, of a merged call.
 
         Args:
             implementation: who computes.

@@ -9,6 +9,7 @@ from megasoftmax import arguments
 from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias
 from megasoftmax.distributed import context_parallel
+from megasoftmax.functions import leading
 from megasoftmax.functions.attention import AttentionCall
 from megasoftmax.options import (
     AttentionOptions,
@@ -70,9 +71,9 @@ def ring_attention(
     Compiled code leaves its graph for the call. torch.autocast acts as on `attention`.
 
     Args:
-        query: [batch, heads, queries, head_dim] of this rank, as in `attention`.
-        key: [batch, key_heads, keys, head_dim] of this rank, of the same dtype.
-        value: [batch, key_heads, keys, value_dim], of the same dtype.
+        query: [..., heads, queries, head_dim] of this rank, as in `attention`.
+        key: [..., key_heads, keys, head_dim] of this rank, of the same dtype.
+        value: [..., key_heads, keys, value_dim], of the same dtype.
         group: the ranks. Every backend of torch.distributed that can send and receive serves.
         order: "contiguous": rank r holds part r of the sequence, as torch.chunk cuts it. "zigzag":
             the sequence has 2 * ranks equal parts, and rank r holds parts r and 2 * ranks - 1 - r,
@@ -81,14 +82,14 @@ def ring_attention(
         lengths: the number of keys of each rank, from 0 on; by default that of this rank. It must
             be given if ranks differ, which is not checked. With "zigzag" all must be equal.
         bias: floating, broadcastable to this rank's queries, in their order, and the keys of all
-            ranks, in the order of the sequence: [batch, heads, queries, sum(lengths)], as in
+            ranks, in the order of the sequence: [..., heads, queries, sum(lengths)], as in
             `attention`. Or a `RelativeBias` with the table of the whole sequence,
             2 * sum(lengths) - 1 entries.
         mask: bool, True = excluded, broadcastable to the same.
         scale: factor of the products; by default head_dim ** -0.5.
         causal: exclude keys after the query.
         window: (left, right), as in `attention`.
-        visible: (first, end) of this rank's queries, [batch, heads, queries], as in `attention`,
+        visible: (first, end) of this rank's queries, [..., heads, queries], as in `attention`,
             counted in the whole sequence.
         sink: a logit that joins the denominator, once: floating [heads], or one element, or a
             number.
@@ -100,9 +101,9 @@ def ring_attention(
         fused: of each block, as in `attention`.
 
     Returns:
-        The output of this rank's queries, [batch, heads, queries, value_dim], in the dtype of the
-        query, in memory [batch, queries, heads, value_dim]; and the log-sum-exp over the keys of
-        all ranks, sink included, [batch, heads, queries], float32 (float64 for float64 queries),
+        The output of this rank's queries, [..., heads, queries, value_dim], in the dtype of the
+        query, in memory [..., queries, heads, value_dim]; and the log-sum-exp over the keys of
+        all ranks, sink included, [..., heads, queries], float32 (float64 for float64 queries),
         differentiable too.
 
     Raises:
@@ -122,11 +123,13 @@ def ring_attention(
         bias, mask, scale, causal, window, visible, sink, dropout, seed, fused=fused
     )
     every = arguments.check_ring(query, key, value, options, group, lengths, order)
-    call = AttentionCall(query, key, value, options)
+    merged = leading.merged(query, key, value, options)
+    call = AttentionCall(*merged)
     implementation = call.implementation()
     operands = call.operands(implementation, sum(every))
-    return context_parallel.attention(
+    output, lse = context_parallel.attention(
         implementation,
         context_parallel.Ring(group, every, order == "zigzag"),
-        ForwardArguments(query, key, value, *operands),
+        ForwardArguments(*merged[:3], *operands),
     )
+    return leading.unmerged(output, query), leading.unmerged(lse, query)

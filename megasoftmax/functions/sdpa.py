@@ -88,15 +88,12 @@ def _from_torch(
     elif is_causal and keys < queries:  # j <= i where the last query stands at the last key
         limits = {"window": (-1, queries - keys)}
     if attn_mask is not None:
-        mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        if len(batch) > 1:
-            mask = mask.expand(*batch, -1, -1, -1).flatten(0, -4)
-        if mask.dtype == torch.bool:
-            limits["mask"] = ~_without_repeats(mask)
+        if attn_mask.dtype == torch.bool:
+            limits["mask"] = ~_without_repeats(attn_mask)
         else:
-            limits["bias"] = mask
-    query = query.expand(*batch, heads, -1, -1).flatten(0, -4)
-    key, value = (each.expand(*batch, key_heads, -1, -1).flatten(0, -4) for each in (key, value))
+            limits["bias"] = attn_mask
+    query = query.expand(*batch, heads, -1, -1)
+    key, value = (each.expand(*batch, key_heads, -1, -1) for each in (key, value))
     return (query, key, value), limits, shape
 
 

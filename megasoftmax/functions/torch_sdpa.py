@@ -1,11 +1,11 @@
 """Attention on a CPU by torch's scaled_dot_product_attention, where that computes the same."""
 
-import torch
 from torch import Tensor
 
 from megasoftmax import autograd, dispatch
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
+from megasoftmax.functions import leading
 from megasoftmax.functions.calls import int32_bounds
 from megasoftmax.masks import TileMask
 from megasoftmax.options import AttentionOptions
@@ -21,29 +21,23 @@ def reasons_against_sdpa(
     device = dispatch.sdpa_device(query)
     if device is not None:
         return (device,)
-    bias, mask, visible = options.bias, options.mask, options.visible
+    bias = options.bias
     table = bias.table if isinstance(bias, RelativeBias) else bias
-    added = []
-    if bias is not None:
-        added.append(bias.table.shape[:-1] if isinstance(bias, RelativeBias) else bias.shape[:-2])
-    if mask is not None:
-        added.append((mask.tensor if isinstance(mask, TileMask) else mask).shape[:-2])
-    if visible is not None:
-        added += [bound.shape[:-1] for bound in visible if bound is not None]
+    added = leading.entries(options, query.shape[:-3])
     if options.window is not None or _needs_mask(options.causal, query, key):
-        added.append(torch.Size())
+        added.append((1, 1))
     return dispatch.reasons_against_sdpa(query, key, value, table, added, options)
 
 
 def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
     """Whether SDPA needs a mask for causality: it aligns top-left, and one query sees all keys."""
-    return causal and query.shape[2] not in (1, key.shape[2])
+    return causal and query.shape[-2] not in (1, key.shape[-2])
 
 
 def attention_by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions
 ) -> Tensor | None:
-    """The output by torch's own attention; None where that does not compute the same."""
+    """The output of a merged call by torch's own attention; None where that differs."""
     if reasons_against_sdpa(query, key, value, options):
         return None
     bias, mask, window, visible = options.bias, options.mask, options.window, options.visible

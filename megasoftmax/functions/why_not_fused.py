@@ -26,7 +26,8 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
         Every reason, not only the first; empty when the call would run fused. A tuple with an
         attribute `runs`: "fused", or "SDPA" where torch's scaled_dot_product_attention computes a
         call of `attention` that does not run fused, or "reference", which is plain torch. Its
-        attribute `against_sdpa` has the reasons against "SDPA".
+        attribute `against_sdpa` has the reasons against "SDPA". Its attribute `copies` names the
+        tensors of `attention` that are copied because their leading dimensions do not merge.
 
     Raises:
         TypeError, ValueError: as the call would.

@@ -17,6 +17,7 @@ from megasoftmax.options import (
     as_number,
     check_attention_bias,
     check_dropout,
+    check_heads,
     check_scale,
     checked_window,
 )
@@ -27,7 +28,7 @@ class FusedAttention(torch.nn.Module):
 
     It takes projected queries, keys and values and returns what the output projection takes:
 
-        output = attention(query, key, value).transpose(1, 2).flatten(2)  # a view: [b, m, h dv]
+        output = attention(query, key, value).transpose(-3, -2).flatten(-2)  # a view: [b, m, h dv]
 
     It runs fused where that function does. Positions are counted from the end:
     the last query stands at the last key, for causality, window and the biases alike, so
@@ -128,26 +129,26 @@ class FusedAttention(torch.nn.Module):
         mask: Tensor | TileMask | None = None,
         visible: Ranges | None = None,
     ) -> Tensor:
-        """Attention of heads that come before the tokens: [batch, heads, tokens, head_dim].
+        """Attention of heads that come before the tokens: [..., heads, tokens, head_dim].
 
         Args:
-            query: [batch, heads, m, d], float16, bfloat16, float32 or float64; any strides.
-            key, value: [batch, key_heads, n, d] and [batch, key_heads, n, dv], of the same type;
-                key_heads divides heads.
+            query: [..., heads, m, d], float16, bfloat16, float32 or float64; any strides.
+            key, value: [..., key_heads, n, d] and [..., key_heads, n, dv], of the same type and
+                leading dimensions; key_heads divides heads.
             bias: added to the scaled scores, see `megasoftmax.attention`; differentiable. Where
-                the module has a bias of its own the sum of the two is written, with heads 1 or as
-                many as the module's: [heads, m, n] values, unless this one is a RelativeBias too.
-            mask: bool, True = excluded, broadcastable to [batch, heads, m, n]; or a `TileMask`.
+                the module has a bias of its own the sum of the two is written: [heads, m, n]
+                values, unless this one is a RelativeBias too.
+            mask: bool, True = excluded, broadcastable to [..., heads, m, n]; or a `TileMask`.
             visible: (first, end), the range of keys that each query sees, broadcastable to
-                [batch, heads, m], as in `megasoftmax.attention`.
+                [..., heads, m], as in `megasoftmax.attention`.
 
         Returns:
-            [batch, heads, m, dv] of the type of query; in memory [batch, m, heads, dv].
+            [..., heads, m, dv] of the type of query; in memory [..., m, heads, dv].
 
         Raises:
             TypeError, ValueError: an argument is not as above; names the argument.
         """
-        options = self._options(query, key, bias, mask, visible)
+        options = self._options(query, key, value, bias, mask, visible)
         return attention(query, key, value, **options)
 
     def why_not_fused(
@@ -164,7 +165,7 @@ class FusedAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: as `forward` would.
         """
-        options = self._options(query, key, bias, mask, visible)
+        options = self._options(query, key, value, bias, mask, visible)
         return why_not_fused(attention, query, key, value, **options)
 
     def extra_repr(self) -> str:
@@ -185,21 +186,20 @@ class FusedAttention(torch.nn.Module):
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         bias: Tensor | RelativeBias | None,
         mask: Tensor | TileMask | None,
         visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
-        checks.check_floating("query", query)
-        checks.check_rank("query", query, 4, f"[batch, {self.heads}, queries, head_dim]")
-        checks.check_rank("key", key, 4, "[batch, key_heads, keys, head_dim]")
-        if query.shape[1] != self.heads:
+        *_, heads, _, keys = check_heads(query, key, value)
+        if heads != self.heads:
             raise ValueError(
-                f"query: expected [batch, {self.heads}, queries, head_dim], "
+                f"query: expected [..., {self.heads}, queries, head_dim], "
                 f"got shape {tuple(query.shape)}"
             )
         return {
-            "bias": self._sum_of_biases(query, key.shape[2], bias),
+            "bias": self._sum_of_biases(query, keys, bias),
             "mask": mask,
             "scale": self.scale,
             "causal": self.causal,
@@ -225,18 +225,11 @@ class FusedAttention(torch.nn.Module):
     def _sum_of_biases(
         self, query: Tensor, keys: int, bias: Tensor | RelativeBias | None
     ) -> Tensor | RelativeBias | None:
-        queries = query.shape[2]
+        queries = query.shape[-2]
         own = self._own_bias(queries, keys)
         if own is None or bias is None:
             return bias if own is None else own
-        check_attention_bias(bias, query, (*query.shape[:3], keys))
-        given = bias.table if isinstance(bias, RelativeBias) else bias
-        heads_dim = -2 if isinstance(bias, RelativeBias) else -3
-        heads = given.shape[heads_dim] if given.dim() >= -heads_dim else 1
-        if heads not in (1, self.heads):
-            raise ValueError(
-                f"bias: expected 1 or {self.heads} heads beside the module's own bias, got {heads}"
-            )
+        check_attention_bias(bias, query, (*query.shape[:-1], keys))
         if isinstance(bias, RelativeBias):
-            return RelativeBias(own.table + given)
-        return own.dense(queries, keys) + given
+            return RelativeBias(own.table + bias.table)
+        return own.dense(queries, keys) + bias

@@ -63,12 +63,12 @@ def attention_forward(
         query: floating, [b, h, m, d].
         key: [b, hk, n, d], of the same dtype; hk divides h, and query head i reads i // (h / hk).
         value: [b, hk, n, dv], of the same dtype.
-        bias: floating, [bb, bh, m or 1, n or 1], added to the scaled products; or None. bb and bh
-            divide b and h: example i takes entry i // (b / bb), and so do heads.
+        bias: floating, [bb, h or 1, m or 1, n or 1], added to the scaled products; or None. bb
+            divides b: example i takes entry i // (b / bb).
         mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
         scale: factor of the products of queries and keys.
         causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
-        relative: bias is [bb, bh, m + n - 1], and pair (i, j) takes its entry j - i + m - 1.
+        relative: bias is [bb, h or 1, m + n - 1], and pair (i, j) takes entry j - i + m - 1.
         first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
             What lies outside of [0, n] is cut.
         note: the block mask that `megasoftmax::tile_note` made of the mask, or None. Only kernels
@@ -287,14 +287,8 @@ def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
     logits = batches * heads * queries * block.key.shape[-2]
     if logits <= BLOCK:
         return None
-    of_bias = (1, 1) if block.bias is None else block.bias.shape[:2]
-    groups = heads // block.key.shape[1]
-    batches_per_bias, heads_per_bias = (
-        size // entries if entries > 1 else 1
-        for size, entries in zip((batches, heads), of_bias, strict=True)
-    )
-    wide, narrow = max(groups, heads_per_bias), min(groups, heads_per_bias)
-    units = (batches_per_bias, wide if wide % narrow == 0 else heads, 1)
+    entries = 1 if block.bias is None else block.bias.shape[0]
+    units = (batches // entries if entries > 1 else 1, heads // block.key.shape[1], 1)
     for dim, (size, unit) in enumerate(zip(block.query.shape, units, strict=False)):
         if unit < size:
             step = unit * max(1, BLOCK // (logits // size * unit))
@@ -362,10 +356,8 @@ def _weights(
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is not None and z.numel() > 0:
-        bias = rearrange(_bias_of_pairs(block), "bb bh m n -> bb 1 bh 1 m n")
-        z = rearrange(
-            _grouped(z, block.bias) + bias, "bb batches bh heads m n -> (bb batches) (bh heads) m n"
-        ).to(compute)
+        bias = _bias_of_pairs(block).unsqueeze(1)
+        z = (_by_entry(z, block.bias) + bias).flatten(0, 1).to(compute)
     window = (given.causal, given.window_left, given.window_right)
     excluded = union(
         _mask_of_pairs(block),
@@ -447,16 +439,14 @@ def mask_of_blocks(blocks: Tensor, size: int, queries: int, keys: int) -> Tensor
     return rows.repeat_interleave(size, -1)[..., :keys]
 
 
-def _grouped(logits: Tensor, bias: Tensor) -> Tensor:
-    """Logits with batches and heads grouped by the entry [bb, bh] of the bias that they share."""
-    (batches, heads), (bb, bh) = logits.shape[:2], bias.shape[:2]
-    pattern = "(bb batches) (bh heads) m n -> bb batches bh heads m n"
-    sizes = {"bb": bb, "batches": batches // max(bb, 1), "bh": bh, "heads": heads // max(bh, 1)}
-    return rearrange(logits, pattern, **sizes)
+def _by_entry(logits: Tensor, bias: Tensor) -> Tensor:
+    """Logits [bb, b / bb, h, m, n], by the entry of the bias that batches share."""
+    entries = bias.shape[0]
+    return logits.unflatten(0, (entries, logits.shape[0] // max(entries, 1)))
 
 
 def _bias_of_pairs(block: _Block) -> Tensor:
-    """The bias of this block, [bb, bh, m or 1, n or 1]; from a table's entries if it is one."""
+    """The bias of this block, [bb, h or 1, m or 1, n or 1]; from a table's entries if it is one."""
     assert block.bias is not None
     if block.bias.dim() == 4:
         return block.bias
@@ -477,9 +467,10 @@ def _first_entry(queries: int, keys: int, diagonal: int) -> int:
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     """The gradient of the bias, in its shape, from that of z, [b, h, m, n]."""
-    summed = reduce(_grouped(dz, bias), "bb batches bh heads m n -> bb bh m n", "sum")
+    summed = _by_entry(dz, bias).sum(1)
     if bias.dim() == 4:
         return summed.sum_to_size(bias.shape)
+    summed = summed.sum_to_size(*bias.shape[:2], *summed.shape[2:])
     queries, keys = dz.shape[2:]
     if dz.numel() == 0:
         return dz.new_zeros(bias.shape)

@@ -1,0 +1,155 @@
+"""Leading dimensions of attention: all that precede the heads become the batch of a kernel.
+
+Query, key and value merge as views where their strides allow it. So do operands that have an entry
+for each example, or one for all. A bias may also be constant along the last leading dimensions: it
+keeps an entry for each of the others, and kernels divide the index of an example by how many share
+one. Other operands are expanded to all examples, which copies them; `copies` names them.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from megasoftmax.biases import RelativeBias
+from megasoftmax.dispatch import Reason
+from megasoftmax.masks import TileMask
+from megasoftmax.options import AttentionOptions, Ranges
+
+# Dimensions from the heads on.
+_OF_PAIRS, _OF_TABLE, _OF_BOUNDS = 3, 2, 2
+
+
+def merged(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """A valid call whose tensors have one leading dimension.
+
+    Its bias may have a batch that divides that of the query: example i reads i // (b / bias batch).
+    """
+    if query.dim() == 4:
+        return query, key, value, options
+    leading = query.shape[:-3]
+    bias, mask, visible = options.bias, options.mask, options.visible
+    options = options._replace(
+        bias=_merged_bias(bias, leading),
+        mask=_merged_mask(mask, leading),
+        visible=None if visible is None else _merged_bounds(visible, leading),
+    )
+    return _one_batch(query), _one_batch(key), _one_batch(value), options
+
+
+def unmerged(result: Tensor, query: Tensor) -> Tensor:
+    """A result [batch, ...] of a merged call, with the leading dimensions of the query."""
+    if query.dim() == 4:
+        return result
+    return result.view(*query.shape[:-3], *result.shape[1:])
+
+
+def entries(options: AttentionOptions, leading: Sequence[int]) -> list[tuple[int, ...]]:
+    """(batch, heads) of bias, mask and ranges once merged; what is missing is 1."""
+    found = []
+    for _, tensor, trailing, is_bias in _operands(options):
+        heads = tensor.shape[-trailing] if tensor.dim() >= trailing else 1
+        batch = 1
+        for size in _sizes(tensor, trailing, is_bias, leading):
+            batch *= size
+        found.append((batch, heads))
+    return found
+
+
+def copies(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> tuple[Reason, ...]:
+    """The tensors whose leading dimensions do not merge as a view."""
+    leading = query.shape[:-3]
+    if len(leading) < 2:
+        return ()
+    found = []
+    tensors = (("query", query), ("key", key), ("value", value))
+    for name, tensor, trailing, is_bias in (
+        *((name, tensor, _OF_PAIRS, False) for name, tensor in tensors),
+        *_operands(options),
+    ):
+        if tensor.dim() > trailing and not _merges(
+            _expanded(tensor, trailing, is_bias, leading), len(leading)
+        ):
+            shape = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            limit = f"a view that broadcasts to {tuple(leading)} and merges them"
+            found.append(Reason(f"leading dimensions of {name}", shape, limit))
+    return tuple(found)
+
+
+def _one_batch(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor.flatten(0, -4)
+
+
+def _merged_bias(
+    bias: Tensor | RelativeBias | None, leading: Sequence[int]
+) -> Tensor | RelativeBias | None:
+    if isinstance(bias, RelativeBias):
+        return RelativeBias(_merged(bias.table, _OF_TABLE, True, leading))
+    return None if bias is None else _merged(bias, _OF_PAIRS, True, leading)
+
+
+def _merged_mask(
+    mask: Tensor | TileMask | None, leading: Sequence[int]
+) -> Tensor | TileMask | None:
+    def merge(tensor: Tensor) -> Tensor:
+        return _merged(tensor, _OF_PAIRS, False, leading)
+
+    if isinstance(mask, TileMask):
+        return mask.with_leading(tuple(leading), merge)
+    return None if mask is None else merge(mask)
+
+
+def _merged_bounds(visible: Ranges, leading: Sequence[int]) -> Ranges:
+    first, end = (
+        None if bound is None else _merged(bound, _OF_BOUNDS, False, leading) for bound in visible
+    )
+    return first, end
+
+
+def _operands(options: AttentionOptions) -> list[tuple[str, Tensor, int, bool]]:
+    """Name, tensor, dimensions from the heads on, and whether it is a bias."""
+    bias, mask = options.bias, options.mask
+    found = []
+    if isinstance(bias, RelativeBias):
+        found.append(("bias.table", bias.table, _OF_TABLE, True))
+    elif bias is not None:
+        found.append(("bias", bias, _OF_PAIRS, True))
+    if mask is not None:
+        tensor = mask.tensor if isinstance(mask, TileMask) else mask
+        found.append(("mask", tensor, _OF_PAIRS, False))
+    for name, bound in zip(("visible[0]", "visible[1]"), options.visible or (), strict=False):
+        if bound is not None:
+            found.append((name, bound, _OF_BOUNDS, False))
+    return found
+
+
+def _sizes(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> tuple[int, ...]:
+    """What the leading dimensions of a tensor are expanded to before they merge."""
+    own = tensor.shape[:-trailing]
+    missing = len(leading) - len(own)
+    varying = [missing + dim for dim, size in enumerate(own) if size != 1]
+    if len(varying) == 0:
+        return (1,) * len(leading)
+    end = varying[-1] + 1 if is_bias else len(leading)
+    return (*leading[:end], *(1,) * (len(leading) - end))
+
+
+def _expanded(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> Tensor:
+    return tensor.expand(*_sizes(tensor, trailing, is_bias, leading), *(-1,) * trailing)
+
+
+def _merged(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> Tensor:
+    if tensor.dim() <= trailing:  # no leading dimension
+        return tensor
+    return _expanded(tensor, trailing, is_bias, leading).flatten(0, -1 - trailing)
+
+
+def _merges(expanded: Tensor, count: int) -> bool:
+    """Whether the first `count` dimensions are one as a view."""
+    steps = zip(expanded.shape[:count], expanded.stride()[:count], strict=True)
+    varying = [(size, stride) for size, stride in steps if size != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(varying))
