@@ -1,5 +1,10 @@
 """Attention layers of Boltz, OpenFold-3 and Protenix: the same with megasoftmax."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from inputs import coin, normal
@@ -72,6 +77,51 @@ def test_install_changes_nothing(package, kind, starting, without, installed, fl
     with installed():
         found = results(layer, lambda x: layer(x, mask=keep, **flags), x)
     assert_same(found, wanted, tolerance)
+
+
+_IN_OPENFOLD = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from megasoftmax.integrations import cuequivariance, installing
+installing._is_installed = lambda name: False  # cuEquivariance itself needs CUDA
+cuequivariance.install()
+torch.cuda.is_available = lambda: True  # else OpenFold-3 does not look for it
+from openfold3.core.model.layers import triangular_attention
+from openfold3.core.model.primitives import attention
+torch.cuda.is_available = lambda: False
+import pair_layers, test_folding
+assert attention.triangle_attention is cuequivariance.triangle_attention
+layer = pair_layers.triangle("openfold3", "real")
+for batch in (), (1,), (2,), (1, 2):
+    x, keep = test_folding.pairs(*batch)
+    results = [
+        pair_layers.results(
+            layer, lambda x: layer(x, mask=keep, use_cueq_triangle_kernels=kernels), x
+        )
+        for kernels in (True, False)
+    ]
+    pair_layers.assert_same(*results)
+with torch.no_grad():
+    x, keep = test_folding.pairs(2)
+    found = layer(x, mask=keep, use_cueq_triangle_kernels=True, chunk_size=3)
+torch.testing.assert_close(found, layer(x, mask=keep), rtol=2e-5, atol=2e-5)
+print("the same")
+"""
+
+
+def test_install_in_openfold():
+    """It imports the function when it is imported itself, in which it looks for CUDA."""
+    real("openfold3.core.model.layers.triangular_attention")
+    result = subprocess.run(
+        [sys.executable, "-c", _IN_OPENFOLD],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.stdout == "the same\n", result.stderr
 
 
 # patch_model
