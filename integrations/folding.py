@@ -28,8 +28,7 @@ here, unless `upcast=False`, or Boltz itself is asked for flash attention.
 """
 
 import inspect
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +48,14 @@ class _PairBias(nn.Module):
     """Boltz's attention of samples, of which `multiplicity` neighbours share a bias."""
 
     upcast = True
+    num_heads: int
+    head_dim: int
+    proj_q: Callable[[Tensor], Tensor]
+    proj_k: Callable[[Tensor], Tensor]
+    proj_v: Callable[[Tensor], Tensor]
+    proj_z: Callable[[Tensor], Tensor]
+    proj_g: Callable[[Tensor], Tensor]
+    proj_o: Callable[[Tensor], Tensor]
 
     def forward(
         self,
@@ -83,6 +90,10 @@ class _PairBias(nn.Module):
 
 class _OfOpenFold(nn.Module):
     """What OpenFold's attention and its descendants in Boltz and Protenix have in common."""
+
+    c_hidden: int
+    _prep_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    _wrap_up: Callable[[Tensor, Tensor], Tensor]
 
     def attend(
         self,
@@ -151,9 +162,12 @@ _SERVED: dict[str, type[nn.Module]] = {
     "openfold3.core.model.primitives.attention.Attention": _OpenFold3,
     "protenix.model.triangular.layers.Attention": _Protenix,
 }
-_HAVE = {
+_OF_OPENFOLD = ("_prep_qkv", "_wrap_up", "c_hidden")
+_HAVE: dict[type[nn.Module], tuple[str, ...]] = {
     _PairBias: ("proj_q", "proj_k", "proj_v", "proj_z", "proj_g", "proj_o", "head_dim"),
-    **dict.fromkeys((_BoltzTriangle, _OpenFold3, _Protenix), ("_prep_qkv", "_wrap_up", "c_hidden")),
+    _BoltzTriangle: _OF_OPENFOLD,
+    _OpenFold3: _OF_OPENFOLD,
+    _Protenix: _OF_OPENFOLD,
 }
 
 
@@ -203,6 +217,7 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     changes = []
     refused = {}
+    subclasses: dict[type, type] = {}
     for name, layer in _layers_of(model):
         ours = _SERVED.get(_name_of(type(layer)))
         if ours is None:
@@ -210,7 +225,10 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
         if reason := _why_not(layer, ours):
             refused[name] = reason
             continue
-        changes.append(Change(layer, "__class__", _subclass(type(layer), ours), name))
+        known = type(layer)
+        if known not in subclasses:
+            subclasses[known] = type(f"Megasoftmax{known.__name__}", (ours, known), {})
+        changes.append(Change(layer, "__class__", subclasses[known], name))
         if ours is _PairBias and not upcast:
             changes.append(Change(layer, "upcast", False, name))
     if strict and refused:
@@ -251,18 +269,16 @@ def _why_not(layer: nn.Module, ours: type[nn.Module]) -> str | None:
     return None
 
 
-@cache
-def _subclass(layer_class: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Megasoftmax{layer_class.__name__}", (ours, layer_class), {})
-
-
 def _served(layer: nn.Module) -> Served:
     if not isinstance(layer, tuple(_HAVE)):
         name = _name_of(type(layer))
         return Served("unchanged", _NOT_SERVED.get(name, "not patched"))
     weight = next(layer.parameters())
-    head_dim = layer.head_dim if isinstance(layer, _PairBias) else layer.c_hidden
-    dtype = torch.float32 if isinstance(layer, _PairBias) and layer.upcast else weight.dtype
+    if isinstance(layer, _PairBias):
+        head_dim, dtype = layer.head_dim, torch.float32 if layer.upcast else weight.dtype
+    else:
+        assert isinstance(layer, _OfOpenFold)
+        head_dim, dtype = layer.c_hidden, weight.dtype
     like_query = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=weight.device)
     reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
     if len(reasons) == 0:
