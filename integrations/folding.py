@@ -174,9 +174,10 @@ _HAVE: dict[type[nn.Module], tuple[str, ...]] = {
 class PatchedModel(Patched):
     """What one call of `patch_model` has changed; a context manager."""
 
-    def __init__(self, model: nn.Module, changes: list[Change]) -> None:
+    def __init__(self, model: nn.Module, changes: list[Change], why_not: dict[str, str]) -> None:
         super().__init__(changes)
         self._model = model
+        self._why_not = why_not
 
     @property
     def report(self) -> dict[str, Served]:
@@ -186,7 +187,10 @@ class PatchedModel(Patched):
         "SDPA" is torch's scaled_dot_product_attention, which `megasoftmax.attention` takes on a
         CPU.
         """
-        return {name: _served(layer) for name, layer in _layers_of(self._model)}
+        return {
+            name: _served(layer, self._why_not.get(name, "not patched"))
+            for name, layer in _layers_of(self._model)
+        }
 
     def __repr__(self) -> str:
         """The report, a line for neighbours that are served alike."""
@@ -241,7 +245,7 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
         raise ValueError(
             f"model: expected one with {', '.join(_SERVED)}, got {type(model).__name__}"
         )
-    return PatchedModel(model, changes)
+    return PatchedModel(model, changes, refused)
 
 
 def _name_of(layer_class: type) -> str:
@@ -269,10 +273,9 @@ def _why_not(layer: nn.Module, ours: type[nn.Module]) -> str | None:
     return None
 
 
-def _served(layer: nn.Module) -> Served:
+def _served(layer: nn.Module, why_not: str) -> Served:
     if not isinstance(layer, tuple(_HAVE)):
-        name = _name_of(type(layer))
-        return Served("unchanged", _NOT_SERVED.get(name, "not patched"))
+        return Served("unchanged", _NOT_SERVED.get(_name_of(type(layer)), why_not))
     weight = next(layer.parameters())
     if isinstance(layer, _PairBias):
         head_dim, dtype = layer.head_dim, torch.float32 if layer.upcast else weight.dtype

@@ -22,6 +22,7 @@ from pair_layers import (
 )
 from torch import Tensor, nn
 
+import megasoftmax
 from megasoftmax.integrations import cuequivariance, evoformer, folding
 from megasoftmax.integrations.folding import patch_model
 
@@ -281,6 +282,29 @@ def test_openfold_in_high_precision():
     torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("windows", [{}, {"n_queries": 4, "n_keys": 8}])
+def test_the_line_for_protenix(windows, monkeypatch):
+    """The guide's, for its pair bias and its atoms."""
+    module = real("protenix.model.modules.transformer")
+    primitives = real("protenix.model.modules.primitives")
+    layer = randomised(module.AttentionPairBias(n_heads=HEADS, c_a=24, c_s=WIDTH, c_z=WIDTH))
+    a = normal(2, 10, 24, device="cpu")
+    s = normal(2, 10, WIDTH, device="cpu", seed=2)
+    z = normal(2, *((3, 4, 8) if windows else (10, 10)), WIDTH, device="cpu", seed=3)
+
+    def call(a: Tensor, z: Tensor) -> Tensor:
+        return layer(a, s, z, **windows)
+
+    wanted = results(layer, call, a, z)
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "learned-biases.md"
+    (line,) = (each for each in guide.read_text().splitlines() if each.startswith("return "))
+
+    names = {"megasoftmax": megasoftmax}
+    exec(f"def _attention(q, k, v, attn_bias=None, *flags, **named):\n    {line}", names)
+    monkeypatch.setattr(primitives, "_attention", names["_attention"])
+    assert_same(results(layer, call, a, z), wanted)
+
+
 def test_a_row_without_a_key_gets_zeros():
     layer = triangle("protenix", "stand-in")
     x, keep = pairs()
@@ -319,7 +343,8 @@ def test_what_cannot_be_served():
     with pytest.raises(ValueError, match="1: it has no proj_g"):
         patch_model(model)
     with patch_model(model, strict=False) as patched:
-        assert [each.runs for each in patched.report.values()] == ["SDPA", "unchanged"]
+        assert patched.report["0.mha"].runs == "SDPA"
+        assert patched.report["1"].why.startswith("it has no proj_g")
     forward = type(model[1]).forward
     type(model[1]).forward = lambda self, s, unknown: None
     try:
