@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import oracle
 import oracle_attention
 import oracle_topk
-from inputs import KERNELS, attention_kernels
+from inputs import KERNELS, attention_kernels, by_entry
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 INF, NAN = torch.inf, torch.nan
@@ -718,19 +718,18 @@ class Attention(Drawn):
 
     @staticmethod
     def _draw_bias(random: Random, shape: Shape, dtype: torch.dtype) -> Bias | None:
-        """Dense, broadcast, shared by groups of batches and heads, or a table of distances."""
+        """Dense, broadcast, shared by groups of batches, or a table of distances."""
         kind = random.choices(("none", "dense", "relative"), (30, 50, 20))[0]
         if kind == "none":
             return None
         batch, heads, queries, keys = shape
         gradient = chance(random, 0.8)
-        groups = (draw_divisor(random, batch), draw_divisor(random, heads))
+        groups = (draw_divisor(random, batch), random.choice((1, heads)))
         leading = random.choice(((batch, heads), (1, heads), (1, 1), groups))
         whole: Shape = (*leading, queries + keys - 1)
         if kind == "dense":
             whole = (*leading, random.choice((queries, queries, 1)), random.choice((keys, keys, 1)))
-        may_lack_batch = whole[0] == 1 and whole[1] in (1, heads)  # groups have all dimensions
-        missing = 1 if may_lack_batch and chance(random, 0.5) else 0
+        missing = 1 if whole[0] == 1 and chance(random, 0.5) else 0
         return Bias.draw(
             random, whole[missing:], dtype, BIASES, gradient, relative=kind == "relative"
         )
@@ -766,6 +765,13 @@ class Attention(Drawn):
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, self.heads)
         incoming = self.incoming.make(data, (*of_queries, self.value_dim), self.dtype, of_queries)
+        (query, key, value), arguments = by_entry(query, key, value, arguments)
+        if query.dim() != 4:
+            incoming |= {
+                name: each.unflatten(0, query.shape[:-3])
+                for name, each in incoming.items()
+                if isinstance(each, Tensor)
+            }
         unless_fused(megasoftmax.attention, fused, query, key, value, **arguments)
         function = functools.partial(megasoftmax.attention, fused=fused)
         with determinism(self.deterministic), attention_kernels(self.kernels):

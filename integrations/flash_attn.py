@@ -260,6 +260,7 @@ def _options(
     return_attn_probs: bool,
 ) -> dict[str, Any]:
     """What attention, of packed sequences or not, and softmax take by the same names."""
+    dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
@@ -346,5 +347,5 @@ if not TYPE_CHECKING:  # a name that is misspelt is an error of mypy
 
     def __getattr__(name: str) -> Any:
         if name in _ELSEWHERE:
-            raise ImportError(f"{__name__} has no {name}: {_ELSEWHERE[name]}", name=name)
+            raise AttributeError(f"{__name__} has no {name}: {_ELSEWHERE[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

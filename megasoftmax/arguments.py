@@ -18,6 +18,7 @@ from megasoftmax.checks import (
     check_flag,
     check_floating,
     check_layout,
+    check_least_rank,
     check_rank,
     has_values,
     kind,
@@ -196,7 +197,7 @@ def _broadcast_sizes(what: str, *sizes: Sequence[int]) -> torch.Size:
 
 
 def check_integers(
-    name: str, tensor: Tensor, rank: int, expected: str, is_bool: bool = False
+    name: str, tensor: Tensor, least_rank: int, expected: str, is_bool: bool = False
 ) -> None:
     if not isinstance(tensor, Tensor) or (
         tensor.dtype not in _INTEGERS
@@ -204,7 +205,8 @@ def check_integers(
     ):
         kinds = "integers or bool" if is_bool else "int32 or int64"
         raise TypeError(f"{name}: expected a tensor of {kinds}, {expected}, got {kind(tensor)}")
-    check_rank(name, tensor, rank, expected)
+    check_layout(name, tensor)
+    check_least_rank(name, tensor, least_rank, expected)
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:

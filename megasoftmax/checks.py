@@ -44,13 +44,18 @@ def as_integer(value: Any) -> Any:
         return value
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is an int, or a size that a tracer leaves open, and no bool."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def checked_integer(name: str, value: Any, least: int | None = None, most: int = 2**63 - 1) -> Any:
     """An int, or a torch.SymInt: of a shape that torch.compile or torch.export leaves open."""
     expected = f"{name}: expected an integer"
     if least is not None:
         expected += f" from {least} on"
     value = as_integer(value)
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if not is_integer(value):
         raise TypeError(f"{expected}, got {kind(value)}")
     if value < (-most if least is None else least):
         raise ValueError(f"{expected}, got {value}")

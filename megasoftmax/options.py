@@ -21,6 +21,7 @@ from megasoftmax.checks import (
     check_floating,
     check_layout,
     check_least_rank,
+    is_integer,
     kind,
     misnamed,
 )
@@ -76,7 +77,7 @@ class SoftmaxOptions(NamedTuple):
     def _check_dim(self, rank: int) -> None:
         dim = self.dim
         expected = f"dim: expected an integer from {-rank} to {rank - 1}"
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        if not is_integer(dim):
             raise TypeError(f"{expected}, got {kind(dim)}")
         if not -rank <= dim < rank:
             raise ValueError(f"{expected}, got {dim}")
@@ -113,7 +114,7 @@ class TopkOptions(NamedTuple):
     def check(self, logits: Tensor, k: int) -> None:
         _check_scores("logits", logits, self.scale, self.mask, self.bias)
         columns, group = logits.shape[-1], self.group
-        if isinstance(k, bool) or not isinstance(k, int):
+        if not is_integer(k):
             raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
         if k < 0 or (k > columns and group is None):
             raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
@@ -274,6 +275,11 @@ def as_number(name: str, value: Any) -> Any:
             f"{name}: expected a number, got a tensor on {value.device}; reading it would wait for "
             "the device: keep it on the CPU"
         )
+    if torch.compiler.is_compiling():  # checks depend on the value, which is not known
+        raise TypeError(
+            f"{name}: expected a number in a compiled graph, got a tensor; "
+            f"pass {name}.item() from outside"
+        )
     return value.item()
 
 
@@ -288,7 +294,7 @@ def checked_window(name: str, window: Window | None) -> Window | None:
         raise ValueError(f"{expected}, got {window}")
     left, right = as_integer(window[0]), as_integer(window[1])
     for limit in (left, right):
-        if isinstance(limit, bool) or not isinstance(limit, int):
+        if not is_integer(limit):
             raise TypeError(f"{expected}, got {window}")
         if limit < -1:
             raise ValueError(f"{expected}, got {window}")
@@ -317,6 +323,7 @@ def _check_range(name: str, number: float, dtype: torch.dtype) -> None:
 
 
 def check_dropout(name: str, dropout: float) -> None:
+    """Of a number that `as_number` returned."""
     if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
         raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(dropout)}")
     if not 0 <= dropout <= 1:
@@ -537,6 +544,7 @@ def _check_has_queries(name: str, scores: Tensor) -> None:
 
 _READ = {
     "scale": as_number,
+    "dropout": as_number,
     "window": checked_window,
     "dim": lambda name, value: as_integer(value),
 }

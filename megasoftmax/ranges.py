@@ -4,7 +4,7 @@
     output = megasoftmax.attention(query, key, value, causal=True, visible=visible)
 
 Each function returns (first, end): query i sees keys first <= j < end. Both are int32, broadcast to
-[batch, heads, queries], and lie on the device of what they are made from; first or end is None
+[..., heads, queries], and lie on the device of what they are made from; first or end is None
 where it limits nothing. They are computed on the device, without asking the host. causal and window
 beside them count as they do without.
 """
@@ -96,28 +96,28 @@ def segments(ids: Tensor) -> Range:
         segments(torch.tensor([[7, 7, 3, 3, 3]]))  # first [0, 0, 2, 2, 2], end [2, 2, 5, 5, 5]
 
     Args:
-        ids: [batch, tokens], integers or bool.
+        ids: [..., tokens], integers or bool.
 
     Returns:
-        first, end: [batch, 1, tokens].
+        first, end: [..., 1, tokens].
 
     Raises:
         TypeError, ValueError: ids are not as above.
     """
-    arguments.check_integers("ids", ids, 2, "[batch, tokens]", is_bool=True)
-    batch, tokens = ids.shape
+    arguments.check_integers("ids", ids, 1, "[..., tokens]", is_bool=True)
+    tokens = ids.shape[-1]
     if tokens == 0:
-        nothing = ids.new_zeros((batch, 1, 0), dtype=torch.int32)
+        nothing = ids.new_zeros(ids.shape, dtype=torch.int32).unsqueeze(-2)
         return nothing, nothing
-    position = torch.arange(tokens, device=ids.device, dtype=torch.int32).expand(batch, tokens)
-    differs = ids[:, 1:] != ids[:, :-1]
+    position = torch.arange(tokens, device=ids.device, dtype=torch.int32).expand(ids.shape)
+    differs = ids[..., 1:] != ids[..., :-1]
     pad = torch.nn.functional.pad
-    begins = pad(position[:, 1:].where(differs, 0), (1, 0))
+    begins = pad(position[..., 1:].where(differs, 0), (1, 0))
     # Less the tokens: torch.compile makes a constant of a number that `where` or `pad` fills in.
-    ends = pad((position[:, 1:] - tokens).where(differs, 0), (0, 1))
+    ends = pad((position[..., 1:] - tokens).where(differs, 0), (0, 1))
     first = begins.cummax(-1).values
     end = ends.flip(-1).cummin(-1).values.flip(-1) + tokens
-    return first.unsqueeze(1), end.unsqueeze(1)
+    return first.unsqueeze(-2), end.unsqueeze(-2)
 
 
 def lengths(n: Tensor) -> tuple[None, Tensor]:
@@ -126,16 +126,16 @@ def lengths(n: Tensor) -> tuple[None, Tensor]:
         lengths(torch.tensor([3, 5]))  # first None, end [3], [5]
 
     Args:
-        n: int32 or int64 [batch], the keys that count, from the left.
+        n: int32 or int64 [...], the keys that count, from the left.
 
     Returns:
-        None, and end: [batch, 1, 1].
+        None, and end: [..., 1, 1].
 
     Raises:
         TypeError, ValueError: n is not as above.
     """
-    arguments.check_integers("n", n, 1, "[batch]")
-    return None, _as_int32(n).view(-1, 1, 1)
+    arguments.check_integers("n", n, 0, "[...]")
+    return None, _as_int32(n)[..., None, None]
 
 
 def padding(keep: Tensor) -> Range:
@@ -145,33 +145,34 @@ def padding(keep: Tensor) -> Range:
         # first [1], [0], end [3], [2]
 
     Args:
-        keep: [batch, keys], bool or integers, such as the attention_mask of tokenizers. True, or
+        keep: [..., keys], bool or integers, such as the attention_mask of tokenizers. True, or
             not 0, keeps a key. A row with a gap is no range: give such a mask as `mask`. Gaps are
             refused on a CPU. Elsewhere nothing is read, and the keys of a gap are visible.
 
     Returns:
-        first, end: [batch, 1, 1]; empty where nothing is kept.
+        first, end: [..., 1, 1]; empty where nothing is kept.
 
     Raises:
         TypeError, ValueError: keep is not as above.
     """
-    arguments.check_integers("keep", keep, 2, "[batch, keys]", is_bool=True)
-    batch, keys = keep.shape
+    arguments.check_integers("keep", keep, 1, "[..., keys]", is_bool=True)
+    keys = keep.shape[-1]
     if keys == 0:
-        nothing = keep.new_zeros((batch, 1, 1), dtype=torch.int32)
+        nothing = keep.new_zeros((*keep.shape[:-1], 1, 1), dtype=torch.int32)
         return nothing, nothing
     position = torch.arange(keys, device=keep.device, dtype=torch.int32)
     kept = keep != 0
     first = position.where(kept, keys).amin(-1)
     end = (position + 1).where(kept, 0).amax(-1)
     if checks.has_values(keep):
-        with_gap = (kept.sum(-1) < end - first).nonzero().flatten().tolist()
+        with_gap = (kept.sum(-1) < end - first).nonzero().tolist()
         if with_gap:
+            row = ", ".join(map(str, with_gap[0]))
             raise ValueError(
-                "keep: expected one run of kept keys in each row, got a gap in row "
-                f"{with_gap[0]}; pass mask=keep[:, None, None, :] == 0 in place of the range"
+                f"keep: expected one run of kept keys in each row, got a gap in row {row}; "
+                "pass mask=keep[..., None, None, :] == 0 in place of the range"
             )
-    return first.view(batch, 1, 1), end.view(batch, 1, 1)
+    return first[..., None, None], end[..., None, None]
 
 
 def chunks(size: int, tokens: int, *, device: torch.device | str | None = None) -> Range:
@@ -205,20 +206,20 @@ def prefix(n: Tensor, tokens: int) -> tuple[None, Tensor]:
         prefix(torch.tensor([3]), 5)  # first None, end [3, 3, 3, 4, 5]
 
     Args:
-        n: int32 or int64 [batch], the tokens of the prefix, which all tokens see. A token sees
+        n: int32 or int64 [...], the tokens of the prefix, which all tokens see. A token sees
             besides all up to itself.
-        tokens: of each batch, queries and keys.
+        tokens: of each example, queries and keys.
 
     Returns:
-        None, and end: [batch, 1, tokens].
+        None, and end: [..., 1, tokens].
 
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    arguments.check_integers("n", n, 1, "[batch]")
+    arguments.check_integers("n", n, 0, "[...]")
     tokens = checks.checked_integer("tokens", tokens, 0)
     own = torch.arange(1, tokens + 1, device=n.device, dtype=torch.int32)
-    return None, torch.maximum(_as_int32(n).view(-1, 1, 1), own)
+    return None, torch.maximum(_as_int32(n)[..., None, None], own)
 
 
 def _as_int32(n: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import dispatch, host
+from megasoftmax import RelativeBias, TileMask, dispatch, host
 from megasoftmax.build import library
 from megasoftmax.limits import kernel_limits
 
@@ -135,6 +135,41 @@ def attention_on(device: str, dtype: torch.dtype) -> Callable[..., Any]:
         return megasoftmax.attention(query, key, value, **options, fused=fused)
 
     return attention
+
+
+def by_entry(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """A call with leading dimensions [entries, examples of each], if its bias has fewer batches.
+
+    Args:
+        query, key, value: [batch, heads, ...].
+        options: of attention. A bias of all dimensions may have a batch that divides this one:
+            example i reads entry i // (batch / bias batch).
+    """
+    bias = options.get("bias")
+    table = bias.table if isinstance(bias, RelativeBias) else bias
+    rank = 3 if isinstance(bias, RelativeBias) else 4
+    if table is None or table.dim() < rank or table.shape[0] in (1, len(query)):
+        return (query, key, value), options
+    sizes = (table.shape[0], len(query) // table.shape[0])
+
+    def split(tensor: Tensor | None, rank: int = 4) -> Any:
+        if tensor is None or tensor.dim() < rank:
+            return tensor
+        return tensor.unsqueeze(0) if tensor.shape[0] == 1 else tensor.unflatten(0, sizes)
+
+    mask, first_and_end = options.get("mask"), options.get("visible")
+    if isinstance(mask, TileMask):
+        tensor = split(mask.tensor)
+        mask = TileMask(tensor) if mask.block == 1 else TileMask.from_blocks(tensor, mask.block)
+    shared = table.unsqueeze(1)
+    options = options | {
+        "bias": RelativeBias(shared) if isinstance(bias, RelativeBias) else shared,
+        "mask": mask if isinstance(mask, TileMask) else split(mask),
+        "visible": first_and_end and tuple(split(bound, 3) for bound in first_and_end),
+    }
+    return (split(query), split(key), split(value)), options
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 import oracle
 import torch
-from einops import reduce, repeat
 from torch import Tensor
 
 from megasoftmax import RelativeBias, TileMask
@@ -42,17 +41,14 @@ class Forward:
 
 
 def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tensor | None:
-    """[b, h, m, n], float64; differentiable."""
+    """[..., h, m, n], float64; differentiable."""
     if bias is None:
         return None
     if isinstance(bias, RelativeBias):
-        queries, keys = torch.arange(shape[2])[:, None], torch.arange(shape[3])
-        entries = bias.table.double()[..., (keys - queries + shape[2] - 1).to(bias.table.device)]
+        queries, keys = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
+        entries = bias.table.double()[..., (keys - queries + shape[-2] - 1).to(bias.table.device)]
     else:
         entries = bias.double()
-    entries = entries[(None,) * (4 - entries.dim())]
-    for dim in (0, 1):
-        entries = entries.repeat_interleave(shape[dim] // entries.shape[dim], dim)
     return entries.expand(shape)
 
 
@@ -67,7 +63,7 @@ def mask_of_pairs(mask: TileMask, queries: int, keys: int) -> Tensor:
 def reduced(
     gradient: Tensor, bias: Tensor | RelativeBias, of_entries: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What is left of [b, h, m, n] where pairs that share an entry of the bias are added up."""
+    """What is left of [..., h, m, n] where pairs that share an entry of the bias are added up."""
     table = bias.table if isinstance(bias, RelativeBias) else bias
     leaf = torch.zeros(table.shape, dtype=torch.float64, device=table.device, requires_grad=True)
     like = replace(bias, table=leaf) if isinstance(bias, RelativeBias) else leaf
@@ -89,15 +85,14 @@ def attention(
     visible: oracle.Visible | None = None,
     sink: Tensor | float | None = None,
 ) -> Forward:
-    heads = query.shape[1]
     q, k, v = (each.detach().double() for each in (query, key, value))
-    shared = heads // key.shape[1]
-    k, v = (repeat(each, "b hk n x -> b (hk shared) n x", shared=shared) for each in (k, v))
+    shared = query.shape[-3] // key.shape[-3]
+    k, v = (each.repeat_interleave(shared, -3) for each in (k, v))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ k.mT
     bias = bias_of_pairs(bias, scores.shape)
     if isinstance(mask, TileMask):
-        mask = mask_of_pairs(mask, *scores.shape[2:])
+        mask = mask_of_pairs(mask, *scores.shape[-2:])
     limits: dict[str, Any] = {"causal": causal, "window": window, "visible": visible}
     dense = oracle.softmax(scores, scale=factor, mask=mask, bias=bias, sink=sink, **limits)
     p = dense.probabilities
@@ -214,7 +209,8 @@ def gradients(
     noise = torch.where(p == 0, 0.0, noise)
 
     def by_key_head(of_head: Tensor) -> Tensor:
-        return reduce(of_head, "b (hk shared) ... -> b hk ...", "sum", hk=key.shape[1])
+        heads_at = query.dim() - 3
+        return of_head.unflatten(heads_at, (key.shape[-3], -1)).sum(heads_at + 1)
 
     def product(value: Tensor, squares: Tensor, unseen: Tensor) -> Result:
         return Result(value, (squares + value.square()).sqrt(), unseen.expand(value.shape))
@@ -268,7 +264,9 @@ def gradients(
         share = torch.exp(logit - expected.dense.lse).masked_fill(logit == -torch.inf, 0)
 
         def of_sink(rows: Tensor) -> Tensor:
-            return rows.sum().reshape(sink.shape) if sink.numel() == 1 else rows.sum((0, 2))
+            if sink.numel() == 1:
+                return rows.sum().reshape(sink.shape)
+            return rows.movedim(-2, 0).flatten(1).sum(1)
 
         d, d_noise = d.squeeze(-1), d_noise.squeeze(-1)
         share_noise = share * (_eps_of_z(query.dtype) / eps * expected.lse.noise).clamp(1, 1 / eps)
@@ -297,7 +295,6 @@ def torch_attention(
     A sink is a key and a value of zeros, with the sink for a bias. Where the dtype of the query
     does not hold bias or sink, whose rounding would be another problem, torch computes in float32.
     """
-    heads = query.shape[1]
     z = torch.zeros(excluded.shape, dtype=torch.float64, device=query.device)
     if bias is not None:
         entries = bias_of_pairs(bias, excluded.shape)
@@ -319,14 +316,12 @@ def torch_attention(
     )
     for each in (q, k, v):
         each.requires_grad_()
-    shared = heads // key.shape[1]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        q,
-        torch.nn.functional.pad(k.repeat_interleave(shared, 1), padding),
-        torch.nn.functional.pad(v.repeat_interleave(shared, 1), padding),
-        z,
-        scale=scale,
-    )
+    shared = query.shape[-3] // key.shape[-3]
+    repeated = (each.repeat_interleave(shared, -3) for each in (k, v))
+    padded = (torch.nn.functional.pad(each, padding) for each in repeated)
+    one_batch = (each.reshape(-1, *each.shape[-3:]) for each in (q, *padded, z))
+    output = torch.nn.functional.scaled_dot_product_attention(*one_batch, scale=scale)
+    output = output.reshape(g.shape)
     d_query, d_key, d_value, dz = torch.autograd.grad(output, (q, k, v, z), g)
     found = {"output": output.detach(), "query": d_query, "key": d_key, "value": d_value}
     found = {name: each.to(query.dtype) for name, each in found.items()}
@@ -336,8 +331,8 @@ def torch_attention(
         found["bias"] = reduced(dz[..., :keys], bias, lambda x: x)
     if isinstance(sink, Tensor):
         rows = dz[..., keys:]
-        found["sink"] = rows.sum() if sink.numel() == 1 else rows.sum((0, 2, 3))
-        found["sink"] = found["sink"].reshape(sink.shape)
+        of_heads = rows.movedim(-3, 0).flatten(1).sum(1)
+        found["sink"] = (of_heads.sum() if sink.numel() == 1 else of_heads).reshape(sink.shape)
     return found
 
 
@@ -417,7 +412,7 @@ def compare(
     output, lse = function(*(inputs[name] for name in names), **call, return_lse=True)
     assert output.dtype == query.dtype
     assert lse.dtype == computed
-    assert output.transpose(1, 2).is_contiguous()
+    assert output.transpose(-3, -2).is_contiguous()
     assert lse.is_contiguous()
 
     expected = attention(query, key, value, **arguments)

@@ -180,22 +180,74 @@ def test_integers_of_numpy(integer: Callable[[int], Any]) -> None:
     assert megasoftmax.FusedAttention(integer(4)).heads == 4
 
 
-@pytest.mark.parametrize("shared", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("number", [numpy.float32(0.5), numpy.float16(0.5), torch.tensor(0.5)])
+def test_probabilities_of_dropout(number: Any) -> None:
+    seed = torch.tensor([3])
+    for function, tensors in ((megasoftmax.softmax, (Q,)), (megasoftmax.attention, (Q, K, V))):
+        found = function(*tensors, dropout=number, seed=seed)
+        assert found.equal(function(*tensors, dropout=0.5, seed=seed))
+        assert megasoftmax.why_not_fused(function, *tensors, dropout=number)
+    assert megasoftmax.FusedAttention(4, dropout=number).dropout == 0.5
+    torch.manual_seed(0)
+    found = megasoftmax.scaled_dot_product_attention(Q, K, V, None, number, enable_gqa=True)
+    torch.manual_seed(0)
+    assert found.equal(
+        megasoftmax.scaled_dot_product_attention(Q, K, V, None, 0.5, enable_gqa=True)
+    )
+    with pytest.raises(ValueError, match="dropout: expected a number from 0 to 1"):
+        megasoftmax.attention(Q, K, V, dropout=number + 1)
+
+
+@pytest.mark.parametrize("function", ["softmax", "attention"])
+def test_tensor_as_scale_of_a_compiled_graph(function: str) -> None:
+    """An error with a name, where one graph is asked for; else the call leaves the graph."""
+    given = tuple(TENSORS[function].values())
+
+    def call(scale: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(megasoftmax, function)(*given, scale=scale)
+        return found
+
+    scale = torch.tensor(0.3)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="scale: expected a number in a compiled graph"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(scale)
+    torch.compiler.reset()
+    found = torch.compile(call, backend="aot_eager")(scale)
+    torch.testing.assert_close(found, call(scale))
+
+
+def test_open_sizes_as_limits() -> None:
+    """A window and K that come from a shape which torch.export leaves open."""
+
+    class Module(torch.nn.Module):
+        def forward(self, scores: torch.Tensor, left: torch.Tensor) -> Any:
+            width = left.shape[0]
+            windowed = megasoftmax.softmax(scores, window=(width, 0), fused=False)
+            return windowed, *megasoftmax.softmax_topk(scores, width, fused=False)
+
+    scores, left = torch.randn(2, 9, 9), torch.zeros(3)
+    shapes = (None, {0: torch.export.Dim("left", min=2, max=8)})
+    program = torch.export.export(Module(), (scores, left), dynamic_shapes=shapes, strict=False)
+    for width in (3, 5):
+        found = program.module()(scores, torch.zeros(width))
+        for one, other in zip(found, Module()(scores, torch.zeros(width)), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("other", ["mask", "TileMask", "visible"])
-def test_bias_of_groups_beside_limits_of_each(shared: tuple[int, int], other: str) -> None:
-    """Torch's own attention has no bias that groups of heads or batches share."""
-    query, key = torch.randn(4, 4, 3, 8), torch.randn(4, 4, 5, 8)
-    bias = torch.randn(*shared, 3, 5)
-    coin = torch.rand(4, 4, 3, 5) < 0.3
+def test_bias_of_rows_beside_limits_of_each(heads: int, other: str) -> None:
+    """Torch's own attention has no bias that some examples share."""
+    query, key = torch.randn(2, 2, 4, 3, 8), torch.randn(2, 2, 4, 5, 8)
+    bias = torch.randn(2, 1, heads, 3, 5)
+    coin = torch.rand(2, 2, 4, 3, 5) < 0.3
     limits: dict[str, Any] = {
         "mask": {"mask": coin},
         "TileMask": {"mask": megasoftmax.TileMask(coin)},
-        "visible": {"visible": (None, torch.randint(1, 5, (4, 4, 3)))},
+        "visible": {"visible": (None, torch.randint(1, 5, (2, 2, 4, 3)))},
     }[other]
     found = megasoftmax.attention(query, key, key, bias=bias, **limits)
-    whole = bias
-    for dim, size in enumerate(shared):
-        whole = whole.repeat_interleave(4 // size, dim)
+    whole = bias.expand(2, 2, 4, 3, 5)
     expected = megasoftmax.attention(query, key, key, bias=whole, **limits, fused=False)
     torch.testing.assert_close(found, expected)
     runs = megasoftmax.why_not_fused(megasoftmax.attention, query, key, key, bias=bias, **limits)

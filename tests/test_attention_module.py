@@ -138,15 +138,21 @@ def test_relative_bias_of_the_call(options, device):
     assert_same(*map(torch.cat, gradients), torch.float32)
 
 
-def test_bias_shared_by_consecutive_examples(device):
-    """A pair bias: one per structure, shared by the rows of its triangle attention."""
+@pytest.mark.parametrize("options", [OPTIONS["t5"], {}], ids=str)
+def test_bias_of_triangle_attention(options, device):
+    """A pair bias: one per structure, shared by the rows; the mask hides keys of each row."""
     rows = 3
-    attention = FusedAttention(HEADS).to(device)
+    attention = build(options, device)
     query, key, value = make_inputs(5, 5, device)
-    repeated = [tensor.repeat_interleave(rows, 0) for tensor in (query, key, value)]
+    of_rows = [torch.stack([tensor * (i + 1) for i in range(rows)], 1) for tensor in (query, key)]
+    value = value.unsqueeze(1).expand(-1, rows, -1, -1, -1)
     pair = normal(BATCH, HEADS, 5, 5, device=device)
-    expected = attention(query, key, value, pair).repeat_interleave(rows, 0)
-    assert_same(attention(*repeated, pair), expected, torch.float32)
+    mask = coin(BATCH, rows, 1, 1, 5, device=device)
+    found = attention(*of_rows, value, pair.unsqueeze(1), mask)
+    for row in range(rows):
+        of_row = [tensor[:, row] for tensor in (*of_rows, value)]
+        expected = plain(attention, *of_row, pair, mask[:, row])
+        assert_same(found[:, row], expected, torch.float32)
 
 
 def test_decoding_needs_no_argument(device):

@@ -125,7 +125,7 @@ TOPK_CASES = [
 ATTENTION_CASES = [
     ({"query": [[0.0]]}, TypeError, "a tensor", "list"),
     ({"query": integers(2, 4, 3, 8)}, TypeError, FLOATS, "torch.int64"),
-    ({"query": floats(4, 3, 8)}, ValueError, "[batch, heads, queries, head_dim]", "(4, 3, 8)"),
+    ({"query": floats(3, 8)}, ValueError, "[..., heads, queries, head_dim]", "(3, 8)"),
     ({"key": None}, TypeError, "a tensor of torch.float32", "NoneType"),
     ({"key": floats(2, 2, 5, 8).half()}, TypeError, "torch.float32, as query", "torch.float16"),
     ({"key": floats(3, 2, 5, 8)}, ValueError, "[2, key_heads, keys, 8]", "(3, 2, 5, 8)"),
@@ -172,14 +172,16 @@ ATTENTION_CASES = [
     (
         {"bias": floats(2, 3, 3, 5)},
         ValueError,
-        "or 4 dimensions of which the first two divide 2 and 4",
+        "broadcasts to (2, 4, 3, 5)",
         "(2, 3, 3, 5)",
     ),
     (
         {"bias": floats(2, 3, 5)},
         ValueError,
         "broadcasts to (2, 4, 3, 5)",
-        "(2, 3, 5); pass it as (1, 2, 3, 5) if neighbouring heads share an entry",
+        "(2, 3, 5); heads share entries only by broadcasting: if number i reads entry i // 2, pass "
+        "query.unflatten(1, (2, 2)) and bias.unsqueeze(1), if it reads entry i % 2, pass "
+        "query.unflatten(1, (2, 2)), and key and value likewise",
     ),
     ({"bias": floats(4, 4, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(4, 4, 3, 5)"),
     ({"bias": floats(2, 0, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(2, 0, 3, 5)"),
@@ -188,13 +190,13 @@ ATTENTION_CASES = [
     (
         {"bias": megasoftmax.RelativeBias(floats(4, 5))},
         ValueError,
-        "[heads, 7] or [batch, heads, 7]",
+        "[..., heads, 7] that broadcasts to (2, 4, 7)",
         "(4, 5)",
     ),
     (
         {"bias": megasoftmax.RelativeBias(floats(4, 1))},
         ValueError,
-        "[heads, 7] or [batch, heads, 7]",
+        "[..., heads, 7] that broadcasts to (2, 4, 7)",
         "(4, 1)",
     ),
     ({"bias": megasoftmax.RelativeBias(floats(3, 7))}, ValueError, "(2, 4, 7)", "(3, 7)"),
@@ -202,7 +204,7 @@ ATTENTION_CASES = [
         {"bias": megasoftmax.RelativeBias(floats(2, 7))},
         ValueError,
         "(2, 4, 7)",
-        "(2, 7); pass it as (1, 2, 7) if neighbouring heads share an entry",
+        "(2, 7); heads share entries only by broadcasting",
     ),
     ({"causal": 1}, TypeError, "a bool", "int"),
     ({"window": (1, 2, 3)}, ValueError, "(left, right)", "(1, 2, 3)"),

@@ -137,9 +137,8 @@ def of_attention() -> dict[str, dict[str, Any]]:
         "visible": {"visible": (ints(6, most=2), ints(4, 1, 1, most=7))},
         "bias": {"bias": normal(4, 6, 7, dtype=torch.bfloat16)},
         "bias of another type": {"bias": normal(1, 1, 7, dtype=torch.float64)},
-        "bias in groups": {"bias": normal(2, 2, 6, 7)},
         "table": {"bias": megasoftmax.RelativeBias(normal(4, 12))},
-        "table in groups": {"bias": megasoftmax.RelativeBias(normal(2, 1, 12))},
+        "table of batches": {"bias": megasoftmax.RelativeBias(normal(4, 1, 12))},
         "sink": {"sink": normal(4), "return_lse": True},
         "number as sink": {"sink": 0.5},
         "dropout": {"dropout": 0.25, "seed": seed},
@@ -588,6 +587,70 @@ def test_which_scores_and_options_are_served(
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
+def of_leading() -> dict[str, tuple[dict[str, Any], bool]]:
+    """{name: options, whether they are served}, of queries [2, 3, 4, 6, 8] and keys of 7 rows."""
+    return {
+        "plain": ({"return_lse": True}, True),
+        "bias": ({"bias": normal(2, 3, 4, 6, 7)}, True),
+        "bias of the outer": ({"bias": normal(2, 1, 4, 6, 7)}, True),
+        "bias of the inner": ({"bias": normal(3, 4, 6, 7)}, False),
+        "bias of heads": ({"bias": normal(4, 1, 7)}, True),
+        "bias of all": ({"bias": normal(1, 1, 1, 6, 7)}, True),
+        "table": ({"bias": megasoftmax.RelativeBias(normal(2, 1, 4, 12))}, True),
+        "mask": ({"mask": bools(2, 3, 1, 6, 7)}, True),
+        "mask of the outer": ({"mask": bools(2, 1, 1, 1, 7)}, False),
+        "mask of pairs": ({"mask": bools(6, 7)}, True),
+        "mask apart": ({"mask": bools(3, 2, 1, 1, 7).transpose(0, 1)}, False),
+        "visible": ({"visible": (ints(2, 3, 1, 6, most=2), ints(1, 6, most=7))}, True),
+        "visible of the inner": ({"visible": (None, ints(3, 1, 1, most=7))}, False),
+        "dropout": ({"dropout": 0.25, "seed": torch.tensor([7])}, True),
+    }
+
+
+@pytest.mark.parametrize("name", of_leading())
+def test_leading_dimensions(name: str, served: list[bool], in_python: Callable[..., Any]) -> None:
+    options, is_served = of_leading()[name]
+    shapes = ((4, 6), (2, 7), (2, 7))
+    given = [normal(2, 3, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in shapes]
+    bias = options.get("bias")
+    leaves = given if bias is None else [*given, getattr(bias, "table", bias)]
+
+    def run() -> list[Tensor]:
+        results = megasoftmax.attention(*given, **options)
+        results = [results] if isinstance(results, Tensor) else list(results)
+        loss = sum(each.float().sin().sum() for each in results)
+        assert isinstance(loss, Tensor)
+        return [*results, *torch.autograd.grad(loss, leaves)]
+
+    found = run()
+    assert served == [is_served]
+    expected = in_python(run)
+    assert found[0].shape == (2, 3, 4, 6, 8)
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+def test_leading_dimensions_that_do_not_merge(tensor: int, served: list[bool]) -> None:
+    """Python copies them, and words the error of what does not fit."""
+    given = [torch.randn(2, 3, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3)]
+    given[tensor] = given[tensor].transpose(0, 1).contiguous().transpose(0, 1)
+    found = megasoftmax.attention(*given)
+    assert found.equal(megasoftmax.attention(*(each.contiguous() for each in given)))
+    given[tensor] = given[tensor][0]
+    with pytest.raises(ValueError, match=f"{('key', 'key', 'value')[tensor]}: expected shape"):
+        megasoftmax.attention(*given)
+    assert served == [False, True, False]
+
+
+def test_one_example_without_a_batch(served: list[bool]) -> None:
+    query = torch.randn(4, 6, 8, dtype=torch.bfloat16)
+    found = megasoftmax.attention(query, query, query, causal=True)
+    assert found.equal(megasoftmax.attention(*[query[None]] * 3, causal=True)[0])
+    assert served == [True, True]
+
+
 SIXTEEN_BITS = functools.partial(torch.zeros, dtype=torch.bfloat16)
 
 
@@ -604,7 +667,9 @@ SIXTEEN_BITS = functools.partial(torch.zeros, dtype=torch.bfloat16)
         {"key": SIXTEEN_BITS(4, 3, 7, 8), "value": SIXTEEN_BITS(4, 3, 7, 8)},
         {"bias": SIXTEEN_BITS(3, 1, 1, 1)},
         {"bias": SIXTEEN_BITS(1, 3, 1, 1)},
-        {"bias": SIXTEEN_BITS(2, 2, 3, 7)},
+        {"bias": SIXTEEN_BITS(2, 4, 6, 7)},
+        {"bias": SIXTEEN_BITS(4, 2, 6, 7)},
+        {"bias": megasoftmax.RelativeBias(torch.zeros(2, 4, 12))},
         {"bias": megasoftmax.RelativeBias(torch.zeros(4, 1))},
         {"sink": torch.zeros(6)},
         {"visible": (torch.zeros(1, 1, 7, dtype=torch.int32), None)},

@@ -38,7 +38,7 @@ LAYERS = {
     "_progress": set(),
     "_tables": {"build", "explain", "host", "limits", "megasoftmax"},
     "_export_kernels": {"build"},
-    "explain": {"build", "limits"},
+    "explain": {"build", "limits", "options"},
     "dispatch": {"build", "limits", "options", "reference", "tracing"},
     "checks": {"tracing"},
     "biases": {"checks"},

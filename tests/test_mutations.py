@@ -337,12 +337,12 @@ def _attention_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[
         return torch.randn(shape, generator=generator)
 
     case = {
-        "query": random(4, 4, 5, 8).to(dtype),
-        "key": random(4, 2, 23, 8).to(dtype),
-        "value": random(4, 2, 23, 6).to(dtype),
+        "query": random(2, 2, 4, 5, 8).to(dtype),
+        "key": random(2, 2, 2, 23, 8).to(dtype),
+        "value": random(2, 2, 2, 23, 6).to(dtype),
         "scale": 0.3,
-        "mask": torch.rand(4, 1, 5, 23, generator=generator) < 0.3,
-        "bias": random(2, 2, 5, 23).to(dtype).requires_grad_(),
+        "mask": torch.rand(2, 2, 1, 5, 23, generator=generator) < 0.3,
+        "bias": random(2, 1, 4, 5, 23).to(dtype).requires_grad_(),
         "causal": True,
         "window": (16, 2),
         "sink": random(4).to(dtype).requires_grad_(),
@@ -361,16 +361,25 @@ def _attention_changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _bias_of_the_last_of_a_group(bias: Tensor) -> Tensor:
     """Not reduced: of examples that share an entry only the second gives it a gradient."""
-    return torch.stack([bias.detach(), bias], 1).flatten(0, 1)
+    return torch.cat([bias.detach(), bias], 1)
 
 
-def _interleaved(dim: int) -> Callable[[Tensor], Tensor]:
-    """Example or head i takes entry i % count, not i // group."""
-    return lambda tensor: torch.cat([tensor, tensor], dim)
+def _bias_of_the_inner(bias: Tensor) -> Tensor:
+    """Example i takes entry i % count, not i // group."""
+    return bias.transpose(0, 1)
+
+
+def _heads_reversed(bias: Tensor) -> Tensor:
+    return bias.flip(-3)
+
+
+def _interleaved(tensor: Tensor) -> Tensor:
+    """Head i takes entry i % count, not i // group."""
+    return torch.cat([tensor, tensor], -3)
 
 
 def _key_of_one_query_head(key: Tensor) -> Tensor:
-    return torch.stack([key.detach(), key], 2).flatten(1, 2)
+    return torch.stack([key.detach(), key], -3).flatten(-4, -3)
 
 
 def _shifted_table(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
@@ -414,12 +423,10 @@ def _in_half_throughout(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, **arguments: Any
 ) -> Any:
     """Logits and probabilities rounded to the type of the query."""
-    shared = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
-    bias = arguments.pop("bias")
-    bias = bias.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    p, lse = megasoftmax.softmax((query @ key.mT) * scale, bias=bias, **arguments)
-    return (p @ value).transpose(1, 2).contiguous().transpose(1, 2), lse
+    shared = query.shape[-3] // key.shape[-3]
+    key, value = (each.repeat_interleave(shared, -3) for each in (key, value))
+    p, lse = megasoftmax.softmax((query @ key.mT) * scale, **arguments)
+    return (p @ value).transpose(-3, -2).contiguous().transpose(-3, -2), lse
 
 
 ATTENTION_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
@@ -441,14 +448,14 @@ ATTENTION_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, An
         _attention_case,
     ),
     "key heads interleaved": (
-        _attention_changed(key=_interleaved(1), value=_interleaved(1)),
+        _attention_changed(key=_interleaved, value=_interleaved),
         _attention_case,
     ),
-    "biases of batches interleaved": (_attention_changed(bias=_interleaved(0)), _attention_case),
-    "biases of heads interleaved": (_attention_changed(bias=_interleaved(1)), _attention_case),
+    "biases of batches interleaved": (_attention_changed(bias=_bias_of_the_inner), _attention_case),
+    "biases of heads reversed": (_attention_changed(bias=_heads_reversed), _attention_case),
     "gradient of a key not summed over its heads": (
         _attention_changed(
-            key=_key_of_one_query_head, value=lambda value: value.repeat_interleave(2, 1)
+            key=_key_of_one_query_head, value=lambda value: value.repeat_interleave(2, -3)
         ),
         _attention_case,
     ),
@@ -552,11 +559,11 @@ def test_oracle_of_attention_agrees_with_autograd() -> None:
         for name in ("query", "key", "value", "bias", "sink")
     }
     q, k, v, bias, sink = leaves.values()
-    k, v = (each.repeat_interleave(2, 1) for each in (k, v))
-    z = case["scale"] * q @ k.mT + bias.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    k, v = (each.repeat_interleave(2, -3) for each in (k, v))
+    z = case["scale"] * q @ k.mT + bias
     expected = oracle_attention.attention(**case)
     z = z.masked_fill(expected.dense.excluded, -torch.inf)
-    z = torch.cat([z, sink[:, None, None].expand(4, 4, 5, 1)], -1)
+    z = torch.cat([z, sink[:, None, None].expand(2, 2, 4, 5, 1)], -1)
     output, lse = z.softmax(-1)[..., :-1] @ v, z.logsumexp(-1)
     torch.testing.assert_close(output, expected.output.value)
     torch.testing.assert_close(lse, expected.lse.value)

@@ -163,12 +163,11 @@ BIASES: dict[str, Callable[[int, int], tuple[int, ...]] | None] = {
     "dense": lambda m, n: (2, 4, m, n),
     "shared": lambda m, n: (1, 4, m, n),
     "of batches": lambda m, n: (2, 1, m, n),
-    "in groups": lambda m, n: (1, 2, m, n),
     "keys": lambda m, n: (2, 1, 1, n),
     "queries": lambda m, n: (1, 4, m, 1),
     "number": lambda m, n: (),
     "relative": lambda m, n: (4, m + n - 1),
-    "relative in groups": lambda m, n: (2, 2, m + n - 1),
+    "relative of batches": lambda m, n: (2, 4, m + n - 1),
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "nothing": {},

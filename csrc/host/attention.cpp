@@ -164,12 +164,48 @@ bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
          query.size(0) * query.size(1) <= INT32_MAX && query.size(2) + key.size(2) <= kMaxPositions;
 }
 
+// A tensor that broadcasts to [..., heads, ...], with one dimension in place of the leading ones,
+// as megasoftmax/functions/leading.py merges them; none where that is no view. `trailing`:
+// dimensions from the heads on. `divides`: consecutive examples may share an entry, so that a
+// tensor which is constant along the last leading dimensions keeps its entries.
+std::optional<Tensor> merged(const Tensor& tensor, at::IntArrayRef leading, int64_t trailing,
+                             bool divides) {
+  const int64_t own = tensor.dim() - trailing;
+  if (own <= 0) return tensor;
+  const auto missing = static_cast<int64_t>(leading.size()) - own;
+  const auto size = [&](int64_t dim) { return dim < missing ? 1 : tensor.size(dim - missing); };
+  int64_t end = static_cast<int64_t>(leading.size());
+  while (end > 0 && size(end - 1) == 1 && (divides || leading[end - 1] == 1)) --end;
+  int64_t entries = 1, stride = 0, varying = 0;
+  for (int64_t dim = 0; dim < own; ++dim) varying += tensor.size(dim) != 1;
+  for (int64_t dim = 0; varying > 0 && dim < end; ++dim) {
+    if (size(dim) != leading[dim]) return {};
+    if (size(dim) == 1) continue;
+    const int64_t of_dim = tensor.stride(dim - missing);
+    if (entries > 1 && stride != of_dim * size(dim)) return {};
+    entries *= size(dim);
+    stride = of_dim;
+  }
+  c10::SmallVector<int64_t, 4> sizes{entries};
+  sizes.append(tensor.sizes().end() - trailing, tensor.sizes().end());
+  return tensor.view(sizes);
+}
+
+// A result [batch, ...] with the leading dimensions of the query.
+Tensor unmerged(const Tensor& result, at::IntArrayRef leading) {
+  if (leading.size() == 1) return result;
+  c10::SmallVector<int64_t, 8> sizes(leading.begin(), leading.end());
+  sizes.append(result.sizes().begin() + 1, result.sizes().end());
+  return result.view(sizes);
+}
+
 // A call that runs fused.
 struct AttentionCall {
   Tensor query, key, value;
   std::optional<Tensor> bias, sink;
   AttentionOptions options;
   bool return_lse;
+  c10::SmallVector<int64_t, 4> leading;  // sizes before the heads, which are merged in the tensors
 };
 
 std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed) {
@@ -177,26 +213,40 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
               dropout_, seed_, return_lse_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
   Reader reader;
-  const Tensor query = reader.first_tensor(query_);
+  Tensor query = reader.first_tensor(query_);
   if (reader.has_declined() || !admission_of(query.device()).has_attention || is_transformed())
     return {};
-  const std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
-  if (!key || !value || !fit(query, *key, *value)) return {};
+  std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
+  if (!key || !value || query.dim() < 3) return {};
+  const at::IntArrayRef sizes = query.sizes();
+  const c10::SmallVector<int64_t, 4> leading(sizes.begin(), sizes.end() - 3);
+  const bool has_one_batch = leading.size() == 1;
+  if (!has_one_batch) {
+    for (std::optional<Tensor>* tensor : {&key, &value})
+      if ((*tensor)->dim() != query.dim() ||
+          (*tensor)->sizes().slice(0, leading.size()) != at::IntArrayRef(leading))
+        return {};
+    const std::optional<Tensor> one_batch = merged(query, leading, 3, false);
+    key = merged(*key, leading, 3, false), value = merged(*value, leading, 3, false);
+    if (!one_batch || !key || !value) return {};
+    query = with_rank(*one_batch, 4), key = with_rank(*key, 4), value = with_rank(*value, 4);
+  }
+  if (!fit(query, *key, *value)) return {};
   if (const auto type = autocast_type(query.device()); type && type != query.scalar_type())
     return {};
-  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), key->size(2)};
+  c10::SmallVector<int64_t, 8> shape(leading.begin(), leading.end());
+  shape.append({query.size(1), query.size(2), key->size(2)});
   const at::IntArrayRef target(shape);
 
   AttentionOptions options;
   options.is_transposed = is_transposed;
   options.is_relative = is_relative(bias_);
-  const std::optional<Tensor> bias =
-      options.is_relative ? reader.table(bias_) : reader.floating(bias_);
+  std::optional<Tensor> bias = options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target);
   options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
   options.is_causal = reader.flag(causal_);
   options.window = reader.window(window_);
-  options.visible = reader.visible(visible_, target.slice(0, 3));
+  options.visible = reader.visible(visible_, target.slice(0, target.size() - 1));
   const Sink sink = reader.sink(sink_, query.size(1));
   options.sink_value = sink.value;
   options.dropout = reader.number(dropout_);
@@ -204,7 +254,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   const bool return_lse = reader.flag(return_lse_);
   reader.may_be_fused(fused_);
   if (bias) {
-    const std::array<int64_t, 3> table{shape[0], shape[1], shape[2] + shape[3] - 1};
+    c10::SmallVector<int64_t, 8> table(shape.begin(), shape.end() - 1);
+    table.back() += shape.back() - 1;
     const at::IntArrayRef entries = options.is_relative ? at::IntArrayRef(table) : target;
     reader.decline_unless(bias->dim() > 0 && broadcasts(bias->sizes(), entries) &&
                           (!options.is_relative || bias->sizes().back() == entries.back()));
@@ -215,7 +266,18 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
                         options.dropout <= static_cast<double>(kMaxDropped) / kDropoutSteps);
   reader.decline_unless(options.scale >= package().tiniest_scale && options.scale <= kMaxScale);
   if (reader.has_declined()) return {};
-  return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse};
+  if (!has_one_batch) {
+    const auto merge = [&](std::optional<Tensor>& tensor, int64_t trailing, bool divides) {
+      if (!tensor) return;
+      tensor = merged(*tensor, leading, trailing, divides);
+      reader.decline_unless(tensor.has_value());
+    };
+    merge(bias, options.is_relative ? 2 : 3, true);
+    merge(options.mask, 3, false);
+    merge(options.visible.first, 2, false), merge(options.visible.end, 2, false);
+    if (reader.has_declined()) return {};
+  }
+  return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse, leading};
 }
 
 PyObject* attend(PyObject* const* arguments, bool is_transposed) {
@@ -224,7 +286,7 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed) {
   Tensor output, lse;
   {
     const pybind11::gil_scoped_release no_gil;
-    auto& [query, key, value, bias, sink, options, return_lse] = *call;
+    auto& [query, key, value, bias, sink, options, return_lse, leading] = *call;
     if (bias)
       bias = with_rank(as_kernels_take_it(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
     if (options.mask) options.mask = with_rank(*options.mask, 4);
@@ -244,7 +306,8 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed) {
     } else {
       std::tie(output, statistics) = forward(query, key, value, bias, sink, options);
     }
-    if (return_lse) lse = statistics.select(0, 2);
+    output = unmerged(output, leading);
+    if (return_lse) lse = unmerged(statistics.select(0, 2), leading);
   }
   return call->return_lse ? to_python({output, lse}) : to_python(output);
 }

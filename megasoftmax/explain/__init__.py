@@ -5,10 +5,11 @@ files compiled alone where there is none.
 """
 
 from megasoftmax.explain.attention import AttentionExplanation, explain_attention
-from megasoftmax.explain.common import DTYPES, Window
+from megasoftmax.explain.common import DTYPES
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS, Gpu, current_gpu
 from megasoftmax.explain.softmax import PACK_BYTES, Explanation, explain
 from megasoftmax.explain.topk import TopkExplanation, explain_topk
+from megasoftmax.options import Window
 
 __all__ = [
     "DTYPES",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from megasoftmax.explain.common import (
-    Window,
     check_call,
     integers,
     plans,
@@ -18,6 +17,7 @@ from megasoftmax.explain.common import (
 )
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
 from megasoftmax.limits import kernel_limits
+from megasoftmax.options import Window
 
 # Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
 # benchmarks/results/attention.csv has the figures: of Hopper's kernels 744 µs forward and 3292 with

@@ -8,10 +8,9 @@ import torch
 
 from megasoftmax.build import library
 from megasoftmax.explain.gpu import LAUNCH_MICROSECONDS
+from megasoftmax.options import Window
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-Window = tuple[int, int]
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 
 from megasoftmax.explain.common import (
     Moved,
-    Window,
     check_call,
     integers,
     plans,
@@ -21,6 +20,7 @@ from megasoftmax.explain.common import (
 )
 from megasoftmax.explain.gpu import H200
 from megasoftmax.limits import RowRegime, kernel_limits
+from megasoftmax.options import Window
 
 PACK_BYTES = 16
 

@@ -239,7 +239,7 @@ def attention(
     query, key, value = as_autocast(query, key, value)
     if window is not None:
         window = checked_window("window", window)
-    scale = as_number("scale", scale)
+    scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
     options = AttentionOptions(
         bias, mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused
     )

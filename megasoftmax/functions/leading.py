@@ -131,6 +131,8 @@ def _sizes(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int])
     """What the leading dimensions of a tensor are expanded to before they merge."""
     own = tensor.shape[:-trailing]
     missing = len(leading) - len(own)
+    if len(leading) == 1:  # a bias may have been merged
+        return (*(1,) * missing, *own)
     varying = [missing + dim for dim, size in enumerate(own) if size != 1]
     if len(varying) == 0:
         return (1,) * len(leading)

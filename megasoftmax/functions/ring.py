@@ -118,7 +118,8 @@ def ring_attention(
     """
     check_group(group)
     query, key, value = as_autocast(query, key, value)
-    scale, window = as_number("scale", scale), checked_window("window", window)
+    scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
+    window = checked_window("window", window)
     options = AttentionOptions(
         bias, mask, scale, causal, window, visible, sink, dropout, seed, fused=fused
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from megasoftmax import arguments
 from megasoftmax.dispatch import Reasons
 from megasoftmax.functions.attention import attention, attention_reasons
-from megasoftmax.options import check_dropout
+from megasoftmax.options import as_number, check_dropout
 
 
 def scaled_dot_product_attention(
@@ -62,6 +62,7 @@ def scaled_dot_product_attention(
     Source:
         torch.nn.functional.scaled_dot_product_attention in the documentation of torch.
     """
+    dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     tensors, limits, shape = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
     return attention(*tensors, **limits, scale=scale, dropout=dropout_p).view(shape)
@@ -113,6 +114,7 @@ def sdpa_reasons(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Reasons:
+    dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     tensors, limits, _ = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
     return attention_reasons(*tensors, **limits, scale=scale, dropout=dropout_p)

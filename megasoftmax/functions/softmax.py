@@ -201,7 +201,7 @@ def softmax(
         )
         if served is not None:
             return cast(Tensor, served)
-    scale = as_number("scale", scale)
+    scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
     if type(dim) is not int:
         dim = checks.as_integer(dim)
     if (  # the shortest way for the most frequent call on a CPU

@@ -89,6 +89,7 @@ class FusedAttention(torch.nn.Module):
                 raise ValueError(f"alibi_slopes: expected [{heads}], got [{len(alibi_slopes)}]")
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
+        dropout = as_number("dropout", dropout)
         check_dropout("dropout", dropout)
         scale = as_number("scale", scale)
         if scale is not None:

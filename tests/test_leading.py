@@ -1,0 +1,348 @@
+"""Leading dimensions of attention, and what broadcasts over them, against the oracle."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import oracle_attention
+import pytest
+import torch
+from inputs import attention_on, coin, normal
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import FusedAttention, RelativeBias, TileMask, attention, ranges, why_not_fused
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+LEADING = [(), (3,), (2, 3), (1, 3), (3, 1), (2, 1, 3), (2, 2, 2)]
+
+
+def all_sizes(leading: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What broadcasts to the leading dimensions, with fewer of them too."""
+    sizes = itertools.product(*[sorted({1, size}) for size in leading])
+    return [
+        each[start:]
+        for each in sizes
+        for start in range(len(each) + 1)
+        if each[:start] == (1,) * start
+    ]
+
+
+def tensors(
+    leading: tuple[int, ...], lengths: tuple[int, int], device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = lengths
+    return (
+        normal(*leading, HEADS, m, DIM, device=device, dtype=dtype, seed=1),
+        normal(*leading, KEY_HEADS, n, DIM, device=device, dtype=dtype, seed=2),
+        normal(*leading, KEY_HEADS, n, DIM, device=device, dtype=dtype, seed=3),
+    )
+
+
+def type_on(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float64
+
+
+def lengths_on(device: str) -> tuple[int, int]:
+    return (130, 197) if device == "cuda" else (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("leading", "sizes"),
+    [(leading, sizes) for leading in LEADING for sizes in all_sizes(leading)],
+    ids=str,
+)
+def test_broadcasting(leading: tuple[int, ...], sizes: tuple[int, ...], device: str) -> None:
+    """Each operand of each shape, with every gradient."""
+    dtype, (m, n) = type_on(device), lengths_on(device)
+    given = tensors(leading, (m, n), device, dtype)
+    function = attention_on(device, dtype)
+    check = functools.partial(oracle_attention.check, function, *given)
+    of = functools.partial(normal, device=device, dtype=dtype, seed=4)
+    excludes = functools.partial(coin, device=device, odds=0.3)
+    sink = normal(HEADS, device=device, dtype=dtype, seed=5).requires_grad_()
+    check(bias=of(*sizes, HEADS, m, n).requires_grad_(), sink=sink, what="bias")
+    check(bias=of(*sizes, 1, 1, n).requires_grad_(), causal=True, what="bias of keys")
+    check(bias=RelativeBias(of(*sizes, HEADS, m + n - 1).requires_grad_()), what="table")
+    check(mask=excludes(*sizes, 1, m, n), window=(3, -1), what="mask")
+    check(mask=excludes(*sizes, HEADS, 1, n), sink=sink, what="mask of keys")
+    check(mask=TileMask(excludes(*sizes, 1, m, n)), what="TileMask")
+    blocks = excludes(*sizes, 1, -(-m // 64), -(-n // 64))
+    check(mask=TileMask.from_blocks(blocks, 64), sink=0.5, what="blocks")
+    end = torch.randint(n + 1, (*sizes, 1, m), device=device)
+    check(visible=(None, end), what="end")
+    check(
+        visible=(end - 3, end.int()),
+        bias=of(HEADS, m, n).requires_grad_(),
+        mask=excludes(*sizes, 1, 1, n),
+        what="all",
+    )
+
+
+@pytest.mark.parametrize("queries", [1, 16])
+def test_few_queries(queries: int, device: str) -> None:
+    """Kernels of few queries read the mask itself."""
+    dtype, leading = type_on(device), (2, 3)
+    given = tensors(leading, (queries, 70), device, dtype)
+    for sizes in all_sizes(leading):
+        mask = coin(*sizes, 1, 1, 70, device=device, odds=0.3)
+        bias = normal(*sizes, HEADS, queries, 70, device=device, dtype=dtype).requires_grad_()
+        for limits in ({"mask": mask}, {"mask": TileMask(mask)}, {"bias": bias}):
+            oracle_attention.check(attention_on(device, dtype), *given, **limits, what=f"{sizes}")
+
+
+def test_layout_of_results(device: str) -> None:
+    """The projection that follows needs no copy, and the output may be changed in place."""
+    for leading in LEADING:
+        query, key, value = tensors(leading, (5, 7), device, type_on(device))
+        output, lse = attention(query.requires_grad_(), key, value, return_lse=True)
+        assert output.shape == (*leading, HEADS, 5, DIM)
+        assert output.transpose(-3, -2).is_contiguous()
+        assert lse.shape == (*leading, HEADS, 5)
+        output.mul_(2)
+
+
+def test_triangle_attention(device: str) -> None:
+    """Rows share the bias of their structure, and each hides keys of its own."""
+    b, rows, m = 2, 3, 9
+    query, key, value = tensors((b, rows), (m, m), device, type_on(device))
+    bias = normal(b, 1, HEADS, m, m, device=device, dtype=query.dtype).requires_grad_()
+    mask = coin(b, rows, 1, 1, m, device=device)
+    found = attention(query, key, value, bias=bias, mask=mask)
+    assert why_not_fused(attention, query, key, value, bias=bias, mask=mask).copies == ()
+    of_rows = [
+        attention(query[:, i], key[:, i], value[:, i], bias=bias[:, 0], mask=mask[:, i])
+        for i in range(rows)
+    ]
+    torch.testing.assert_close(found, torch.stack(of_rows, 1))
+
+
+def test_shifted_windows(device: str) -> None:
+    """Windows have masks of their own, the same in each image; all share a bias."""
+    images, windows, m = 3, 4, 9
+    query, key, value = tensors((images, windows), (m, m), device, type_on(device))
+    bias = normal(HEADS, m, m, device=device, dtype=query.dtype)
+    mask = coin(windows, 1, m, m, device=device)
+    found = attention(query, key, value, bias=bias, mask=mask)
+    for i in range(windows):
+        of_window = query[:, i], key[:, i], value[:, i]
+        torch.testing.assert_close(found[:, i], attention(*of_window, bias=bias, mask=mask[i]))
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The first two dimensions exchanged in memory, so that they do not merge."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+COPIES: dict[str, tuple[Callable[[Tensor], dict[str, Any]], list[str]]] = {
+    "nothing": (lambda q: {}, []),
+    "query": (lambda q: {"query": apart(q)}, ["query"]),
+    "expanded key": (lambda q: {"key": q[:, :1].expand_as(q)}, ["key"]),
+    "key of one for all": (lambda q: {"key": q[:1, :1].expand_as(q)}, []),
+    "bias": (lambda q: {"bias": q.new_zeros(2, 3, 4, 5, 5)}, []),
+    "bias of the outer": (lambda q: {"bias": q.new_zeros(2, 1, 4, 5, 5)}, []),
+    "bias of the inner": (lambda q: {"bias": q.new_zeros(3, 4, 5, 5)}, ["bias"]),
+    "bias of heads": (lambda q: {"bias": q.new_zeros(4, 5, 5)}, []),
+    "bias apart": (lambda q: {"bias": apart(q.new_zeros(2, 3, 4, 5, 5))}, ["bias"]),
+    "table": (lambda q: {"bias": RelativeBias(q.new_zeros(1, 3, 4, 9))}, ["bias.table"]),
+    "mask of the inner": (lambda q: {"mask": q.new_zeros(3, 1, 1, 5).bool()}, ["mask"]),
+    "mask of the outer": (lambda q: {"mask": q.new_zeros(2, 1, 1, 1, 5).bool()}, ["mask"]),
+    "mask of all": (lambda q: {"mask": q.new_zeros(2, 3, 1, 1, 5).bool()}, []),
+    "TileMask": (lambda q: {"mask": TileMask(q.new_zeros(3, 1, 5, 5).bool())}, ["mask"]),
+    "ranges": (lambda q: {"visible": (None, q.new_zeros(3, 1, 5).int())}, ["visible[1]"]),
+    "one of all": (lambda q: {"mask": q.new_zeros(1, 1, 1, 1, 5).bool()}, []),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_are_told(case: str) -> None:
+    query = torch.zeros(2, 3, 4, 5, 8)
+    make, names = COPIES[case]
+    call = {"query": query, "key": query, "value": query} | make(query)
+    found = why_not_fused(attention, **call)
+    assert [each.constraint for each in found.copies] == [
+        f"leading dimensions of {n}" for n in names
+    ]
+    query = torch.zeros(6, 4, 5, 8)
+    assert why_not_fused(attention, query, query, query).copies == ()
+
+
+def test_merging_makes_no_copy() -> None:
+    """Where `copies` is empty, operands are views of what was given."""
+    from megasoftmax.functions import leading
+    from megasoftmax.options import AttentionOptions
+
+    for case, (make, names) in COPIES.items():
+        query = torch.zeros(2, 3, 4, 5, 8)
+        call = {"query": query, "key": query, "value": query} | make(query)
+        given = tuple(call.pop(name) for name in ("query", "key", "value"))
+        *merged, options = leading.merged(*given, AttentionOptions(**call))
+        pairs = {
+            name: (one, other)
+            for name, one, other in zip(("query", "key", "value"), given, merged, strict=True)
+        }
+        operands = (leading._operands(each) for each in (AttentionOptions(**call), options))
+        for (name, one, *_), (_, other, *_) in zip(*operands, strict=True):
+            pairs[name] = one, other
+        copied = [
+            name
+            for name, (one, other) in pairs.items()
+            if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+        ]
+        assert copied == names, case
+
+
+def test_a_tile_mask_keeps_what_it_merges() -> None:
+    mask = TileMask(torch.rand(3, 1, 5, 5) < 0.5)
+    query = torch.randn(2, 3, 4, 5, 8)
+    found = attention(query, query, query, mask=mask)
+    (kept,) = mask._merged.values()
+    assert attention(query, query, query, mask=mask).equal(found)
+    assert [*mask._merged.values()] == [kept]
+    four = torch.randn(4, 3, 4, 5, 8)
+    attention(four, four, four, mask=mask)
+    assert len(mask._merged) == 2
+
+
+OUTER, INNER = "if number i reads entry i // 2, pass ", "if it reads entry i % 3, pass "
+SHARING: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bias": (
+        {"bias": torch.zeros(3, 4, 5, 5)},
+        "query.unflatten(0, (3, 2)) and bias.unsqueeze(1)",
+        "query.unflatten(0, (2, 3))",
+    ),
+    "mask": (
+        {"mask": torch.zeros(3, 1, 5, 5).bool()},
+        "query.unflatten(0, (3, 2)) and mask.unsqueeze(1)",
+        "query.unflatten(0, (2, 3))",
+    ),
+    "TileMask": (
+        {"mask": TileMask.from_blocks(torch.zeros(3, 1, 1, 1).bool(), 64)},
+        "query.unflatten(0, (3, 2)) and mask.unsqueeze(1)",
+        "query.unflatten(0, (2, 3))",
+    ),
+    "table": (
+        {"bias": RelativeBias(torch.zeros(3, 4, 9))},
+        "query.unflatten(0, (3, 2)) and bias.table.unsqueeze(1)",
+        "query.unflatten(0, (2, 3))",
+    ),
+    "ranges": (
+        {"visible": (None, torch.zeros(3, 1, 5).int())},
+        "query.unflatten(0, (3, 2)) and visible[1].unsqueeze(1)",
+        "query.unflatten(0, (2, 3))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_sharing_by_division_is_refused(name: str) -> None:
+    """The error says both reshapes, and each does what it says."""
+    options, outer, inner = SHARING[name]
+    query = torch.randn(6, 4, 5, 8)
+    for function in (attention, functools.partial(why_not_fused, attention), FusedAttention(4)):
+        with pytest.raises(ValueError, match=r"^(bias|mask|visible)") as error:
+            function(query, query, query, **options)
+        assert f"{OUTER}{outer}, {INNER}{inner}, and key and value likewise" in str(error.value)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_the_error_says_is_right(dim: int) -> None:
+    """Of examples, and of heads."""
+    query = torch.randn(6, 6, 5, 8)
+    bias = torch.randn(6, 6, 5, 5).narrow(dim, 0, 3)
+    with pytest.raises(ValueError, match="bias: expected") as error:
+        attention(query, query, query, bias=bias)
+    _, outer, inner = str(error.value).split(", pass ")
+    for text, expand in (
+        (outer, lambda: bias.repeat_interleave(2, dim)),
+        (inner, lambda: torch.cat([bias, bias], dim)),
+    ):
+        reshaped, _, shared = text.split(", if it")[0].split(", and key")[0].partition(" and ")
+        q = eval(reshaped, {"query": query})
+        entries = eval(shared or "bias", {"bias": bias})
+        found = attention(q, q, q, bias=entries).flatten(dim, dim + 1)
+        expected = attention(query, query, query, bias=expand())
+        torch.testing.assert_close(found, expected)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    query = torch.zeros(2, 3, 4, 5, 8)
+    for name, tensor in (("key", query[:, :1]), ("key", query[0]), ("value", query[:1])):
+        given = {"query": query, "key": query, "value": query} | {name: tensor}
+        with pytest.raises(ValueError, match=rf"^{name}: expected shape \[2, 3, "):
+            attention(**given)
+    with pytest.raises(ValueError, match=r"^query: expected \[\.\.\., heads, queries, head_dim\]"):
+        attention(*[query[0, 0, 0]] * 3)
+    for name, operand in (
+        ("bias", torch.zeros(3, 1, 4, 5, 5)),
+        ("mask", torch.zeros(2, 1, 5, 5).bool()),
+        ("mask", torch.zeros(1, 2, 3, 4, 5, 5).bool()),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a shape that broadcasts to"):
+            attention(query, query, query, **{name: operand})
+
+
+def test_dropout_is_that_of_softmax() -> None:
+    """Heads are counted over all leading dimensions."""
+    query, key, value = tensors((2, 3), (5, 7), "cpu", torch.float64)
+    key, value = (each.repeat_interleave(2, -3) for each in (key, value))
+    seed = torch.tensor([3])
+    weights = megasoftmax.softmax(query @ key.mT, scale=DIM**-0.5, dropout=0.4, seed=seed)
+    found = attention(query, key, value, dropout=0.4, seed=seed)
+    torch.testing.assert_close(found, weights @ value)
+
+
+def test_vmap_compile_and_export() -> None:
+    query, key, value = tensors((2, 3), (5, 7), "cpu", torch.float32)
+    bias = normal(2, 1, HEADS, 5, 7, device="cpu")
+    mask = coin(3, 1, 1, 7, device="cpu", odds=0.3)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attention(query, key, value, bias=bias, mask=mask)
+
+    expected = call(query, key, value, bias)
+    torch.testing.assert_close(torch.vmap(call)(query, key, value, bias[:, 0]), expected)
+    of_rows = torch.vmap(
+        lambda q, k, v, of_row: attention(q, k, v, bias=bias[:, 0], mask=of_row), (1, 1, 1, 0), 1
+    )
+    torch.testing.assert_close(of_rows(query, key, value, mask), expected)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value, bias), expected)
+
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+            return call(query, key, value, bias)
+
+    batch = torch.export.Dim("batch", min=2, max=99)
+    program = torch.export.export(
+        Module(), (query, key, value, bias), dynamic_shapes=[{0: batch}] * 4
+    )
+    four = [torch.cat([each, each]) for each in (query, key, value, bias)]
+    torch.testing.assert_close(program.module()(*four), torch.cat([expected, expected]))
+
+
+def test_gradcheck() -> None:
+    query, key, value = (
+        each.requires_grad_() for each in tensors((2, 2), (3, 4), "cpu", torch.float64)
+    )
+    bias = normal(2, HEADS, 3, 4, device="cpu", dtype=torch.float64).requires_grad_()
+    call = functools.partial(attention, return_lse=True)
+    inputs = (query, key, value, bias)
+    assert torch.autograd.gradcheck(lambda q, k, v, b: call(q, k, v, bias=b), inputs)
+
+
+def test_ranges_of_more_dimensions(device: str) -> None:
+    keep = torch.ones(2, 3, 7, dtype=torch.bool, device=device)
+    keep[0, 1, 4:] = False
+    keep[1, 2, :2] = False
+    given = tensors((2, 3), (7, 7), device, type_on(device))
+    for visible, mask in (
+        (ranges.padding(keep), ~keep[:, :, None, None]),
+        (
+            ranges.lengths(keep.sum(-1)),
+            torch.arange(7, device=device) >= keep.sum(-1)[..., None, None, None],
+        ),
+    ):
+        found = attention(*given, visible=visible, fused=False)
+        torch.testing.assert_close(found, attention(*given, mask=mask, fused=False))
