@@ -2,7 +2,8 @@
 
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
 all architectures. `environments` runs only when it is asked for: it has 12 environments, which take
-up to 6 GB each with a CUDA build of torch.
+up to 6 GB each with a CUDA build of torch. So does `folding`, which installs Boltz, OpenFold-3 and
+Protenix.
 
 Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
@@ -24,6 +25,17 @@ def transformers(session: nox.Session, version: str) -> None:
 def megatron(session: nox.Session, version: str) -> None:
     session.install(".[test]", f"megatron-core{version}")
     session.run("pytest", "tests/test_megatron.py", *session.posargs)
+
+
+@nox.session(default=False, python="3.11")
+def folding(session: nox.Session) -> None:
+    """Attention of packages for structure prediction, without most of what they require."""
+    packages = "boltz==2.2.1", "openfold3==0.5.0", "protenix==2.0.0", "cuequivariance-torch==0.13.0"
+    imported = "biotite", "biotraj", "cuequivariance", "gemmi", "ml-collections", "optree", "pandas"
+    session.install(".[test]", "absl-py", "opt-einsum", "scipy")
+    session.install("--no-deps", *packages, *imported)
+    tests = (f"tests/test_{name}.py" for name in ("cuequivariance", "evoformer", "folding"))
+    session.run("pytest", *tests, *session.posargs)
 
 
 @nox.session(default=False, python=["3.11", "3.12", "3.13"])

@@ -125,6 +125,18 @@ def test_install_in_openfold():
     assert result.stdout == "the same\n", result.stderr
 
 
+def test_deepspeed_in_openfold():
+    """OpenFold-3 imports it at the top, and casts to bfloat16 for it."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    layer = triangle("openfold3", "real")
+    x, keep = pairs(1)
+    wanted = results(layer, lambda x: layer(x, mask=keep), x)
+    with evoformer.install() as installed:
+        assert any(name.startswith("openfold3.") for name in installed.report)
+        found = results(layer, lambda x: layer(x, mask=keep, use_deepspeed_evo_attention=True), x)
+    assert_same(found, wanted, 5e-2)
+
+
 # patch_model
 
 
