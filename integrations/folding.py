@@ -17,8 +17,8 @@ layers choose an implementation. It takes the place of
 
 The projections, the gate and the weights are those of the layers. What differs:
 
-* A query whose keys are all masked gets zeros from attention. The layers add -1e9 or -1e6 to all
-  its logits, and what rounding leaves of them decides.
+* A query whose keys are all masked, such as a pair of padding, gets zeros from attention. The
+  layers add -1e9 or -1e6 to all its logits, and what rounding leaves of them decides.
 * Half precision: logits and probabilities are not rounded between the products.
 * In a layer of OpenFold-3 or Protenix the first of two biases is taken for the mask that all their
   modules pass. On a CPU another value is an error, and on a GPU a failed device assertion.

@@ -213,6 +213,28 @@ def test_patched_pair_bias(kind, multiplicity, keys):
             assert_same(results(layer, call, s, z, k_in), wanted)
 
 
+def test_boltz_pairformer():
+    """A layer of its trunk, with padding: results of tokens that count, and all gradients."""
+    module = real("boltz.model.layers.pairformer")
+    layer = module.PairformerLayer(HEADS * DIM, WIDTH, HEADS, 0.0, DIM, HEADS, v2=True)
+    with torch.no_grad():
+        for weight in randomised(layer).parameters():
+            weight.mul_(0.3)
+    s = normal(1, TOKENS, HEADS * DIM, device="cpu")
+    z = normal(1, TOKENS, TOKENS, WIDTH, device="cpu", seed=2)
+    mask = (torch.arange(TOKENS) < TOKENS - 5).float()[None]
+    of_pairs = mask[:, :, None] * mask[:, None]
+
+    def call(s: Tensor, z: Tensor) -> Tensor:
+        s, z = layer(s, z, mask, of_pairs)
+        return torch.cat([(s * mask[..., None]).flatten(), (z * of_pairs[..., None]).flatten()])
+
+    wanted = results(layer, call, s, z)
+    with patch_model(layer) as patched:
+        assert len(patched.report) == 3
+        assert_same(results(layer, call, s, z), wanted)
+
+
 @kinds
 def test_upcast(kind):
     """Boltz computes this in float32 whatever its projections have; here too, unless told."""
