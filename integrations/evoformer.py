@@ -24,14 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import megasoftmax
 from megasoftmax import checks
 from megasoftmax.integrations import installing
 from megasoftmax.integrations.float_masks import bias_and_mask
+from megasoftmax.options import check_companion
 
-_NAMES = {"query": "Q", "key": "K", "value": "V", "bias": "biases", "mask": "biases[0]"}
+_NAMES = {"query": "Q", "key": "K", "value": "V"}
 
 
 def DS4Sci_EvoformerAttention(  # noqa: N802  # DeepSpeed's name
@@ -67,6 +69,14 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  # DeepSpeed's name
         checks.check_floating(name, tensor)
         if tensor.dim() < 3:
             raise ValueError(f"{name}: expected [*, L, H, D], got shape {tuple(tensor.shape)}")
+    shape = (*Q.shape[:-3], Q.shape[-2], Q.shape[-3], K.shape[-3])
+    for index, bias in enumerate(biases):
+        if bias is None:
+            continue
+        name = f"biases[{index}]"
+        if index > 0 or not isinstance(bias, Tensor) or bias.dtype != torch.bool:
+            checks.check_floating(name, bias)
+        check_companion(name, bias, "Q", Q, shape)
     bias, mask = bias_and_mask(biases, first_is_mask)
     query, key, value = (each.transpose(-2, -3) for each in (Q, K, V))
     try:

@@ -79,7 +79,7 @@ def install(
         elif module_name in modules:
             try:
                 module = importlib.import_module(module_name)
-            except (ImportError, OSError) as error:
+            except Exception as error:  # whatever a broken installation raises
                 why_not[module_name] = f"{type(error).__name__}: {error}"
             else:
                 places.append(Change(module, name, ours, f"{module_name}.{name}"))

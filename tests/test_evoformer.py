@@ -162,7 +162,9 @@ def test_a_device_asserts_where_values_are_not_read(monkeypatch):
         ({"Q": torch.zeros(3, 4)}, ValueError, "Q: expected [*, L, H, D], got shape (3, 4)"),
         ({"K": torch.zeros(3, 4, 5).int()}, TypeError, "K: expected"),
         ({"V": torch.zeros(2, 3, 6, 2, 4)}, TypeError, "V: expected a tensor of torch.float64"),
-        ({"biases": [None, MASK[..., :4]]}, ValueError, "biases: expected"),
+        ({"biases": [None, MASK[..., :4]]}, ValueError, "biases[1]: expected a shape that"),
+        ({"biases": [MASK, MASK == 0]}, TypeError, "biases[1]: expected"),
+        ({"biases": [[0.0]]}, TypeError, "biases[0]: expected"),
         ({"biases": [~KEEP[..., :4]]}, ValueError, "biases[0]: expected"),
     ],
 )
