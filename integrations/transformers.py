@@ -412,7 +412,7 @@ def _read(
             |query - key|. Counts only when there is no mask, which else holds the window already.
         position_bias: float, broadcastable to [batch, heads, queries, keys], added to the scaled
             scores. Gets a gradient.
-        s_aux: [heads], a sink: a logit that joins the denominator. Gets a gradient.
+        s_aux: [heads], a logit that joins the denominator. Gets a gradient.
         indices, block_indices, cache, sinks: None, else refused: they change the result and are not
             computed here. Models with sparse attention give the keys as indices to all
             implementations but "eager" and "sdpa", which get them in the mask.

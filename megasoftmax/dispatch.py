@@ -203,7 +203,7 @@ def reasons_against_sdpa(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    added: list[tuple[int, ...]],
+    added: list[tuple[int, int]],
     options: AttentionOptions,
 ) -> tuple[Reason, ...]:
     """Why torch's scaled_dot_product_attention does not compute what `attention` would on a CPU.
@@ -500,7 +500,7 @@ def _sdpa_bias_gradient(bias: Tensor) -> Reason | None:
 
 
 def _sdpa_added(
-    query: Tensor, key: Tensor, added: list[tuple[int, ...]]
+    query: Tensor, key: Tensor, added: list[tuple[int, int]]
 ) -> tuple[Reason | None, ...]:
     batches, heads = (max(sizes) for sizes in zip(*added, strict=True))
     entries = batches * heads * query.shape[-2] * key.shape[-2]

@@ -446,7 +446,8 @@ def check_companion(
     """Same device, and broadcastable to the target."""
     check_device(name, tensor, name_of_scores, scores)
     shape = tensor.shape
-    if shape != target and not _broadcasts(shape, target):
+    # Of other lengths they are not compared: tracers would note that open sizes differ.
+    if (len(shape) != len(target) or shape != target) and not _broadcasts(shape, target):
         hint = ""
         if len(target) == 4 and tuple(shape) == (target[0], target[3]):
             hint = f"; pass one of [batch, keys] as {name}[:, None, None, :]"

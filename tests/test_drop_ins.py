@@ -510,17 +510,6 @@ def test_deterministic(device):
     assert torch.equal(found, flash_attn.flash_attn_func(q, k, v))
 
 
-@pytest.mark.parametrize("name", ["flash_attn_with_kvcache", "bert_padding", "flash_attn_fun"])
-def test_flash_attn_lacks_what_it_lacks(name):
-    """Libraries ask by hasattr; the error says what to write instead."""
-    assert not hasattr(flash_attn, name)
-    meant = "" if name == "flash_attn_fun" else ".*megasoftmax.attention with visible="
-    with pytest.raises(AttributeError, match=f"{name}{meant}"):
-        getattr(flash_attn, name)
-    with pytest.raises(ImportError, match=name):
-        exec(f"from megasoftmax.integrations.flash_attn import {name}")
-
-
 def test_flash_attn_has_the_arguments_of_flash_attn():
     common = [
         *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"),

@@ -616,7 +616,8 @@ def test_leading_dimensions(name: str, served: list[bool], in_python: Callable[.
     leaves = given if bias is None else [*given, getattr(bias, "table", bias)]
 
     def run() -> list[Tensor]:
-        results = megasoftmax.attention(*given, **options)
+        # Where Python has the call, on a CPU torch's own attention may compute it.
+        results = megasoftmax.attention(*given, **options, fused=is_served or None)
         results = [results] if isinstance(results, Tensor) else list(results)
         loss = sum(each.float().sin().sum() for each in results)
         assert isinstance(loss, Tensor)
@@ -628,7 +629,8 @@ def test_leading_dimensions(name: str, served: list[bool], in_python: Callable[.
     assert found[0].shape == (2, 3, 4, 6, 8)
     for one, other in zip(found, expected, strict=True):
         assert one.stride() == other.stride()
-        assert one.equal(other)
+        tolerance = 0 if is_served else 0.02
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("tensor", [0, 1, 2])
@@ -637,7 +639,8 @@ def test_leading_dimensions_that_do_not_merge(tensor: int, served: list[bool]) -
     given = [torch.randn(2, 3, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3)]
     given[tensor] = given[tensor].transpose(0, 1).contiguous().transpose(0, 1)
     found = megasoftmax.attention(*given)
-    assert found.equal(megasoftmax.attention(*(each.contiguous() for each in given)))
+    expected = megasoftmax.attention(*(each.contiguous() for each in given))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     given[tensor] = given[tensor][0]
     with pytest.raises(ValueError, match=f"{('key', 'key', 'value')[tensor]}: expected shape"):
         megasoftmax.attention(*given)

@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from megasoftmax.autograd import function
+from megasoftmax.autograd.softmax import go_one_by_one, gradients_beside, wanted_beside
 from megasoftmax.reference.attention import (
     BackwardArguments,
     ForwardArguments,
     attention_backward,
     attention_forward,
 )
-from megasoftmax.reference.softmax import sum_over_rows
+from megasoftmax.reference.softmax import tensors_of
 
 REFERENCE = function.Implementation(attention_forward, attention_backward)
 
 _COUNT = len(ForwardArguments._fields)
-_TENSORS = ("query", "key", "value", "bias", "mask", "sink", "first", "end", "note", "seed")
+_TENSORS = tensors_of(attention_forward)
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -42,40 +43,33 @@ def gradients(
     """
     output, statistics, *tensors = ctx.saved_tensors
     given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-    bias, sink = given.bias, given.sink
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
-    wants_bias = bias is not None and needs.bias
-    wants_sink = sink is not None and needs.sink
-    d_query, d_key, d_value, d_bias, d_rows = implementation.backward(
+    wanted = wanted_beside(given, needs)
+    d_query, d_key, d_value, *beside = implementation.backward(
         output.new_zeros(()).expand(output.shape) if d_output is None else d_output,
         None if d_statistics is None else d_statistics[2],
         *given[:3],
         output,
         statistics,
         *given[3:],
-        wants_bias,
-        wants_sink,
+        *wanted,
         torch.are_deterministic_algorithms_enabled(),
     )
     return ForwardArguments(
         query=d_query if needs.query else None,
         key=d_key if needs.key else None,
         value=d_value if needs.value else None,
-        bias=d_bias if wants_bias else None,
-        sink=sum_over_rows(d_rows, sink) if wants_sink else None,
+        **gradients_beside(given, wanted, *beside),
     )
 
 
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """`forward` under vmap: examples join the batches.
-
-    With dropout they go one by one: each drops what it would drop alone, from its own seed.
-    """
+    """`forward` under vmap: examples join the batches."""
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None or given.dropout > 0:
+    if go_one_by_one(given, dims):
         return function.one_by_one(forward, count, in_dims, args), (0, 0)
     output, statistics = forward(*_examples_as_batches(given, dims, count))
     return (output.unflatten(0, (count, -1)), statistics.unflatten(1, (count, -1))), (0, 1)
@@ -87,7 +81,7 @@ def batch_backward(
     """`backward` under vmap."""
     given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
     count = info.batch_size
-    if dims.sink is not None or given.dropout > 0:
+    if go_one_by_one(given, dims):
         return function.one_by_one(backward, count, in_dims, args), (0, 0, 0, 0, 0)
     outputs = backward(*_examples_as_batches(given, dims, count))
     asked_for = (True, True, True, given.bias_gradient, given.sink_gradient)

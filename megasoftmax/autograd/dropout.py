@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation, Rules, differentiable, one_by_one
-from megasoftmax.autograd.softmax import IN_FORWARD_MODE, batch_forward, with_lse
+from megasoftmax.autograd.softmax import (
+    IN_FORWARD_MODE,
+    batch_forward,
+    gradients_beside,
+    wanted_beside,
+    with_lse,
+)
 from megasoftmax.reference.dropout import dropped, kept_of_scores
 from megasoftmax.reference.softmax import (
+    BackwardArguments,
     DropoutBackwardArguments,
     ForwardArguments,
     probabilities_again,
@@ -20,16 +27,21 @@ from megasoftmax.reference.softmax import (
     softmax_dropout_backward,
     softmax_forward,
     softmax_tangents,
-    sum_over_rows,
+    tensors_of,
 )
 
 REFERENCE = Implementation(softmax_forward, softmax_dropout_backward)
 
 _COUNT = len(ForwardArguments._fields)
-_TENSORS = ("scores", "mask", "bias", "first", "end", "sink", "seed")
+_TENSORS = tensors_of(softmax_forward)
 _BACKWARD_COUNT = len(DropoutBackwardArguments._fields)
-_BACKWARD_TENSORS = ("gradient", "lse_gradient", "lse", *_TENSORS)
-_SHARED = [name for name in ForwardArguments._fields if name in DropoutBackwardArguments._fields]
+_BACKWARD_TENSORS = tensors_of(softmax_dropout_backward)
+
+
+def _as(record: Any, given: Any, **others: Any) -> Any:
+    """Another record with the fields of a given one that both have, and others."""
+    shared = {name: getattr(given, name) for name in record._fields if name in given._fields}
+    return record(**(shared | others))
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -49,30 +61,23 @@ def gradients(
     lse, *tensors = ctx.saved_tensors
     given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
-    scores, bias, sink = given.scores, given.bias, given.sink
+    scores, wanted = given.scores, wanted_beside(given, needs)
     if gradient is None:
         gradient = scores.new_zeros((), dtype=given.dtype).expand(scores.shape)
     elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
         gradient = gradient.contiguous()
-    wants_bias = bias is not None and needs.bias
-    wants_sink = sink is not None and needs.sink
-    d_scores, d_bias, d_rows = implementation.backward(
+    d_scores, *beside = implementation.backward(
         gradient,
         scores,
         lse_gradient,
         lse,
         *given[1:11],  # from the scale to the sink
         scores.dtype,
-        wants_bias,
-        wants_sink,
+        *wanted,
         given.dropout,
         given.seed,
     )
-    return ForwardArguments(
-        scores=d_scores,
-        bias=d_bias if wants_bias else None,
-        sink=sum_over_rows(d_rows, sink) if wants_sink else None,
-    )
+    return ForwardArguments(scores=d_scores, **gradients_beside(given, wanted, *beside))
 
 
 def save_for_double_gradients(
@@ -84,13 +89,7 @@ def save_for_double_gradients(
     ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
 
 
-def double_gradients(
-    implementation: Implementation,
-    ctx: Any,
-    scores_cotangent: Tensor,
-    bias_cotangent: Tensor,
-    sink_cotangent: Tensor,
-) -> Any:
+def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tensor) -> Any:
     """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
 
     That is `softmax_backward` of a gradient that is dropped and of probabilities p, and
@@ -98,29 +97,18 @@ def double_gradients(
     """
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
-    of_forward = {name: getattr(given, name) for name in _SHARED}
-    p = probabilities_again(ForwardArguments(**of_forward), given.lse)
+    p = probabilities_again(_as(ForwardArguments, given), given.lse)
     keep = kept_of_scores(given.seed, given.dropout, given.scores)
-    d_dropped, d_p, d_lse_gradient, d_lse_of_sink = softmax_double_backward(
-        scores_cotangent,
-        bias_cotangent if given.bias_gradient else None,
-        sink_cotangent if given.sink_gradient else None,
-        dropped(given.gradient.to(p.dtype), keep, given.dropout),
-        p,
-        given.lse_gradient,
-        given.lse,
-        given.scale,
-        given.sink,
-        given.sink_value,
-        given.dtype,
+    gradient = dropped(given.gradient.to(p.dtype), keep, given.dropout)
+    without_dropout = _as(BackwardArguments, given, gradient=gradient, probabilities=p)
+    d_dropped, d_p, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
+        without_dropout, *cotangents
     )
     d_z = torch.where(p == 0, 0, p * d_p)
-    d_lse, d_bias, d_sink = -d_z.sum(-1), None, None
+    d_lse = -d_z.sum(-1) if d_lse is None else d_lse - d_z.sum(-1)
+    d_bias = None
     if given.bias is not None:
         d_bias = d_z.sum_to_size(given.bias.shape).to(given.bias.dtype)
-    if d_lse_of_sink is not None:
-        d_lse = d_lse + d_lse_of_sink
-        d_sink = None if given.sink is None else -sum_over_rows(d_lse_of_sink, given.sink)
     return DropoutBackwardArguments(
         gradient=dropped(d_dropped, keep, given.dropout).to(given.gradient.dtype),
         scores=(given.scale * d_z).to(given.scores.dtype),
@@ -150,13 +138,11 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            of = ForwardArguments(*tangents[:-1])
             lse, *tensors = ctx.saved_tensors
             given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
             p = probabilities_again(given, lse)
-            d_p, d_lse = softmax_tangents(
-                of.scores, of.bias, of.sink, p, lse, given.scale, given.sink
-            )
+            of_arguments = ForwardArguments(*tangents[:-1])
+            d_p, d_lse = softmax_tangents(of_arguments, p, lse, given)
             keep = kept_of_scores(given.seed, given.dropout, given.scores)
             return dropped(d_p, keep, given.dropout).to(given.dtype), d_lse
 

@@ -22,21 +22,45 @@ from megasoftmax.reference.softmax import (
     softmax_forward,
     softmax_tangents,
     sum_over_rows,
+    tensors_of,
 )
 
 REFERENCE = Implementation(softmax_forward, softmax_backward)
 
 _COUNT = len(ForwardArguments._fields)
 _BACKWARD_COUNT = len(BackwardArguments._fields)
+_KEPT = ("gradient", "probabilities", "lse_gradient", "lse", "sink")  # for double gradients
+
+
+def wanted_beside(given: Any, needs: Any) -> tuple[bool, bool]:
+    """Whether bias and sink are given, and need a gradient."""
+    return given.bias is not None and needs.bias, given.sink is not None and needs.sink
+
+
+def gradients_beside(
+    given: Any, wanted: tuple[bool, bool], d_bias: Tensor, d_rows: Tensor
+) -> dict[str, Tensor | None]:
+    """Those of bias and sink, by name, from what a backward function returns for them."""
+    wants_bias, wants_sink = wanted
+    return {
+        "bias": d_bias if wants_bias else None,
+        "sink": sum_over_rows(d_rows, given.sink) if wants_sink else None,
+    }
+
+
+def go_one_by_one(given: Any, dims: Any) -> bool:
+    """Whether examples of vmap cannot be one batch: they have sinks of their own, or drop entries.
+
+    Each drops what it would drop alone, from its own seed.
+    """
+    return dims.sink is not None or bool(getattr(given, "dropout", 0))
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin with those of `softmax_forward`."""
     given = ForwardArguments(*inputs[:_COUNT])
-    needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
     bias, sink = given.bias, given.sink
-    wants_bias = bias is not None and needs.bias
-    wants_sink = sink is not None and needs.sink
+    wants_bias, wants_sink = wanted_beside(given, ForwardArguments(*ctx.needs_input_grad[:_COUNT]))
     ctx.set_materialize_grads(False)
     if wants_sink and not given.return_lse:
         raise ValueError("return_lse: expected True where the sink requires a gradient, got False")
@@ -92,11 +116,8 @@ def save_for_double_gradients(
     """Keeps for `double_gradients` what it needs. `inputs` begin like `softmax_backward`'s."""
     given = BackwardArguments(*inputs[:_BACKWARD_COUNT])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        given.gradient, given.probabilities, given.lse_gradient, given.lse, given.sink
-    )
-    tensors = ("gradient", "probabilities", "lse_gradient", "lse", "bias", "first", "end", "sink")
-    ctx.given = given._replace(**dict.fromkeys(tensors))
+    ctx.save_for_backward(*(getattr(given, name) for name in _KEPT))
+    ctx.given = given._replace(**dict.fromkeys(tensors_of(softmax_backward)))
 
 
 def double_gradients(
@@ -107,29 +128,14 @@ def double_gradients(
     sink: Tensor | None,
 ) -> Any:
     """The gradients of the arguments of `softmax_backward`, from those of its results."""
-    gradient, probabilities, lse_gradient, lse, sink_logits = ctx.saved_tensors
-    given = ctx.given
-    d_gradient, d_probabilities, d_lse_gradient, d_lse = softmax_double_backward(
-        scores,
-        bias if given.bias_gradient else None,
-        sink if given.sink_gradient else None,
-        gradient,
-        probabilities,
-        lse_gradient,
-        lse,
-        given.scale,
-        sink_logits,
-        given.sink_value,
-        given.dtype,
-        implementation.dim,
+    given = ctx.given._replace(**dict(zip(_KEPT, ctx.saved_tensors, strict=True)))
+    d_gradient, d_probabilities, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
+        given, scores, bias, sink, dim=implementation.dim
     )
-    d_sink = None
-    if d_lse is not None and sink_logits is not None:
-        d_sink = -sum_over_rows(d_lse, sink_logits)
     return BackwardArguments(
-        gradient=d_gradient.to(gradient.dtype),
-        probabilities=d_probabilities.to(probabilities.dtype),
-        lse_gradient=None if lse_gradient is None else d_lse_gradient,
+        gradient=d_gradient.to(given.gradient.dtype),
+        probabilities=d_probabilities.to(given.probabilities.dtype),
+        lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
         lse=d_lse,
         sink=d_sink,
     )
@@ -138,12 +144,9 @@ def double_gradients(
 def batch_forward(
     forward: Callable[..., tuple[Tensor, Tensor]], info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int | None, int | None]]:
-    """`forward` under vmap: batches become the first dimension of the scores.
-
-    With dropout they go one by one: each drops what it would drop alone, from its own seed.
-    """
+    """`forward` under vmap: batches become the first dimension of the scores."""
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
-    if dims.sink is not None or given.dropout or has_no_room(given.scores, dims.scores):
+    if go_one_by_one(given, dims) or has_no_room(given.scores, dims.scores):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0)
     scores = batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
@@ -164,7 +167,7 @@ def batch_backward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int | None, ...]]:
     """`backward` under vmap."""
     given, dims = BackwardArguments(*args), BackwardArguments(*in_dims)
-    if dims.sink is not None or has_no_room(given.probabilities, dims.probabilities):
+    if go_one_by_one(given, dims) or has_no_room(given.probabilities, dims.probabilities):
         return one_by_one(backward, info.batch_size, in_dims, args), (0, 0, 0)
     probabilities = batch_first(given.probabilities, dims.probabilities, info.batch_size)
     bias = None
@@ -197,13 +200,11 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            of = ForwardArguments(*tangents[:-1])
             probabilities, lse, sink = ctx.saved_tensors
             scale, *_ = ctx.parameters
-            dim = ctx.implementation.dim
-            return softmax_tangents(
-                of.scores, of.bias, of.sink, probabilities, lse, scale, sink, dim
-            )
+            given = ForwardArguments(scale=scale, sink=sink)
+            of_arguments = ForwardArguments(*tangents[:-1])
+            return softmax_tangents(of_arguments, probabilities, lse, given, ctx.implementation.dim)
 
     return with_lse(InForwardMode)
 

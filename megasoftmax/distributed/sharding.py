@@ -4,11 +4,12 @@
     query, key, value = (distribute_tensor(each, mesh, [Shard(1)]) for each in (query, key, value))
     output = megasoftmax.attention(query, key, value, causal=True)  # [Shard(1)]; nothing was sent
 
-What batches or heads share is replicated, and its gradient is Partial: a sum over devices that is
-still to be made. Other placements are changed into these, as DTensor does it for torch's operators.
-With dropout they are not, and a call whose shards cannot be computed alone is refused: each shard
-drops by a seed of its own. The public functions register the rules when the first DTensor arrives;
-who calls torch.ops.megasoftmax.* by name calls `register` beforehand.
+Of several leading dimensions only the first stays split. What batches or heads share is replicated,
+and its gradient is Partial: a sum over devices that is still to be made. Other placements are
+changed into these, as DTensor does it for torch's operators. With dropout they are not, and a call
+whose shards cannot be computed alone is refused: each shard drops by a seed of its own. The public
+functions register the rules when the first DTensor arrives; who calls torch.ops.megasoftmax.* by
+name calls `register` beforehand.
 """
 
 import math

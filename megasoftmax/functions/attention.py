@@ -330,9 +330,9 @@ class AttentionCall(Call):
         """Output and log-sum-exp, which is None where it is not asked for."""
         query, key, value, options = self.tensor, self.key, self.value, self.options
         if query.dim() != 4:
-            output, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
+            result, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
             lse = None if lse is None else leading.unmerged(lse, query)
-            return leading.unmerged(output, query), lse
+            return leading.unmerged(result, query), lse
         if options.fused is None and query.is_cpu:
             output = attention_by_sdpa(query, key, value, self.scale, options)
             if output is not None:

@@ -46,7 +46,7 @@ def unmerged(result: Tensor, query: Tensor) -> Tensor:
     return result.view(*query.shape[:-3], *result.shape[1:])
 
 
-def entries(options: AttentionOptions, leading: Sequence[int]) -> list[tuple[int, ...]]:
+def entries(options: AttentionOptions, leading: Sequence[int]) -> list[tuple[int, int]]:
     """(batch, heads) of bias, mask and ranges once merged; what is missing is 1."""
     found = []
     for _, tensor, trailing, is_bias in _operands(options):

@@ -193,12 +193,13 @@ class FusedAttention(torch.nn.Module):
         visible: Ranges | None,
     ) -> dict[str, Any]:
         """The keyword arguments of `megasoftmax.attention`."""
-        *_, heads, _, keys = check_heads(query, key, value)
-        if heads != self.heads:
+        checks.check_floating("query", query)
+        if query.dim() < 3 or query.shape[-3] != self.heads:
             raise ValueError(
                 f"query: expected [..., {self.heads}, queries, head_dim], "
                 f"got shape {tuple(query.shape)}"
             )
+        *_, keys = check_heads(query, key, value)
         return {
             "bias": self._sum_of_biases(query, keys, bias),
             "mask": mask,

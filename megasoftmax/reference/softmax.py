@@ -426,19 +426,13 @@ def softmax_columns_backward(
 
 
 def softmax_double_backward(
+    given: Any,
     scores_cotangent: Tensor | None,
     bias_cotangent: Tensor | None,
     sink_cotangent: Tensor | None,
-    gradient: Tensor,
-    probabilities: Tensor,
-    lse_gradient: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    sink: Tensor | None,
-    sink_value: float | None,
-    dtype: torch.dtype,
+    *,
     dim: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `softmax_backward`, itself differentiable as often as wanted.
 
     With v the cotangent of dz, s that of a row's dsink, and e = sum(v * p) + exp(sink - lse) * s:
@@ -446,47 +440,45 @@ def softmax_double_backward(
         dg = p * (v - e),  dp = v * (g - D) - g * e,  dh = e,  dlse = exp(sink - lse) * D * s
 
     Args:
+        given: a record of what it was given, see `arguments_of`.
         scores_cotangent, bias_cotangent, sink_cotangent: of what `softmax_backward` returned.
-        gradient, ...: what it was given.
         dim: over which the probabilities sum to 1.
 
     Returns:
-        The gradients of gradient, probabilities, lse_gradient and lse (None without a
-        sink_cotangent), in the accumulation type. That of a row's sink is minus that of lse.
+        The gradients of gradient, probabilities, lse_gradient and lse, in the accumulation type,
+        and of the sink. lse has none without a gradient of the sink.
     """
-    compute = accumulation_dtype(dtype)
-    p = probabilities.to(compute)
+    compute = accumulation_dtype(given.dtype)
+    p = given.probabilities.to(compute)
     visible = p != 0
     v = torch.zeros_like(p)
     if scores_cotangent is not None:
-        v = v + scale * scores_cotangent.to(compute)
-    if bias_cotangent is not None:
+        v = v + given.scale * scores_cotangent.to(compute)
+    if bias_cotangent is not None and given.bias_gradient:
         v = v + bias_cotangent.to(compute)
     v = torch.where(visible, v, 0)
-    g = torch.where(visible, gradient.to(compute), 0)
+    g = torch.where(visible, given.gradient.to(compute), 0)
     d = (g * p).sum(dim)
-    if lse_gradient is not None:
-        d = d - lse_gradient
+    if given.lse_gradient is not None:
+        d = d - given.lse_gradient
     e = (v * p).sum(dim)
-    d_lse = None
-    if sink_cotangent is not None:
-        weight = sink_share(sink, sink_value, lse) * sink_cotangent
+    d_lse = d_sink = None
+    if sink_cotangent is not None and given.sink_gradient:
+        weight = sink_share(given.sink, given.sink_value, given.lse) * sink_cotangent
         e = e + weight
         d_lse = weight * d
+        d_sink = None if given.sink is None else -sum_over_rows(d_lse, given.sink)
     d, e_of_all = d.unsqueeze(dim), e.unsqueeze(dim)
     d_gradient = torch.where(visible, p * (v - e_of_all), 0)
     d_probabilities = torch.where(visible, v * (g - d) - g * e_of_all, 0)
-    return d_gradient, d_probabilities, e, d_lse
+    return d_gradient, d_probabilities, e, d_lse, d_sink
 
 
 def softmax_tangents(
-    scores: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
+    tangents: Any,
     probabilities: Tensor,
     lse: Tensor,
-    scale: float,
-    sink_logits: Tensor | None,
+    given: Any,
     dim: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Tangents of what `softmax_forward` returns, themselves differentiable as often as wanted.
@@ -495,9 +487,9 @@ def softmax_tangents(
         dp = p * (dz - dlse)
 
     Args:
-        scores, bias, sink: tangents of these arguments, or None.
+        tangents: a record of those of the arguments, see `arguments_of`.
         probabilities, lse: what `softmax_forward` returned.
-        scale, sink_logits: what it was given.
+        given: a record of what it was given, of which scale and sink count.
         dim: over which the probabilities sum to 1.
 
     Returns:
@@ -506,15 +498,16 @@ def softmax_tangents(
     """
     p = probabilities.to(lse.dtype)
     dz = torch.zeros_like(p)
-    if scores is not None:
-        dz = dz + scale * scores.to(lse.dtype)
-    if bias is not None:
-        dz = dz + bias.to(lse.dtype)
+    if tangents.scores is not None:
+        dz = dz + given.scale * tangents.scores.to(lse.dtype)
+    if tangents.bias is not None:
+        dz = dz + tangents.bias.to(lse.dtype)
     dz = torch.where(p == 0, 0, dz)
     d_lse = (p * dz).sum(dim)
-    if sink is not None:
-        d_sink = sink.to(lse.dtype).reshape((-1, 1) if sink.numel() != 1 else ())
-        d_lse = d_lse + sink_share(sink_logits, None, lse) * d_sink
+    if tangents.sink is not None:
+        d_sink = tangents.sink.to(lse.dtype)
+        d_sink = d_sink.reshape((-1, 1) if d_sink.numel() != 1 else ())
+        d_lse = d_lse + sink_share(given.sink, None, lse) * d_sink
     dp = torch.where(p == 0, 0, p * (dz - d_lse.unsqueeze(dim)))
     return dp.to(probabilities.dtype), d_lse
 
@@ -564,6 +557,12 @@ def _logit_beside(
     logit = sink_logit(sink, sink_value, lse.dtype, lse.device)
     assert logit is not None
     return logit, lse
+
+
+def tensors_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a function that are tensors, or None."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.annotation in (Tensor, Tensor | None))
 
 
 def arguments_of(function: Callable[..., Any]) -> Any:
