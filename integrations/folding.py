@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 import megasoftmax
 from megasoftmax.integrations.float_masks import bias_and_mask
+from megasoftmax.integrations.names import is_disabled
 from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
 
 _NOT_SERVED = {
@@ -210,7 +211,8 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
             of its projections.
 
     Returns:
-        What unpatches the model and reports on it.
+        What unpatches the model and reports on it. With MEGASOFTMAX_DISABLE=1 in the environment
+        nothing was changed.
 
     Raises:
         TypeError: `model` is not a module.
@@ -219,6 +221,8 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    if is_disabled():
+        return PatchedModel(model, [], {})
     changes = []
     refused = {}
     subclasses: dict[type, type] = {}
@@ -275,6 +279,7 @@ def _why_not(layer: nn.Module, ours: type[nn.Module]) -> str | None:
 
 def _served(layer: nn.Module, why_not: str) -> Served:
     if not isinstance(layer, tuple(_HAVE)):
+        why_not = "MEGASOFTMAX_DISABLE=1" if is_disabled() else why_not
         return Served("unchanged", _NOT_SERVED.get(_name_of(type(layer)), why_not))
     weight = next(layer.parameters())
     if isinstance(layer, _PairBias):

@@ -1,5 +1,6 @@
 """Attention layers of Boltz, OpenFold-3 and Protenix: the same with megasoftmax."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -391,6 +392,24 @@ def test_what_cannot_be_served():
         patch_model(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="model: expected a module, got str"):
         patch_model("boltz")
+
+
+def test_the_environment_switches_it_off(monkeypatch):
+    layer = triangle("boltz", "stand-in")
+    monkeypatch.setenv("MEGASOFTMAX_DISABLE", "1")
+    patched = patch_model(layer)
+    assert patched.names == ()
+    assert str(patched.report["mha"]) == "unchanged: MEGASOFTMAX_DISABLE=1"
+
+
+def test_copies_run_it_too():
+    """Trainers keep an average of the weights in a copy of the model."""
+    layer = triangle("boltz", "stand-in")
+    x, keep = pairs(1)
+    with patch_model(layer):
+        copied = copy.deepcopy(layer)
+        assert torch.equal(copied(x, mask=keep), layer(x, mask=keep))
+    assert type(copied.mha) is not type(layer.mha)
 
 
 def test_subclasses_stay():
