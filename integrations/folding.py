@@ -77,13 +77,10 @@ class _PairBias(nn.Module):
             heads_of(projection(tensor))
             for projection, tensor in ((self.proj_q, s), (self.proj_k, k_in), (self.proj_v, k_in))
         )
-        excluded = (mask < 1).expand(len(s), -1).unflatten(0, (-1, multiplicity))
+        bias = self.proj_z(z)[:, None]
+        excluded = (mask < 1).expand(len(s), -1).unflatten(0, (-1, multiplicity))[:, :, None, None]
         with torch.autocast(s.device.type, enabled=False):
-            output = megasoftmax.attention(
-                *(query, key, value),
-                bias=self.proj_z(z)[:, None],
-                mask=excluded[:, :, None, None],
-            )
+            output = megasoftmax.attention(query, key, value, bias=bias, mask=excluded)
         output = output.transpose(-2, -3).flatten(-2).flatten(0, 1)
         gate = self.proj_g(s).sigmoid()
         return self.proj_o(gate * output.to(gate.dtype))

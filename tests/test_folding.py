@@ -255,7 +255,7 @@ def test_upcast(kind):
         patch.setattr(folding.megasoftmax, "attention", watched)
         for upcast in (True, False):
             with patch_model(layer, upcast=upcast):
-                found = layer(s, z, mask, s)
+                found = layer(s, z.bfloat16(), mask, s)
             assert found.dtype == layer(s, z, mask, s).dtype == torch.bfloat16
             torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
     assert seen == [torch.float32, torch.bfloat16]
