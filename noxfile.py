@@ -2,7 +2,8 @@
 
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
 all architectures. These run only when they are asked for: `environments`, 12 environments, which
-take up to 6 GB each with a CUDA build of torch; and `wheels`, which makes what is released.
+take up to 6 GB each with a CUDA build of torch; `folding`, which installs Boltz, OpenFold-3 and
+Protenix; and `wheels`, which makes what is released.
 
 Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
@@ -56,6 +57,17 @@ def vision(session: nox.Session) -> None:
     """Without timm and torchvision the tests of their adapters are skipped."""
     session.install(".[test]", "timm>=1.0.31", "torchvision")
     session.run("pytest", "tests/test_vision.py", *session.posargs)
+
+
+@nox.session(default=False, python="3.11")
+def folding(session: nox.Session) -> None:
+    """Attention of packages for structure prediction, without most of what they require."""
+    packages = "boltz==2.2.1", "openfold3==0.5.0", "protenix==2.0.0", "cuequivariance-torch==0.13.0"
+    imported = "biotite", "biotraj", "cuequivariance", "gemmi", "ml-collections", "optree", "pandas"
+    session.install(".[test]", "absl-py", "opt-einsum", "scipy")
+    session.install("--no-deps", *packages, *imported)
+    tests = (f"tests/test_{name}.py" for name in ("cuequivariance", "evoformer", "folding"))
+    session.run("pytest", *tests, *session.posargs)
 
 
 @nox.session(default=False, python=PYTHONS)

@@ -213,7 +213,8 @@ def _flags_of(model: torch.nn.Module) -> dict[str, bool]:
             return _checked(getattr(module.config, "megasoftmax", {}))
     raise ValueError(
         "model: expected a PreTrainedModel or a module that contains one, got "
-        f"{type(model).__name__}; a layer of your own can call megasoftmax.attention"
+        f"{type(model).__name__}; megasoftmax.integrations.folding has patch_model for Boltz, "
+        "OpenFold-3 and Protenix, and a layer of your own can call megasoftmax.attention"
     )
 
 

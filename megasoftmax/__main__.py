@@ -353,8 +353,8 @@ def regress(
         list[str] | None,
         typer.Option(
             help="Repeatable: a tiny gpt2, llama, mistral, mixtral, gemma2, gpt_oss, t5, bert, opt "
-            "or swin; a checkpoint's folder; package.module:factory, a function that returns a "
-            "model. Default: gpt2."
+            "or swin; pair, a transformer with triangle attention; a checkpoint's folder; "
+            "package.module:factory, a function that returns a model. Default: gpt2."
         ),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all", help="All tiny models.")] = False,
@@ -403,7 +403,7 @@ def regress(
 
         from megasoftmax import regression
         from megasoftmax.regression import RegressionError
-        from megasoftmax.regression.models import TINY
+        from megasoftmax.regression.models import NAMES
         from megasoftmax.regression.report import print_report, print_summary, to_html, to_json
     except ModuleNotFoundError as error:
         typer.echo(f"Error: {missing_extra(error) or error}", err=True)
@@ -414,7 +414,7 @@ def regress(
             typer.echo(f"Error: no folder {file.parent} for {file.name}", err=True)
             raise typer.Exit(2)
     logging.set_verbosity_error()
-    names = [*dict.fromkeys(TINY if all_models else model or ["gpt2"])]
+    names = [*dict.fromkeys(NAMES if all_models else model or ["gpt2"])]
     outcomes: dict[str, regression.Report | RegressionError] = {}
     with Steps(console, len(names) * steps) as told:
         for index, name in enumerate(names):

@@ -138,7 +138,7 @@ def renamed(error: TypeError | ValueError, names: Mapping[str, str]) -> TypeErro
     message = str(error)
     if re.match(r"[\w.\[\], ]+: ", message) is None:
         return error
-    pattern = rf"\b(?:{'|'.join(map(re.escape, names))})\b"
+    pattern = rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)"
     return type(error)(re.sub(pattern, lambda found: names[found[0]], message))
 
 

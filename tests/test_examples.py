@@ -95,6 +95,7 @@ def test_train_gpt_compares(model, device, run, tmp_path):
         ("train_sinks.py", "--width=15 --heads=3", "--heads: expected an even"),
         ("train_router.py", "--k=9", "--k: expected at most --experts 8, got 9"),
         ("train_packed.py", "--heads=3", "--heads: expected a divisor of --width 16, got 3"),
+        ("triangle_attention.py", "--heads=3", "--heads: expected a divisor of --width 16, got 3"),
     ],
 )
 def test_wrong_options_are_refused_before_training(run, name, option, message):
@@ -161,6 +162,7 @@ COMPARISONS = {
     "finetune_t5.py": ("megasoftmax", "the biases learn alike"),
     "train_sinks.py": ("megasoftmax", "the sinks learn alike"),
     "train_router.py": ("softmax_topk", "the routers agree"),
+    "triangle_attention.py": ("megasoftmax", "the biases learn alike"),
 }
 
 
@@ -186,9 +188,16 @@ FAULTS = {
 }
 
 
+def test_triangle_attention_keeps_no_scores(run):
+    code, output = run("triangle_attention.py", "--device=cpu", *TINY, "--heads=8")
+    assert code == 0, output
+    einsum, ours = re.search(r"of 96 points +│ (\d+) +│ (\d+) +│", output).groups()
+    assert int(ours) < int(einsum) / 2
+
+
 @pytest.mark.parametrize("example", FAULTS)
 def test_fault_is_noticed(example, run, plant, monkeypatch):
-    """Never causal, documents that see others, no scale, another bias, no sink, no division."""
+    """Never causal, documents that see others, no scale, another bias or none, no division."""
 
     def without(function, **options):
         original = getattr(megasoftmax, function)
@@ -207,6 +216,8 @@ def test_fault_is_noticed(example, run, plant, monkeypatch):
         without("softmax_topk", scale=1.0)
     elif example == "train_router.py":
         without("softmax_topk", renormalize=False)
+    elif example == "triangle_attention.py":
+        without("attention", bias=None)
     elif example == "train_sinks.py":
         plant(lambda mask, options: (mask, options | {"s_aux": None}))
     else:

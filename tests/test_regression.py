@@ -27,13 +27,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import megasoftmax
 from megasoftmax import __main__, regression
 from megasoftmax.integrations import transformers as integration
-from megasoftmax.regression import comparison
+from megasoftmax.regression import comparison, pairs
 from megasoftmax.regression import dropout as regression_dropout
 from megasoftmax.regression import models as regression_models
 from megasoftmax.regression import training as regression_training
 from megasoftmax.regression.report import to_json
 
-FAMILIES = list(regression_models.TINY)
+FAMILIES = list(regression_models.NAMES)
 QUICK = {"steps": 3, "checks": 3, "batch": 3, "length": 32}
 EQUAL_WEIGHTS = ("loss from equal weights", "gradient")
 
@@ -73,6 +73,35 @@ def test_family_passes(family, dtype, device):
 def run_model_parameters(family):
     model = regression_models.model_builder(family)("eager")
     return {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("candidate", ["sdpa", "megasoftmax_softmax", regression_models.UNFUSED])
+def test_pairs_by_other_implementations(candidate):
+    report = run("pair", candidate=candidate)
+    assert report.passed, report.failures[0]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.001])
+def test_a_fault_in_the_bias_of_pairs_is_found(factor, monkeypatch):
+    def faulty(query, key, value, bias, excluded):
+        return pairs.fused(query, key, value, factor * bias, excluded)
+
+    monkeypatch.setitem(regression_models._ATTENTION_OF_PAIRS, "megasoftmax", faulty)
+    report = run("pair")
+    assert any("biases" in (failure.parameter or "") for failure in report.failures)
+
+
+def test_a_fault_in_the_mask_of_pairs_is_found(monkeypatch):
+    def faulty(query, key, value, bias, excluded):
+        return pairs.fused(query, key, value, bias, None)
+
+    monkeypatch.setitem(regression_models._ATTENTION_OF_PAIRS, "megasoftmax", faulty)
+    assert not run("pair").passed
+
+
+def test_pairs_by_an_unknown_implementation():
+    with pytest.raises(regression.RegressionError, match="expected one of eager, sdpa"):
+        run("pair", baseline="flash")
 
 
 @pytest.mark.parametrize(

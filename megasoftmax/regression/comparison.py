@@ -270,7 +270,7 @@ def run(
     """Train the baseline, the candidate and the reference side by side, and compare.
 
     Args:
-        model: a tiny one by name (`regression.models.TINY`); a folder with a config.json and, if
+        model: a tiny one by name (`regression.models.NAMES`); a folder with a config.json and, if
             its weights are wanted, a checkpoint; "package.module:factory" or the factory itself,
             which returns a PreTrainedModel, or takes the name of the attention implementation and
             returns any module whose forward(**batch) returns something with a scalar `loss`.

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.auto import modeling_auto
 
 from megasoftmax.integrations.transformers import attention_forward, make_mask, register
+from megasoftmax.regression import pairs
 
 Batch = Mapping[str, torch.Tensor]
 Build = Callable[[str], torch.nn.Module]
@@ -129,6 +130,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name of a family -> its class in transformers and the settings of a tiny model of it."""
 
+PAIR = "pair"
+NAMES = (*TINY, PAIR)
+"""The tiny models: families of transformers, and `regression.pairs`."""
+
+_ATTENTION_OF_PAIRS: dict[str, pairs.Attend] = {
+    "eager": pairs.eager,
+    "sdpa": pairs.sdpa,
+    "megasoftmax": pairs.fused,
+    "megasoftmax_softmax": pairs.through_softmax,
+    UNFUSED: partial(pairs.fused, fused=False),
+}
+
 
 class RegressionError(Exception):
     """The comparison cannot be made; the message says what was expected and what came."""
@@ -138,7 +151,7 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
     """A function that builds the model of that name, folder or import path, or by that callable.
 
     Args:
-        model: a key of `TINY`; a folder with a config.json and, if its weights are wanted,
+        model: one of `NAMES`; a folder with a config.json and, if its weights are wanted,
             a checkpoint; "package.module:factory"; or the factory itself. A factory that takes an
             argument gets the name of the attention implementation; one that takes none returns a
             PreTrainedModel, which is switched.
@@ -156,13 +169,15 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
         class_name, settings = TINY[model]
         model_class = getattr(transformers, class_name)
         return lambda name: _switched(model_class(model_class.config_class(**settings)), name)
+    elif model == PAIR:
+        factory = _pair_transformer
     elif Path(model).is_dir():
         return _checkpoint_builder(Path(model))
     elif ":" in model:
         factory = import_object(model, "model")
     else:
         raise RegressionError(
-            f"model: expected one of {', '.join(TINY)}, a folder, or package.module:factory, "
+            f"model: expected one of {', '.join(NAMES)}, a folder, or package.module:factory, "
             f"got {model!r}"
         )
     takes_name = bool(inspect.signature(factory).parameters)
@@ -182,6 +197,16 @@ def model_builder(model: str | Callable[..., torch.nn.Module]) -> Build:
         return built
 
     return build
+
+
+def _pair_transformer(name: str) -> torch.nn.Module:
+    if name not in _ATTENTION_OF_PAIRS:
+        expected = ", ".join(_ATTENTION_OF_PAIRS)
+        raise RegressionError(
+            f"attention implementation: expected one of {expected} for the model {PAIR!r}, "
+            f"got {name!r}"
+        )
+    return pairs.PairTransformer(BYTES, _ATTENTION_OF_PAIRS[name])
 
 
 def import_object(path: str, argument: str) -> Any:
@@ -309,6 +334,8 @@ _HEADS = {
 
 
 def _task(model: torch.nn.Module) -> str:
+    if isinstance(model, pairs.PairTransformer):
+        return "masked"
     if not isinstance(model, transformers.PreTrainedModel):
         return "causal"
     class_name = type(model).__name__
