@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import oracle
@@ -47,42 +49,64 @@ def _changed(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> C
     return faulty
 
 
-def _softmax_changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    return _changed(megasoftmax.softmax, **changes)
+def _spoilt(function: Callable[..., Any], spoil: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with what a change makes of the arguments by name and of the results."""
+    names = tuple(inspect.signature(function).parameters)
+
+    def faulty(*args: Any, **arguments: Any) -> Any:
+        given = SimpleNamespace(**arguments, **dict(zip(names, args, strict=False)))
+        return spoil(given, *function(*args, **arguments))
+
+    return faulty
+
+
+softmax, attention = megasoftmax.softmax, megasoftmax.attention
+softmax_topk = megasoftmax.softmax_topk
+_softmax_changed, _softmax_spoilt = partial(_changed, softmax), partial(_spoilt, softmax)
+_topk_changed, _topk_spoilt = partial(_changed, softmax_topk), partial(_spoilt, softmax_topk)
+_attention_changed, _attention_spoilt = partial(_changed, attention), partial(_spoilt, attention)
 
 
 def _rounded(scale: float) -> float:
     return torch.tensor(scale).bfloat16().item()
 
 
+def _only_in_gradient(values: Tensor) -> Tensor:
+    """0, with the gradient of the values."""
+    return values - values.detach()
+
+
+def _at_excluded(tensor: Tensor, mask: Tensor) -> Tensor:
+    return _only_in_gradient((tensor * mask).sum(-1, keepdim=True) * 1e-30)
+
+
 def _doubled_gradient(tensor: Tensor) -> Tensor:
-    return 2 * tensor - tensor.detach()
+    return tensor + _only_in_gradient(tensor)
 
 
-def _top_left_causal(scores: Tensor, mask: Tensor, **arguments: Any) -> Any:
-    upper = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return megasoftmax.softmax(scores, **(arguments | {"causal": False, "mask": mask | upper}))
+def _top_left(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Causal masks that begin with the first key."""
+
+    def faulty(*args: Tensor, mask: Tensor, **arguments: Any) -> Any:
+        upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
+        return function(*args, **(arguments | {"causal": False, "mask": mask | upper}))
+
+    return faulty
 
 
-def _nearly_zero(scores: Tensor, **arguments: Any) -> Any:
-    p, lse = megasoftmax.softmax(scores, **arguments)
-    return p + arguments["mask"] * 1e-30, lse
+def _lse_without_sink(function: Callable[..., Any]) -> Callable[..., Any]:
+    def faulty(*args: Tensor, sink: Tensor, **arguments: Any) -> Any:
+        result, _ = function(*args, sink=sink, **arguments)
+        return result, function(*args, **arguments)[1] + 0 * sink.sum()
+
+    return faulty
 
 
-def _gradient_at_excluded(scores: Tensor, **arguments: Any) -> Any:
-    p, lse = megasoftmax.softmax(scores, **arguments)
-    touched = (scores * arguments["mask"]).sum(-1, keepdim=True) * 1e-30
-    return p + touched - touched.detach(), lse
+Fault = tuple[Callable[..., Any], Callable[..., dict[str, Any]]]  # the function and its arguments
 
 
-def _sink_missing_from_lse(scores: Tensor, sink: Tensor, **arguments: Any) -> Any:
-    p, _ = megasoftmax.softmax(scores, sink=sink, **arguments)
-    return p, megasoftmax.softmax(scores, **arguments)[1] + 0 * sink.sum()
-
-
-def _nan_everywhere(scores: Tensor, **arguments: Any) -> Any:
-    p, lse = megasoftmax.softmax(scores, **arguments)
-    return torch.where(p.isnan().any(-1, keepdim=True), torch.nan, p), lse
+def _of(case: Callable[..., Any], faults: dict[str, Callable[..., Any]]) -> dict[str, Fault]:
+    return {name: (faulty, case) for name, faulty in faults.items()}
 
 
 def _case_with_nan(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -94,33 +118,38 @@ def _case_with_nan(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return case | {"scores": scores, "mask": mask}
 
 
-FAULTS = {
-    "drops the mask": (_softmax_changed(mask=lambda _: None), _case),
-    "drops the bias": (_softmax_changed(bias=lambda _: None), _case),
-    "drops the scale": (_softmax_changed(scale=lambda _: 1.0), _case),
-    "forgets the sink": (_softmax_changed(sink=lambda _: None), _case),
-    "forgets causality": (_softmax_changed(causal=lambda _: False), _case),
-    "rounds the scale to bfloat16": (_softmax_changed(scale=_rounded), _case),
-    "window one too long": (_softmax_changed(window=lambda w: (w[0] + 1, w[1])), _case),
-    "window one too short": (_softmax_changed(window=lambda w: (w[0] - 1, w[1])), _case),
-    "causal aligned top-left": (_top_left_causal, _case),
-    "causality overwrites the window": (_softmax_changed(window=lambda _: None), _case),
-    "no gradient of the sink": (_softmax_changed(sink=torch.Tensor.detach), _case),
-    "no gradient of the bias": (_softmax_changed(bias=torch.Tensor.detach), _case),
-    "gradient of the bias doubled": (_softmax_changed(bias=_doubled_gradient), _case),
-    "the sink of head 0 for all": (
-        _softmax_changed(sink=lambda sink: sink[:1].expand(sink.shape)),
-        _case,
-    ),
-    "excluded entry nearly 0": (_nearly_zero, _case),
-    "gradient at an excluded entry": (_gradient_at_excluded, _case),
-    "lse without the sink": (_sink_missing_from_lse, _case),
-    "NaN swallowed": (
-        _softmax_changed(scores=lambda scores: scores.nan_to_num(0.0)),
-        _case_with_nan,
-    ),
-    "NaN at excluded entries": (_nan_everywhere, _case_with_nan),
-}
+FAULTS = _of(
+    _case,
+    {
+        "drops the mask": _softmax_changed(mask=lambda _: None),
+        "drops the bias": _softmax_changed(bias=lambda _: None),
+        "drops the scale": _softmax_changed(scale=lambda _: 1.0),
+        "forgets the sink": _softmax_changed(sink=lambda _: None),
+        "forgets causality": _softmax_changed(causal=lambda _: False),
+        "rounds the scale to bfloat16": _softmax_changed(scale=_rounded),
+        "window one too long": _softmax_changed(window=lambda w: (w[0] + 1, w[1])),
+        "window one too short": _softmax_changed(window=lambda w: (w[0] - 1, w[1])),
+        "causal aligned top-left": _top_left(softmax),
+        "causality overwrites the window": _softmax_changed(window=lambda _: None),
+        "no gradient of the sink": _softmax_changed(sink=Tensor.detach),
+        "no gradient of the bias": _softmax_changed(bias=Tensor.detach),
+        "gradient of the bias doubled": _softmax_changed(bias=_doubled_gradient),
+        "the sink of head 0 for all": _softmax_changed(sink=lambda s: s[:1].expand(s.shape)),
+        "excluded entry nearly 0": _softmax_spoilt(lambda a, p, lse: (p + a.mask * 1e-30, lse)),
+        "gradient at an excluded entry": _softmax_spoilt(
+            lambda a, p, lse: (p + _at_excluded(a.scores, a.mask), lse)
+        ),
+        "lse without the sink": _lse_without_sink(softmax),
+    },
+) | _of(
+    _case_with_nan,
+    {
+        "NaN swallowed": _softmax_changed(scores=lambda scores: scores.nan_to_num(0.0)),
+        "NaN at excluded entries": _softmax_spoilt(
+            lambda _, p, lse: (torch.where(p.isnan().any(-1, keepdim=True), torch.nan, p), lse)
+        ),
+    },
+)
 
 
 @pytest.mark.parametrize("error", [3e-5, -3e-5])
@@ -187,14 +216,6 @@ def _topk_of_raw_logits(**changes: Any) -> dict[str, Any]:
     return case | {"logits": (2 * case["logits"]).round() / 2, "bias": None, "mask": None}
 
 
-def _topk_of_negative_scale(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return _topk_of_raw_logits(dtype=dtype, scale=-0.6)
-
-
-def _topk_renormalised(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return _topk_case(dtype, renormalize=True)
-
-
 def _topk_with_nan(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     case = _topk_of_raw_logits(dtype=dtype)
     case["logits"][0, 2, 7], case["logits"][0, 2, 3] = torch.nan, torch.inf
@@ -212,14 +233,8 @@ def _reselected(order: Callable[..., Tensor]) -> Callable[..., Any]:
     """Takes the entries at `order(logits, p, k)` of the whole softmax p."""
 
     def faulty(logits: Tensor, k: int, *, dtype: torch.dtype | None = None, **given: Any) -> Any:
-        p, lse = megasoftmax.softmax(
-            logits,
-            scale=given["scale"],
-            mask=given["mask"],
-            bias=given["bias"],
-            dtype=dtype,
-            return_lse=True,
-        )
+        options = {name: given[name] for name in ("scale", "mask", "bias")}
+        p, lse = softmax(logits, **options, dtype=dtype, return_lse=True)
         indices = order(logits.detach(), p.detach(), k).contiguous()
         return p.gather(-1, indices), indices, lse
 
@@ -232,92 +247,73 @@ def _by(values: Tensor, k: int, flipped: bool = False) -> Tensor:
     return values.shape[-1] - 1 - order if flipped else order
 
 
-def _rounded_probabilities(logits: Tensor, p: Tensor, k: int) -> Tensor:
-    return _by(p.bfloat16().float(), k)
-
-
-def _last_of_equals(logits: Tensor, p: Tensor, k: int) -> Tensor:
-    return _by(p, k, flipped=True)
-
-
-def _by_raw_logits(logits: Tensor, p: Tensor, k: int) -> Tensor:
-    return _by(logits, k)
-
-
-def _nan_last(logits: Tensor, p: Tensor, k: int) -> Tensor:
-    return _by(logits.nan_to_num(-torch.inf, posinf=torch.inf), k)
-
-
-def _unsorted(logits: Tensor, p: Tensor, k: int) -> Tensor:
-    return _by(p, k).sort(-1).values
-
-
 def _one_too_low(logits: Tensor, p: Tensor, k: int) -> Tensor:
     indices = _by(p, k + 1)
     return torch.cat([indices[..., : k - 1], indices[..., k:]], -1)
 
 
-def _lse_over_k(logits: Tensor, k: int, **arguments: Any) -> Any:
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
-    return p, indices, lse + p.float().sum(-1).clamp_min(1e-3).log()
-
-
-def _without_sum_over_k(logits: Tensor, k: int, **arguments: Any) -> Any:
+def _without_sum_over_k(given: Any, p: Tensor, indices: Tensor, lse: Tensor) -> Any:
     """Of the gradient of p = exp(z - lse) that through the log-sum-exp is lost."""
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
     lost = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1) * p.detach()
-    return p + lost - lost.detach(), indices, lse
+    return p + _only_in_gradient(lost), indices, lse
 
 
-def _detached_lse(logits: Tensor, k: int, **arguments: Any) -> Any:
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
-    return p, indices, lse.detach() + 0 * p.sum()
-
-
-def _topk_changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    return _changed(megasoftmax.softmax_topk, **changes)
-
-
-def _topk_nearly_zero(logits: Tensor, k: int, **arguments: Any) -> Any:
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
-    excluded = arguments["mask"].expand(logits.shape).gather(-1, indices)
+def _topk_nearly_zero(given: Any, p: Tensor, indices: Tensor, lse: Tensor) -> Any:
+    excluded = given.mask.expand(given.logits.shape).gather(-1, indices)
     return p + excluded * 1e-30, indices, lse
 
 
-def _topk_gradient_at_excluded(logits: Tensor, k: int, **arguments: Any) -> Any:
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
-    touched = (logits * arguments["mask"]).sum(-1, keepdim=True) * 1e-30
-    return p + touched - touched.detach(), indices, lse
-
-
-def _narrow_indices(logits: Tensor, k: int, **arguments: Any) -> Any:
-    p, indices, lse = megasoftmax.softmax_topk(logits, k, **arguments)
-    return p, indices.int(), lse
-
-
-TOPK_FAULTS = {
-    "drops the mask": (_topk_changed(mask=lambda _: None), _topk_case),
-    "drops the bias": (_topk_changed(bias=lambda _: None), _topk_case),
-    "drops the scale": (_topk_changed(scale=lambda _: 1.0), _topk_case),
-    "rounds the scale to bfloat16": (_topk_changed(scale=_rounded), _topk_case),
-    "forgets to renormalise": (_topk_changed(renormalize=lambda _: False), _topk_renormalised),
-    "renormalises unasked": (_topk_changed(renormalize=lambda _: True), _topk_case),
-    "ranks rounded probabilities": (_reselected(_rounded_probabilities), _topk_close_together),
-    "takes the last of equals": (_reselected(_last_of_equals), _topk_of_raw_logits),
-    "ignores the sign of the scale": (_reselected(_by_raw_logits), _topk_of_negative_scale),
-    "ranks logits without their bias": (_reselected(_by_raw_logits), _topk_case),
-    "NaN comes last": (_reselected(_nan_last), _topk_with_nan),
-    "orders by index": (_reselected(_unsorted), _topk_of_raw_logits),
-    "takes K + 1 for K": (_reselected(_one_too_low), _topk_of_raw_logits),
-    "lse over K": (_lse_over_k, _topk_case),
-    "gradient without the sum over K": (_without_sum_over_k, _topk_case),
-    "no gradient of the lse": (_detached_lse, _topk_case),
-    "no gradient of the bias": (_topk_changed(bias=torch.Tensor.detach), _topk_case),
-    "gradient of the bias doubled": (_topk_changed(bias=_doubled_gradient), _topk_case),
-    "excluded entry nearly 0": (_topk_nearly_zero, _topk_case),
-    "gradient at an excluded entry": (_topk_gradient_at_excluded, _topk_case),
-    "indices of 32 bits": (_narrow_indices, _topk_case),
-}
+_by_raw_logits = _reselected(lambda logits, p, k: _by(logits, k))
+TOPK_FAULTS = (
+    _of(
+        _topk_case,
+        {
+            "drops the mask": _topk_changed(mask=lambda _: None),
+            "drops the bias": _topk_changed(bias=lambda _: None),
+            "drops the scale": _topk_changed(scale=lambda _: 1.0),
+            "rounds the scale to bfloat16": _topk_changed(scale=_rounded),
+            "renormalises unasked": _topk_changed(renormalize=lambda _: True),
+            "ranks logits without their bias": _by_raw_logits,
+            "lse over K": _topk_spoilt(
+                lambda _, p, i, lse: (p, i, lse + p.float().sum(-1).clamp_min(1e-3).log())
+            ),
+            "gradient without the sum over K": _topk_spoilt(_without_sum_over_k),
+            "no gradient of the lse": _topk_spoilt(
+                lambda _, p, i, lse: (p, i, lse.detach() + 0 * p.sum())
+            ),
+            "no gradient of the bias": _topk_changed(bias=Tensor.detach),
+            "gradient of the bias doubled": _topk_changed(bias=_doubled_gradient),
+            "excluded entry nearly 0": _topk_spoilt(_topk_nearly_zero),
+            "gradient at an excluded entry": _topk_spoilt(
+                lambda a, p, i, lse: (p + _at_excluded(a.logits, a.mask), i, lse)
+            ),
+            "indices of 32 bits": _topk_spoilt(lambda _, p, i, lse: (p, i.int(), lse)),
+        },
+    )
+    | _of(
+        _topk_of_raw_logits,
+        {
+            "takes the last of equals": _reselected(lambda _, p, k: _by(p, k, flipped=True)),
+            "orders by index": _reselected(lambda _, p, k: _by(p, k).sort(-1).values),
+            "takes K + 1 for K": _reselected(_one_too_low),
+        },
+    )
+    | {
+        "forgets to renormalise": (
+            _topk_changed(renormalize=lambda _: False),
+            partial(_topk_case, renormalize=True),
+        ),
+        "ranks rounded probabilities": (
+            _reselected(lambda _, p, k: _by(p.bfloat16().float(), k)),
+            _topk_close_together,
+        ),
+        "ignores the sign of the scale": (_by_raw_logits, partial(_topk_of_raw_logits, scale=-0.6)),
+        "NaN comes last": (
+            _reselected(lambda x, _, k: _by(x.nan_to_num(-torch.inf, posinf=torch.inf), k)),
+            _topk_with_nan,
+        ),
+    }
+)
 
 
 def test_a_right_reselection_passes() -> None:
@@ -355,13 +351,8 @@ def _relative_case(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return _attention_case(dtype, bias=megasoftmax.RelativeBias(table.requires_grad_()))
 
 
-def _attention_changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    return _changed(megasoftmax.attention, **changes)
-
-
-def _bias_of_the_last_of_a_group(bias: Tensor) -> Tensor:
-    """Not reduced: of examples that share an entry only the second gives it a gradient."""
-    return torch.stack([bias.detach(), bias], 1).flatten(0, 1)
+def _table_changed(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return _attention_changed(bias=lambda bias: megasoftmax.RelativeBias(change(bias.table)))
 
 
 def _interleaved(dim: int) -> Callable[[Tensor], Tensor]:
@@ -369,45 +360,22 @@ def _interleaved(dim: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.cat([tensor, tensor], dim)
 
 
-def _key_of_one_query_head(key: Tensor) -> Tensor:
-    return torch.stack([key.detach(), key], 2).flatten(1, 2)
+def _of_the_last(dim: int) -> Callable[[Tensor], Tensor]:
+    """Of two that share an entry only the second gives it a gradient."""
+    return lambda tensor: torch.stack([tensor.detach(), tensor], dim + 1).flatten(dim, dim + 1)
 
 
-def _shifted_table(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
-    return megasoftmax.RelativeBias(bias.table.roll(1, -1))
-
-
-def _reversed_table(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
-    return megasoftmax.RelativeBias(bias.table.flip(-1))
-
-
-def _table_of_the_first_head(bias: megasoftmax.RelativeBias) -> megasoftmax.RelativeBias:
-    return megasoftmax.RelativeBias(bias.table[:1])
-
-
-def _attention_aligned_top_left(*args: Tensor, mask: Tensor, **arguments: Any) -> Any:
-    upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
-    return megasoftmax.attention(*args, **(arguments | {"causal": False, "mask": mask | upper}))
+def _without_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach() + 0 * tensor
 
 
 def _causal_one_too_far(*args: Tensor, window: tuple[int, int], **arguments: Any) -> Any:
-    return megasoftmax.attention(*args, **(arguments | {"causal": False, "window": (window[0], 1)}))
+    return attention(*args, **(arguments | {"causal": False, "window": (window[0], 1)}))
 
 
-def _attention_lse_without_sink(*args: Tensor, sink: Tensor, **arguments: Any) -> Any:
-    output, _ = megasoftmax.attention(*args, sink=sink, **arguments)
-    return output, megasoftmax.attention(*args, **arguments)[1] + 0 * sink.sum()
-
-
-def _attention_lse_detached(*args: Tensor, **arguments: Any) -> Any:
-    output, lse = megasoftmax.attention(*args, **arguments)
-    return output, lse.detach() + 0 * lse
-
-
-def _gradient_where_bias_is_excluded(*args: Tensor, bias: Tensor, **arguments: Any) -> Any:
-    output, lse = megasoftmax.attention(*args, bias=bias, **arguments)
-    touched = bias[..., 0, -1].sum() * 1e-5  # excluded by causality in every group
-    return output + touched - touched.detach(), lse
+def _gradient_where_bias_is_excluded(given: Any, output: Tensor, lse: Tensor) -> Any:
+    touched = given.bias[..., 0, -1].sum() * 1e-5  # excluded by causality in every group
+    return output + _only_in_gradient(touched), lse
 
 
 def _in_half_throughout(
@@ -418,64 +386,47 @@ def _in_half_throughout(
     key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
     bias = arguments.pop("bias")
     bias = bias.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    p, lse = megasoftmax.softmax((query @ key.mT) * scale, bias=bias, **arguments)
+    p, lse = softmax((query @ key.mT) * scale, bias=bias, **arguments)
     return (p @ value).transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-ATTENTION_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
-    "drops the mask": (_attention_changed(mask=lambda _: None), _attention_case),
-    "drops the bias": (_attention_changed(bias=lambda _: None), _attention_case),
-    "drops the table": (_attention_changed(bias=lambda _: None), _relative_case),
-    "forgets the sink": (_attention_changed(sink=lambda _: None), _attention_case),
-    "takes the default scale": (_attention_changed(scale=lambda _: None), _attention_case),
-    "rounds the scale to bfloat16": (_attention_changed(scale=_rounded), _attention_case),
-    "forgets causality": (_attention_changed(causal=lambda _: False), _attention_case),
-    "causal one too far": (_causal_one_too_far, _attention_case),
-    "causal aligned top-left": (_attention_aligned_top_left, _attention_case),
-    "window one too long": (
-        _attention_changed(window=lambda window: (window[0] + 1, window[1])),
-        _attention_case,
-    ),
-    "window one too short": (
-        _attention_changed(window=lambda window: (window[0] - 1, window[1])),
-        _attention_case,
-    ),
-    "key heads interleaved": (
-        _attention_changed(key=_interleaved(1), value=_interleaved(1)),
-        _attention_case,
-    ),
-    "biases of batches interleaved": (_attention_changed(bias=_interleaved(0)), _attention_case),
-    "biases of heads interleaved": (_attention_changed(bias=_interleaved(1)), _attention_case),
-    "gradient of a key not summed over its heads": (
-        _attention_changed(
-            key=_key_of_one_query_head, value=lambda value: value.repeat_interleave(2, 1)
+ATTENTION_FAULTS = _of(
+    _attention_case,
+    {
+        "drops the mask": _attention_changed(mask=lambda _: None),
+        "drops the bias": _attention_changed(bias=lambda _: None),
+        "forgets the sink": _attention_changed(sink=lambda _: None),
+        "takes the default scale": _attention_changed(scale=lambda _: None),
+        "rounds the scale to bfloat16": _attention_changed(scale=_rounded),
+        "forgets causality": _attention_changed(causal=lambda _: False),
+        "causal one too far": _causal_one_too_far,
+        "causal aligned top-left": _top_left(attention),
+        "window one too long": _attention_changed(window=lambda w: (w[0] + 1, w[1])),
+        "window one too short": _attention_changed(window=lambda w: (w[0] - 1, w[1])),
+        "key heads interleaved": _attention_changed(key=_interleaved(1), value=_interleaved(1)),
+        "biases of batches interleaved": _attention_changed(bias=_interleaved(0)),
+        "biases of heads interleaved": _attention_changed(bias=_interleaved(1)),
+        "gradient of a key not summed over its heads": _attention_changed(
+            key=_of_the_last(1), value=lambda value: value.repeat_interleave(2, 1)
         ),
-        _attention_case,
-    ),
-    "gradient of the bias not reduced": (
-        _attention_changed(bias=_bias_of_the_last_of_a_group),
-        _attention_case,
-    ),
-    "gradient of the bias doubled": (_attention_changed(bias=_doubled_gradient), _attention_case),
-    "no gradient of the bias": (
-        _attention_changed(bias=lambda bias: bias.detach() + 0 * bias),
-        _attention_case,
-    ),
-    "no gradient of the sink": (
-        _attention_changed(sink=lambda sink: sink.detach() + 0 * sink),
-        _attention_case,
-    ),
-    "no gradient of the lse": (_attention_lse_detached, _attention_case),
-    "lse without the sink": (_attention_lse_without_sink, _attention_case),
-    "gradient at an excluded pair": (_gradient_where_bias_is_excluded, _attention_case),
-    "table one too late": (_attention_changed(bias=_shifted_table), _relative_case),
-    "table reversed": (_attention_changed(bias=_reversed_table), _relative_case),
-    "the table of head 0 for all": (
-        _attention_changed(bias=_table_of_the_first_head),
-        _relative_case,
-    ),
-    "logits rounded to bfloat16": (_in_half_throughout, _attention_case),
-}
+        "gradient of the bias not reduced": _attention_changed(bias=_of_the_last(0)),
+        "gradient of the bias doubled": _attention_changed(bias=_doubled_gradient),
+        "no gradient of the bias": _attention_changed(bias=_without_gradient),
+        "no gradient of the sink": _attention_changed(sink=_without_gradient),
+        "no gradient of the lse": _attention_spoilt(lambda _, o, lse: (o, _without_gradient(lse))),
+        "lse without the sink": _lse_without_sink(attention),
+        "gradient at an excluded pair": _attention_spoilt(_gradient_where_bias_is_excluded),
+        "logits rounded to bfloat16": _in_half_throughout,
+    },
+) | _of(
+    _relative_case,
+    {
+        "drops the table": _attention_changed(bias=lambda _: None),
+        "table one too late": _table_changed(lambda table: table.roll(1, -1)),
+        "table reversed": _table_changed(lambda table: table.flip(-1)),
+        "the table of head 0 for all": _table_changed(lambda table: table[:1]),
+    },
+)
 
 # All of them
 
@@ -483,47 +434,27 @@ ATTENTION_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, An
 class Family(NamedTuple):
     function: Callable[..., Any]
     check: Callable[..., Any]
-    faults: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]]
+    faults: dict[str, Fault]
     in_half: set[str]  # faults that are noticed in half precision too
-    only_in_half: set[str]
+    only_in_half: frozenset[str] = frozenset()
 
 
+_IN_HALF = {"drops the mask", "gradient of the bias doubled"}
 FAMILIES = {
     "softmax": Family(
-        megasoftmax.softmax,
-        oracle.check,
-        FAULTS,
-        in_half={
-            "drops the mask",
-            "drops the bias",
-            "forgets the sink",
-            "window one too long",
-            "causal aligned top-left",
-            "no gradient of the sink",
-            "gradient of the bias doubled",
-        },
-        only_in_half=set(),
+        *(softmax, oracle.check, FAULTS),
+        {"drops the bias", "forgets the sink", "window one too long", "causal aligned top-left"}
+        | {"no gradient of the sink", *_IN_HALF},
     ),
     "softmax_topk": Family(
-        megasoftmax.softmax_topk,
-        oracle_topk.check,
-        TOPK_FAULTS,
-        in_half={
-            "drops the mask",
-            "renormalises unasked",
-            "ranks logits without their bias",
-            "gradient without the sum over K",
-            "no gradient of the lse",
-            "gradient of the bias doubled",
-        },
-        only_in_half=set(),
+        *(softmax_topk, oracle_topk.check, TOPK_FAULTS),
+        {"renormalises unasked", "ranks logits without their bias", "no gradient of the lse"}
+        | {"gradient without the sum over K", *_IN_HALF},
     ),
     "attention": Family(
-        megasoftmax.attention,
-        oracle_attention.check,
-        ATTENTION_FAULTS,
-        in_half=set(ATTENTION_FAULTS) - {"rounds the scale to bfloat16", "no gradient of the lse"},
-        only_in_half={"logits rounded to bfloat16"},
+        *(attention, oracle_attention.check, ATTENTION_FAULTS),
+        set(ATTENTION_FAULTS) - {"rounds the scale to bfloat16", "no gradient of the lse"},
+        frozenset({"logits rounded to bfloat16"}),
     ),
 }
 CHECKS = [
@@ -561,16 +492,8 @@ def test_oracle_of_attention_agrees_with_autograd() -> None:
     torch.testing.assert_close(output, expected.output.value)
     torch.testing.assert_close(lse, expected.lse.value)
     g, h = oracle.random_like(output, 1), oracle.random_like(lse, 2)
-    found = oracle_attention.gradients(
-        expected,
-        case["query"],
-        case["key"],
-        g,
-        h,
-        bias=case["bias"],
-        scale=case["scale"],
-        sink=case["sink"],
-    )
+    options = {name: case[name] for name in ("bias", "scale", "sink")}
+    found = oracle_attention.gradients(expected, case["query"], case["key"], g, h, **options)
     wanted = torch.autograd.grad((output, lse), list(leaves.values()), (g, h))
     for name, gradient in zip(leaves, wanted, strict=True):
         torch.testing.assert_close(found[name].value, gradient)
