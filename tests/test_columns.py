@@ -245,20 +245,10 @@ def test_dim_before_ones_is_a_view(path):
 
 def test_strides_of_scores(path):
     wide = path.normal(4, 40, 12)
-    for scores in (
-        wide[1:3],
-        wide[:, 3:],
-        wide[:, ::2],
-        wide[..., 1:],
-        wide[..., ::3],
-        wide.transpose(0, 1),
-        wide.transpose(1, 2),
-        wide.permute(2, 0, 1),
-        wide[:, :1].expand(-1, 7, -1),
-        wide[:1].expand(3, -1, -1),
-        wide[..., :1].expand(-1, -1, 5),
-        wide.view(-1)[1:1201].view(3, 40, 10),
-    ):
+    views = [wide[1:3], wide[:, 3:], wide[:, ::2], wide[..., 1:], wide[..., ::3]]
+    views += [wide.transpose(0, 1), wide.transpose(1, 2), wide.permute(2, 0, 1)]
+    views += [wide[:, :1].expand(-1, 7, -1), wide[:1].expand(3, -1, -1)]
+    for scores in (*views, wide[..., :1].expand(-1, -1, 5), wide.view(-1)[1:1201].view(3, 40, 10)):
         for dim in range(3):
             path.check(scores, dim)
 

@@ -652,20 +652,10 @@ def messages(device, group):
 
 # Models of transformers
 
-LLAMA = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+LLAMA = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LLAMA |= {"max_position_embeddings": 64, "initializer_range": 0.2}
+LLAMA |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 STEPS = 4
 
 
@@ -1095,74 +1085,64 @@ IN_16_BITS = zeros(2, 3, dtype=torch.bfloat16)
 chunk, cat, merge = megasoftmax.zigzag_chunk, megasoftmax.zigzag_cat, megasoftmax.merge_attention
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+WRONG = {
+    ValueError: [
         (
             lambda x: chunk(x, 4, 1),
-            ValueError,
             "tensor: expected a multiple of 2 * ranks, 8, in dimension 1, got shape (2, 12); "
             "pad the sequence",
         ),
-        (lambda x: chunk(x, 0, 1), ValueError, "ranks: expected an integer from 1 on, got 0"),
-        (lambda x: chunk(x, 2.0, 1), TypeError, "ranks: expected an integer from 1 on, got float"),
-        (
-            lambda x: chunk(x, 2, 2),
-            ValueError,
-            "dim: expected a dimension of tensor, (2, 12), got 2",
-        ),
-        (
-            lambda x: cat([x], -3),
-            ValueError,
-            "dim: expected a dimension of tensors[0], (2, 12), got -3",
-        ),
-        (lambda x: cat([], 0), ValueError, "tensors: expected at least one, got none"),
+        (lambda x: chunk(x, 0, 1), "ranks: expected an integer from 1 on, got 0"),
+        (lambda x: chunk(x, 2, 2), "dim: expected a dimension of tensor, (2, 12), got 2"),
+        (lambda x: cat([x], -3), "dim: expected a dimension of tensors[0], (2, 12), got -3"),
+        (lambda x: cat([], 0), "tensors: expected at least one, got none"),
         (
             lambda x: cat([x[:, 1:]], 1),
-            ValueError,
             "tensors[0]: expected an even size of dimension 1, got shape (2, 11)",
         ),
         (
             lambda x: cat([x, x[:, 2:]], 1),
-            ValueError,
             "tensors[1]: expected shape (2, 12), as tensors[0], got (2, 10)",
         ),
-        (lambda x: merge([], []), ValueError, "outputs: expected at least one, got none"),
-        (lambda x: merge([x], []), ValueError, "lses: expected at least one, got none"),
+        (lambda x: merge([], []), "outputs: expected at least one, got none"),
+        (lambda x: merge([x], []), "lses: expected at least one, got none"),
         (
             lambda x: merge([zeros(2, 3), zeros(3, 3)], [zeros(2), zeros(3)]),
-            ValueError,
             "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
         ),
         (
             lambda x: merge([zeros(2, 3)], [zeros(3)]),
-            ValueError,
             "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
             "got (3,)",
         ),
+    ],
+    TypeError: [
+        (lambda x: chunk(x, 2.0, 1), "ranks: expected an integer from 1 on, got float"),
         (
             lambda x: merge([zeros(2, 3).long()], [zeros(2)]),
-            TypeError,
             "outputs[0]: expected float16, bfloat16, float32 or float64, got torch.int64",
         ),
         (
             lambda x: merge([zeros(2, 3), IN_16_BITS], [zeros(2), zeros(2)]),
-            TypeError,
             "outputs[1]: expected torch.float32, as outputs[0], got torch.bfloat16",
         ),
         (
             lambda x: merge([IN_16_BITS], [IN_16_BITS[:, 0]]),
-            TypeError,
             "lses[0]: expected float32 or float64, got torch.bfloat16",
         ),
         (
             lambda x: merge([zeros(2, 3), zeros(2, 3)], [zeros(2), zeros(2).double()]),
-            TypeError,
             "lses[1]: expected torch.float32, as lses[0], got torch.float64",
         ),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
 )
-def test_wrong_arguments(call, error, message):
+def test_wrong_arguments(error, call, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call(zeros(2, 12))
 

@@ -20,6 +20,11 @@ BINDINGS = CSRC / "bindings"
 INTEGRATIONS = ROOT / "integrations"
 PYTHON_FILES = sorted([*PACKAGE.rglob("*.py"), *INTEGRATIONS.rglob("*.py")])
 
+
+def _names(text):
+    return set(text.split())
+
+
 # A family of kernels -> the families that it may include beside itself.
 FAMILIES = {
     "common": set(),
@@ -53,91 +58,27 @@ LAYERS = {
     "distributed": {"autograd", "checks", "ops", "reference"},
     "host": {"autograd", "biases", "build", "dispatch", "ops"},
     "autocast": set(),
-    "functions": {
-        "arguments",
-        "autocast",
-        "autograd",
-        "biases",
-        "checks",
-        "distributed",
-        "dispatch",
-        "host",
-        "limits",
-        "masks",
-        "ops",
-        "options",
-        "ranges",
-        "reference",
-        "tracing",
-    },
+    "functions": _names(
+        "arguments autocast autograd biases checks distributed dispatch host limits masks ops "
+        "options ranges reference tracing"
+    ),
     "layers": {"functions"},
-    "modules": {
-        "arguments",
-        "autocast",
-        "biases",
-        "checks",
-        "dispatch",
-        "functions",
-        "host",
-        "masks",
-        "options",
-    },
-    "megasoftmax": {
-        "biases",
-        "dispatch",
-        "distributed",
-        "functions",
-        "layers",
-        "masks",
-        "modules",
-        "ranges",
-    },
-    "integrations": {
-        "_extras",
-        "arguments",
-        "autocast",
-        "biases",
-        "checks",
-        "functions",
-        "megasoftmax",
-        "modules",
-        "options",
-        "tracing",
-    },
+    "modules": _names("arguments autocast biases checks dispatch functions host masks options"),
+    "megasoftmax": _names("biases dispatch distributed functions layers masks modules ranges"),
+    "integrations": _names(
+        "_extras arguments autocast biases checks functions megasoftmax modules options tracing"
+    ),
     "regression": {"integrations", "megasoftmax"},
-    "__main__": {
-        "_export_kernels",
-        "_extras",
-        "_progress",
-        "_tables",
-        "build",
-        "explain",
-        "limits",
-        "megasoftmax",
-        "regression",
-    },
+    "__main__": _names(
+        "_export_kernels _extras _progress _tables build explain limits megasoftmax regression"
+    ),
 }
 
 # Layers that run once per call, where an import would cost time and hide an arrow.
-HOT = {
-    "arguments",
-    "autocast",
-    "autograd",
-    "biases",
-    "checks",
-    "distributed",
-    "dispatch",
-    "functions",
-    "host",
-    "layers",
-    "masks",
-    "modules",
-    "ops",
-    "options",
-    "ranges",
-    "reference",
-    "tracing",
-}
+HOT = _names(
+    "arguments autocast autograd biases checks distributed dispatch functions host layers masks "
+    "modules ops options ranges reference tracing"
+)
 
 
 def _module(path: Path) -> str:

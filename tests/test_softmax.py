@@ -116,22 +116,11 @@ def test_short_rows(variant, columns, dtype, device, drops):
     check_variant(variant, (2, 3, 5, columns), dtype, device, drops)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (),
-        (37,),
-        (1,),
-        (5, 37),
-        (5, 1),
-        (3, 5, 37),
-        (3, 1, 1),
-        (2, 1, 1, 37),
-        (2, 1, 5, 1),
-        (1, 3, 5, 37),
-        (2, 3, 5, 37),
-    ],
-)
+BROADCAST = [(), (37,), (1,), (5, 37), (5, 1), (3, 5, 37), (3, 1, 1), (2, 1, 1, 37), (2, 1, 5, 1)]
+BROADCAST += [(1, 3, 5, 37), (2, 3, 5, 37)]
+
+
+@pytest.mark.parametrize("shape", BROADCAST)
 def test_mask_and_bias_broadcast(shape, device):
     scores = normal(*SHAPE, device=device)
     mask = coin(*shape, device=device) if shape else torch.tensor(False, device=device)
@@ -546,20 +535,10 @@ def test_ranks(shape, dtype, device):
         check(scores, sink=sink, bias=normal(*shape[-3:], device=device).requires_grad_())
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (0,),
-        (4, 0),
-        (0, 7),
-        (0, 3, 5, 7),
-        (2, 0, 5, 7),
-        (2, 3, 0, 7),
-        (2, 3, 5, 0),
-        (0, 0),
-        (2, 0, 3, 5, 7),
-    ],
-)
+EMPTY = [(0,), (4, 0), (0, 7), (0, 3, 5, 7), (2, 0, 5, 7), (2, 3, 0, 7), (2, 3, 5, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("shape", [*EMPTY, (2, 0, 3, 5, 7)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty(shape, dtype, device):
     scores = normal(*shape, device=device, dtype=dtype)
@@ -858,14 +837,8 @@ def test_gradient_of_a_bias_that_many_rows_share(shape, dtype, drops):
     batch, heads, queries, keys = shape
     scores = normal(*shape, device="cuda", dtype=dtype)
     options = dropped(scores) if drops else {}
-    for sizes in (
-        (keys,),
-        (heads, 1, keys),
-        (1, heads, queries, keys),
-        (batch, 1, 1, keys),
-        (batch, 1, queries, keys),
-        (queries, keys),
-    ):
+    shapes = [(keys,), (heads, 1, keys), (1, heads, queries, keys), (queries, keys)]
+    for sizes in (*shapes, (batch, 1, 1, keys), (batch, 1, queries, keys)):
         bias = normal(*sizes, device="cuda", dtype=dtype, seed=2).requires_grad_()
         check(scores, bias=bias, what=f"bias {sizes}", **options)
         check(scores, bias=bias, what=f"bias {sizes}", causal=True, window=(40, 0), **options)
@@ -958,7 +931,9 @@ def test_the_same_call_gives_the_same_bits(dtype, drops, columns, bias_shape, si
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sink", [None, 0.5])
-def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype, columns, masked, causal, sink, device):
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
+    dtype, columns, masked, causal, sink, device
+):
     if columns > 10000 and device == "cpu":
         pytest.skip("long rows are for the kernels")
     scores = normal(6, 3, 4, columns, device=device, dtype=dtype)

@@ -589,16 +589,9 @@ def test_same_bits_every_time(device):
 
 def forward_op(logits, k, *, candidates=False, **given):
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return topk_forward(
-        logits,
-        k,
-        given.get("scale", 1.0),
-        given.get("mask"),
-        given.get("bias"),
-        given.get("renormalize", False),
-        given.get("dtype", dtype),
-        candidates,
-    )
+    options = (given.get("scale", 1.0), given.get("mask"), given.get("bias"))
+    rest = (given.get("renormalize", False), given.get("dtype", dtype), candidates)
+    return topk_forward(logits, k, *options, *rest)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -660,20 +653,9 @@ def test_backward_of_a_shard(renormalize, device):
 
         def backward(begin, end, p=p, i=indices, s=statistics, h=lse_gradient):
             part = slice(begin, end)
-            return topk_backward(
-                g,
-                p,
-                i - begin,
-                h,
-                logits[:, part],
-                s,
-                0.7,
-                mask[:, part],
-                bias[:, part],
-                renormalize,
-                0.7,
-                torch.float32,
-            )
+            tensors = (g, p, i - begin, h, logits[:, part], s)
+            limits = (mask[:, part], bias[:, part], renormalize)
+            return topk_backward(*tensors, 0.7, *limits, 0.7, torch.float32)
 
         whole = backward(0, 60)
         parts = torch.cat([backward(0, 13), backward(13, 14), backward(14, 60)], -1)
