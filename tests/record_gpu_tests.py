@@ -24,11 +24,11 @@ FIELDS = ["passed", "failed", "skipped", "failures", "note"]
 class Recorder:
     """A plugin of pytest that counts what a run ends with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: dict[str, int] = {}
         self.failures = ""
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter):
         stats = terminalreporter.stats
         failed = [*stats.get("failed", []), *stats.get("error", [])]
         files = Counter(report.nodeid.partition("::")[0] for report in failed)
@@ -37,7 +37,7 @@ class Recorder:
         self.counts["failed"] = len(failed)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="Run the tests and record their counts.")
     parser.add_argument("--commit", default="", help="of a copy without git")
     parser.add_argument("--note", default="", help="such as the cause of a failure")

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +64,7 @@ NEVER_LAUNCHED = ("probe",)  # device.cu asks the driver about it
 # Kernels
 
 
-def demangled(symbol: str) -> str:
+def demangled(symbol):
     """By libstdc++, which torch's profiler uses too."""
     standard = ctypes.CDLL("libstdc++.so.6")
     demangle = standard.__cxa_demangle
@@ -79,7 +78,7 @@ def demangled(symbol: str) -> str:
     return name
 
 
-def kernel_name(text: str) -> str:
+def kernel_name(text):
     """A kernel in one spelling: template arguments without namespaces, casts and parameters."""
     name = demangled(text) if text.startswith("_Z") else text
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
@@ -89,25 +88,25 @@ def kernel_name(text: str) -> str:
     return re.sub(r"\s*([<>,])\s*", r"\1", name)
 
 
-def family_of(kernel: str) -> str:
+def family_of(kernel):
     """Tiny rows of the softmax have kernels by another name."""
     return kernel.split("_")[0].replace("flat", "softmax")
 
 
-def kernels_of_binary(binary: Path) -> set[str]:
+def kernels_of_binary(binary):
     """Takes cuobjdump under a second: it reads symbols alone."""
     command = [find_tool("cuobjdump"), "--dump-elf-symbols", binary]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return kernels_in(listed)
 
 
-def kernels_in(symbols: str) -> set[str]:
+def kernels_in(symbols):
     """The kernels that cuobjdump lists; a symbol of every architecture and file counts once."""
     found = {kernel_name(name) for name in re.findall(r"STO_ENTRY\s+(\S+)", symbols)}
     return found.difference(NEVER_LAUNCHED)
 
 
-def loaded() -> Path:
+def loaded():
     """The compiled part, loaded, and built before if need be."""
     status = library.load()
     if status.path is None:
@@ -115,7 +114,7 @@ def loaded() -> Path:
     return status.path
 
 
-def find_tool(name: str) -> str:
+def find_tool(name):
     """A program of the CUDA toolkit."""
     nvcc = extension.find_nvcc()
     folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
@@ -137,13 +136,13 @@ class Finding:
     lines: list[str]
 
     @property
-    def kernel(self) -> str | None:
+    def kernel(self):
         """The outermost function of this library that it names."""
         found = re.findall(r"(megasoftmax::.*?)\+0x", "\n".join(self.lines))
         return kernel_name(found[-1]) if found else None
 
     @property
-    def is_ours(self) -> bool:
+    def is_ours(self):
         """Whether it may be a fault of this library: initcheck looks at torch's kernels too."""
         text = "\n".join(self.lines)
         return "megasoftmax" in text or re.search(r"\b(at|c10|cub|thrust)::", text) is None
@@ -171,7 +170,7 @@ REMARKS = (
 )
 
 
-def parse(text: str) -> Output:
+def parse(text):
     """Lines of the worker, and reports of compute-sanitizer between them."""
     output = Output()
     for line in text.splitlines():
@@ -220,7 +219,7 @@ class Done:
     seconds: float
 
 
-def jobs_for(tool: str, chosen: Sequence[Case], count: int) -> list[Job]:
+def jobs_for(tool, chosen, count):
     """Shares of about the same duration: cases of a kind are spread."""
     if tool == "synccheck":  # aborts where clusters have more blocks than all GPUs support
         chosen = [case for case in chosen if not case.has_large_clusters]
@@ -229,7 +228,7 @@ def jobs_for(tool: str, chosen: Sequence[Case], count: int) -> list[Job]:
     return [Job(tool, number, share) for number, share in enumerate(shares) if share]
 
 
-def run_job(job: Job, port: int, seconds: float) -> Done:
+def run_job(job, port, seconds):
     """Waits for a process of a job, and ends it when it takes longer."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +266,7 @@ def run_job(job: Job, port: int, seconds: float) -> Done:
     return Done(job, output, why_failed(job, output, status, text), time.perf_counter() - start)
 
 
-def why_failed(job: Job, output: Output, status: int, text: str) -> str | None:
+def why_failed(job, output, status, text):
     """Of a process that did not do its job, whatever it found until then."""
     if status not in (0, FOUND):
         problem = f"ended with status {status}"
@@ -287,7 +286,7 @@ def why_failed(job: Job, output: Output, status: int, text: str) -> str | None:
     return f"{job.tool}, process {job.number}: {problem}; last case: {last}\n{tail}"
 
 
-def run_all(jobs: Sequence[Job], processes: int, seconds: float) -> list[Done]:
+def run_all(jobs, processes, seconds):
     """As many at a time as there are to be processes."""
     with ThreadPoolExecutor(processes) as pool:
         pending = [
@@ -301,13 +300,13 @@ def run_all(jobs: Sequence[Job], processes: int, seconds: float) -> list[Done]:
     return done
 
 
-def work(names: Path, device: str, profiled: bool, is_brief: bool) -> None:
+def work(names, device, profiled, is_brief):
     """What a process runs: marks of cases on stdout, between which the tool prints."""
     by_name = {case.name: case for case in cases()}
     if device == "cuda":
         loaded()
 
-    def run_cases() -> None:
+    def run_cases():
         for name in names.read_text().splitlines():
             print(f"case: {name}", flush=True)
             try:
@@ -332,9 +331,9 @@ def work(names: Path, device: str, profiled: bool, is_brief: bool) -> None:
 # Reports
 
 
-def report_failures(done: Iterable[Done]) -> int:
+def report_failures(done):
     """Prints findings, kernel by kernel, and failures; how many there are."""
-    found: dict[tuple[str, str | None], list[Finding]] = {}
+    found = {}
     failures, others = [], 0
     for each in done:
         for finding in each.output.findings:
@@ -355,9 +354,7 @@ def report_failures(done: Iterable[Done]) -> int:
     return sum(map(len, found.values())) + len(failures)
 
 
-def table(
-    done: Sequence[Done], tools: Sequence[str], ran: dict[str, set[str]], binary: set[str]
-) -> Iterator[dict[str, object]]:
+def table(done, tools, ran, binary):
     """A line for each tool and family."""
     for tool, family in itertools.product(tools, FAMILIES):
         mine = [each.output for each in done if each.job.tool == tool]
@@ -375,7 +372,7 @@ def table(
             }
 
 
-def check(arguments: argparse.Namespace) -> int:
+def check(arguments):
     """Coverage, then the tools."""
     families, tools = arguments.family or FAMILIES, arguments.tool or list(TOOLS)
     chosen = [
@@ -409,7 +406,7 @@ def check(arguments: argparse.Namespace) -> int:
     return 1 if failures or missed else 0
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

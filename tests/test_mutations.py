@@ -18,7 +18,7 @@ import megasoftmax
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 5, 23
 
 
-def _case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+def _case(dtype=torch.float32, **changes):
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, QUERIES, KEYS)
     scores = 3 * torch.randn(shape, generator=generator)
@@ -37,11 +37,11 @@ def _case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
     return case | changes
 
 
-def _changed(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> Callable[..., Any]:
+def _changed(function, **changes):
     """The function, with some arguments replaced by what a change makes of them."""
     names = tuple(inspect.signature(function).parameters)
 
-    def faulty(*args: Any, **arguments: Any) -> Any:
+    def faulty(*args, **arguments):
         arguments |= dict(zip(names, args, strict=False))
         changed = {name: change(arguments.get(name)) for name, change in changes.items()}
         return function(**(arguments | changed))
@@ -49,11 +49,11 @@ def _changed(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> C
     return faulty
 
 
-def _spoilt(function: Callable[..., Any], spoil: Callable[..., Any]) -> Callable[..., Any]:
+def _spoilt(function, spoil):
     """The function, with what a change makes of the arguments by name and of the results."""
     names = tuple(inspect.signature(function).parameters)
 
-    def faulty(*args: Any, **arguments: Any) -> Any:
+    def faulty(*args, **arguments):
         given = SimpleNamespace(**arguments, **dict(zip(names, args, strict=False)))
         return spoil(given, *function(*args, **arguments))
 
@@ -67,35 +67,35 @@ _topk_changed, _topk_spoilt = partial(_changed, softmax_topk), partial(_spoilt, 
 _attention_changed, _attention_spoilt = partial(_changed, attention), partial(_spoilt, attention)
 
 
-def _rounded(scale: float) -> float:
+def _rounded(scale):
     return torch.tensor(scale).bfloat16().item()
 
 
-def _only_in_gradient(values: Tensor) -> Tensor:
+def _only_in_gradient(values):
     """0, with the gradient of the values."""
     return values - values.detach()
 
 
-def _at_excluded(tensor: Tensor, mask: Tensor) -> Tensor:
+def _at_excluded(tensor, mask):
     return _only_in_gradient((tensor * mask).sum(-1, keepdim=True) * 1e-30)
 
 
-def _doubled_gradient(tensor: Tensor) -> Tensor:
+def _doubled_gradient(tensor):
     return tensor + _only_in_gradient(tensor)
 
 
-def _top_left(function: Callable[..., Any]) -> Callable[..., Any]:
+def _top_left(function):
     """Causal masks that begin with the first key."""
 
-    def faulty(*args: Tensor, mask: Tensor, **arguments: Any) -> Any:
+    def faulty(*args, mask, **arguments):
         upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
         return function(*args, **(arguments | {"causal": False, "mask": mask | upper}))
 
     return faulty
 
 
-def _lse_without_sink(function: Callable[..., Any]) -> Callable[..., Any]:
-    def faulty(*args: Tensor, sink: Tensor, **arguments: Any) -> Any:
+def _lse_without_sink(function):
+    def faulty(*args, sink, **arguments):
         result, _ = function(*args, sink=sink, **arguments)
         return result, function(*args, **arguments)[1] + 0 * sink.sum()
 
@@ -105,11 +105,11 @@ def _lse_without_sink(function: Callable[..., Any]) -> Callable[..., Any]:
 Fault = tuple[Callable[..., Any], Callable[..., dict[str, Any]]]  # the function and its arguments
 
 
-def _of(case: Callable[..., Any], faults: dict[str, Callable[..., Any]]) -> dict[str, Fault]:
+def _of(case, faults):
     return {name: (faulty, case) for name, faulty in faults.items()}
 
 
-def _case_with_nan(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _case_with_nan(dtype=torch.float32):
     case = _case(dtype)
     scores = case["scores"].clone()
     scores[0, 1, 3, 12] = torch.nan
@@ -153,7 +153,7 @@ FAULTS = _of(
 
 
 @pytest.mark.parametrize("error", [3e-5, -3e-5])
-def test_relative_error_is_noticed(error: float) -> None:
+def test_relative_error_is_noticed(error):
     expected = oracle.softmax(_case()["scores"]).probabilities
     oracle.assert_matches(expected.float(), expected, torch.float32)
     with pytest.raises(AssertionError, match="norm"):
@@ -164,7 +164,7 @@ def test_relative_error_is_noticed(error: float) -> None:
         oracle.assert_matches(one.float(), expected, torch.float32)
 
 
-def test_oracle_agrees_with_autograd() -> None:
+def test_oracle_agrees_with_autograd():
     case = _case(torch.float64)
     scores = case["scores"].requires_grad_()
     bias, sink = case["bias"], case["sink"].detach().double().requires_grad_()
@@ -195,7 +195,7 @@ def test_oracle_agrees_with_autograd() -> None:
 # Softmax + top-k
 
 
-def _topk_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+def _topk_case(dtype=torch.float32, **changes):
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, QUERIES, KEYS)
     mask = torch.rand(BATCH, 1, KEYS, generator=generator) < 0.3
@@ -210,29 +210,29 @@ def _topk_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, 
     return case | changes
 
 
-def _topk_of_raw_logits(**changes: Any) -> dict[str, Any]:
+def _topk_of_raw_logits(**changes):
     """Without a bias, which decides about the order; with equals."""
     case = _topk_case(**changes)
     return case | {"logits": (2 * case["logits"]).round() / 2, "bias": None, "mask": None}
 
 
-def _topk_with_nan(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _topk_with_nan(dtype=torch.float32):
     case = _topk_of_raw_logits(dtype=dtype)
     case["logits"][0, 2, 7], case["logits"][0, 2, 3] = torch.nan, torch.inf
     return case
 
 
-def _topk_close_together(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _topk_close_together(dtype=torch.float32):
     case = _topk_of_raw_logits(dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(BATCH, QUERIES, KEYS, generator=generator) * 1e-4
     return case | {"logits": logits.to(dtype)}
 
 
-def _reselected(order: Callable[..., Tensor]) -> Callable[..., Any]:
+def _reselected(order):
     """Takes the entries at `order(logits, p, k)` of the whole softmax p."""
 
-    def faulty(logits: Tensor, k: int, *, dtype: torch.dtype | None = None, **given: Any) -> Any:
+    def faulty(logits, k, *, dtype=None, **given):
         options = {name: given[name] for name in ("scale", "mask", "bias")}
         p, lse = softmax(logits, **options, dtype=dtype, return_lse=True)
         indices = order(logits.detach(), p.detach(), k).contiguous()
@@ -241,24 +241,24 @@ def _reselected(order: Callable[..., Tensor]) -> Callable[..., Any]:
     return faulty
 
 
-def _by(values: Tensor, k: int, flipped: bool = False) -> Tensor:
+def _by(values, k, flipped=False):
     values = values.flip(-1) if flipped else values
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return values.shape[-1] - 1 - order if flipped else order
 
 
-def _one_too_low(logits: Tensor, p: Tensor, k: int) -> Tensor:
+def _one_too_low(logits, p, k):
     indices = _by(p, k + 1)
     return torch.cat([indices[..., : k - 1], indices[..., k:]], -1)
 
 
-def _without_sum_over_k(given: Any, p: Tensor, indices: Tensor, lse: Tensor) -> Any:
+def _without_sum_over_k(given, p, indices, lse):
     """Of the gradient of p = exp(z - lse) that through the log-sum-exp is lost."""
     lost = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1) * p.detach()
     return p + _only_in_gradient(lost), indices, lse
 
 
-def _topk_nearly_zero(given: Any, p: Tensor, indices: Tensor, lse: Tensor) -> Any:
+def _topk_nearly_zero(given, p, indices, lse):
     excluded = given.mask.expand(given.logits.shape).gather(-1, indices)
     return p + excluded * 1e-30, indices, lse
 
@@ -316,7 +316,7 @@ TOPK_FAULTS = (
 )
 
 
-def test_a_right_reselection_passes() -> None:
+def test_a_right_reselection_passes():
     """What makes the faults above fail is their order, not how they are made."""
     right = _reselected(lambda logits, p, k: _by(logits, k))
     oracle_topk.check(right, **_topk_of_raw_logits())
@@ -326,10 +326,10 @@ def test_a_right_reselection_passes() -> None:
 # Attention
 
 
-def _attention_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+def _attention_case(dtype=torch.float32, **changes):
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator)
 
     case = {
@@ -346,41 +346,39 @@ def _attention_case(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[
     return case | changes
 
 
-def _relative_case(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _relative_case(dtype=torch.float32):
     table = torch.randn(4, 27, generator=torch.Generator().manual_seed(1)).to(dtype)
     return _attention_case(dtype, bias=megasoftmax.RelativeBias(table.requires_grad_()))
 
 
-def _table_changed(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _table_changed(change):
     return _attention_changed(bias=lambda bias: megasoftmax.RelativeBias(change(bias.table)))
 
 
-def _interleaved(dim: int) -> Callable[[Tensor], Tensor]:
+def _interleaved(dim):
     """Example or head i takes entry i % count, not i // group."""
     return lambda tensor: torch.cat([tensor, tensor], dim)
 
 
-def _of_the_last(dim: int) -> Callable[[Tensor], Tensor]:
+def _of_the_last(dim):
     """Of two that share an entry only the second gives it a gradient."""
     return lambda tensor: torch.stack([tensor.detach(), tensor], dim + 1).flatten(dim, dim + 1)
 
 
-def _without_gradient(tensor: Tensor) -> Tensor:
+def _without_gradient(tensor):
     return tensor.detach() + 0 * tensor
 
 
-def _causal_one_too_far(*args: Tensor, window: tuple[int, int], **arguments: Any) -> Any:
+def _causal_one_too_far(*args, window, **arguments):
     return attention(*args, **(arguments | {"causal": False, "window": (window[0], 1)}))
 
 
-def _gradient_where_bias_is_excluded(given: Any, output: Tensor, lse: Tensor) -> Any:
+def _gradient_where_bias_is_excluded(given, output, lse):
     touched = given.bias[..., 0, -1].sum() * 1e-5  # excluded by causality in every group
     return output + _only_in_gradient(touched), lse
 
 
-def _in_half_throughout(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, **arguments: Any
-) -> Any:
+def _in_half_throughout(query, key, value, *, scale, **arguments):
     """Logits and probabilities rounded to the type of the query."""
     shared = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
@@ -468,7 +466,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(("family", "fault", "dtype"), CHECKS)
-def test_fault_is_noticed(family: Family, fault: str, dtype: torch.dtype) -> None:
+def test_fault_is_noticed(family, fault, dtype):
     """And the function itself passes with the same arguments."""
     faulty, case = family.faults[fault]
     family.check(family.function, **case(dtype=dtype))
@@ -476,7 +474,7 @@ def test_fault_is_noticed(family: Family, fault: str, dtype: torch.dtype) -> Non
         family.check(faulty, **case(dtype=dtype))
 
 
-def test_oracle_of_attention_agrees_with_autograd() -> None:
+def test_oracle_of_attention_agrees_with_autograd():
     case = _attention_case(torch.float64)
     leaves = {
         name: case[name].detach().requires_grad_()
