@@ -81,7 +81,7 @@ HOT = _names(
 )
 
 
-def _module(path: Path) -> str:
+def _module(path):
     """The dotted name of a file, as it is imported."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     return f"megasoftmax.{name}" if path.is_relative_to(INTEGRATIONS) else name
@@ -90,11 +90,11 @@ def _module(path: Path) -> str:
 MODULES = {_module(path): path for path in PYTHON_FILES}
 
 
-def _layer(module: str) -> str:
+def _layer(module):
     return module.removeprefix("megasoftmax.").split(".")[0]
 
 
-def _imports(path: Path) -> set[str]:
+def _imports(path):
     """Absolute dotted names of the modules that a file imports, at any depth of nesting."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -107,12 +107,12 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-def _own(module: str) -> set[str]:
+def _own(module):
     """The other modules of the package that a module imports."""
     return {name for name in _imports(MODULES[module]) if name in MODULES} - {module}
 
 
-def _in_layers(layers: set[str]) -> list[str]:
+def _in_layers(layers):
     return [module for module in MODULES if _layer(module) in layers]
 
 
