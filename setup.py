@@ -42,12 +42,31 @@ def _compiled_part() -> dict[str, Any]:
             return {}
         nvcc = build.check_tools()
         names = build.architectures(nvcc.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
+        arguments = build.setup_arguments("megasoftmax._C", nvcc, names)
     except build.BuildError as error:
         sys.exit(f"megasoftmax: {error}")
-    arguments = build.setup_arguments("megasoftmax._C", nvcc, names)
     for extension in arguments["ext_modules"]:
         extension.sources = [os.path.relpath(path) for path in extension.sources]  # for the sdist
     return arguments
+
+
+def _packages(is_compiled: bool) -> list[str]:
+    """All packages. A wheel with kernels also has what `nox -s hosts` compiled of csrc/host."""
+    integrations = setuptools.find_packages(include=["integrations*"])
+    names = [*setuptools.find_packages(include=["megasoftmax*"]), "megasoftmax.csrc"]
+    names += [f"megasoftmax.{name}" for name in integrations]
+    is_wheel = is_compiled and "bdist_wheel" in sys.argv
+    if is_wheel and any(Path(__file__).parent.glob("build/hosts/*.so")):
+        names.append("megasoftmax.hosts")
+    return names
+
+
+def _label() -> str:
+    """MEGASOFTMAX_LABEL as a local version, such as +sm90 of a wheel for one architecture."""
+    label = os.environ.get("MEGASOFTMAX_LABEL", "")
+    if re.fullmatch(r"([a-z0-9]+(\.[a-z0-9]+)*)?", label) is None:
+        sys.exit(f"megasoftmax: MEGASOFTMAX_LABEL: expected a local version, got {label!r}")
+    return label and f"+{label}"
 
 
 def _readme() -> str:
@@ -59,17 +78,15 @@ def _readme() -> str:
 
 
 _check_setuptools()
+compiled_part = _compiled_part()
 setup(
-    **_compiled_part(),
-    packages=[
-        *setuptools.find_packages(include=["megasoftmax*"]),
-        *(f"megasoftmax.{name}" for name in setuptools.find_packages(include=["integrations*"])),
-        "megasoftmax.csrc",
-    ],
+    **compiled_part,
+    packages=_packages(bool(compiled_part)),
     long_description=_readme(),
     long_description_content_type="text/markdown",
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},  # one library serves every Python from 3.11 on
+        "egg_info": {"tag_build": _label()},
         "global": {"verbose": "0"},  # warnings, but not a line for each file
     },
 )

@@ -12,15 +12,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask
-from megasoftmax.limits import kernel_limits
+from megasoftmax.check.draws import (
+    BFLOAT,
+    FLOAT,
+    HALF,
+    HEAD_DIMS,
+    INF,
+    MAX_FLOAT_HEAD_DIM,
+    MAX_K,
+    NAN,
+    Data,
+    Drawn,
+    Layout,
+    Mask,
+    Ranges,
+    Shape,
+    chance,
+    draw_broadcast,
+    draw_columns,
+    draw_divisor,
+    draw_most,
+    draw_size,
+    draw_window,
+    made,
+    rounded,
+    unless_fused,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import oracle
@@ -28,273 +52,8 @@ import oracle_attention
 import oracle_topk
 from inputs import KERNELS, attention_kernels
 
-HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-INF, NAN = torch.inf, torch.nan
-Shape = tuple[int, ...]
 Deviations = dict[str, oracle.Deviation]
-
-EDGES = sorted(
-    {1, 2, 3, 5, 1000, 3000, 20000}
-    | {2**power + step for power in range(3, 18) for step in (-1, 0, 1)}
-)
-LIMITS = kernel_limits()
-MAX_HEAD_DIM, MAX_K = LIMITS.attention["kMaxHeadDim"], LIMITS.topk["kMaxK"]
-MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
-CHUNKS = sorted({each.max_chunks for each in LIMITS.forward + LIMITS.backward if each.max_chunks})
 MAGNITUDES = (1.0, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
-LARGE = 16  # times the usual size
-
-
-class NotFusedError(Exception):
-    """The kernels do not take this configuration; says why."""
-
-
-# Draws
-
-
-def chance(random: Random, odds: float) -> bool:
-    return random.random() < odds
-
-
-def draw_most(random: Random, usual: int) -> int:
-    """How many scores a configuration may have: small ones are frequent, large ones rare."""
-    if chance(random, 0.02):
-        return LARGE * usual
-    return int(2 ** random.uniform(4, math.log2(usual)))
-
-
-def draw_size(random: Random, most: int) -> int:
-    """From 1 on; edges are frequent."""
-    if chance(random, 0.25):
-        return int(max(most, 1) ** random.random())
-    return random.choice([edge for edge in EDGES if edge <= max(most, 1)])
-
-
-def draw_columns(random: Random, most: int, dtype: torch.dtype) -> int:
-    """The length of a row: edges of sizes, or of the tables in limits.h, or as long as may be."""
-    pack = 16 // dtype.itemsize
-    kind = random.choices(("size", "table", "long"), (60, 35, 5))[0]
-    edges = [chunks * pack for chunks in CHUNKS if chunks * pack <= most]
-    if kind == "table" and edges:
-        return random.choice(edges) + random.choice((1 - pack, -1, 0, 1))
-    return most if kind == "long" else draw_size(random, min(most, 1100))
-
-
-def draw_broadcast(random: Random, shape: Shape) -> Shape:
-    """A shape that broadcasts to `shape`: sizes of 1, and leading dimensions that are missing."""
-    kept = [size if chance(random, 0.7) else 1 for size in shape]
-    missing = random.randrange(len(shape) + 1) if chance(random, 0.3) else 0
-    return tuple(kept[missing:])
-
-
-def draw_divisor(random: Random, size: int) -> int:
-    return random.choice([part for part in range(1, size + 1) if size % part == 0])
-
-
-def draw_window(random: Random, keys: int) -> tuple[int, int] | None:
-    """(left, right), often narrow."""
-    if not chance(random, 0.25):
-        return None
-    sides = [0, 1, random.randrange(8), random.randrange(keys), random.randrange(2 * keys)]
-    return random.choice([-1, *sides]), random.choice([-1, *sides])
-
-
-# Tensors
-
-
-class Data:
-    """Random tensors: the same for the same seed on the same kind of device."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(self, shape: Shape) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device)
-
-    def coin(self, shape: Shape, odds: float) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.device) < odds
-
-
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`; what is finite stays finite."""
-    values, limit = values.double(), torch.finfo(dtype).max
-    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
-
-
-class Drawn(SimpleNamespace):
-    """What was drawn, by name; says what is not None, False or `usual`."""
-
-    family = ""
-    nothing = "none"
-    usual: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, **drawn: Any) -> None:
-        super().__init__(**(self.usual | drawn))
-
-    def __str__(self) -> str:
-        found = []
-        for name, value in vars(self).items():
-            if (
-                value is None
-                or value is False
-                or (name in self.usual and value == self.usual[name])
-            ):
-                continue
-            name = name.replace("_", " ")
-            words = str(value).removeprefix("torch.")
-            found.append(name if value is True else f"{name} {words}")
-        text = ", ".join(found) or self.nothing
-        return f"{self.family}: {text}" if self.family else f"({text})"
-
-
-class Layout(Drawn):
-    """How a tensor lies in its storage, which ends where the tensor ends.
-
-    order: of the dimensions in memory. step: between elements of the last of them. padding:
-    elements behind each of its rows, NaN. offset: elements before the first. expanded: the
-    dimension of stride 0.
-    """
-
-    nothing = "contiguous"
-    usual: ClassVar[dict[str, Any]] = {
-        "order": "as it is",
-        "step": 1,
-        "padding": 0,
-        "offset": 0,
-        "expanded": None,
-    }
-
-    @classmethod
-    def draw(cls, random: Random, rank: int = 4) -> "Layout":
-        if chance(random, 0.4) or rank == 0:
-            return cls()
-        orders = ("keys and queries swapped", "queries and heads swapped", "reversed")
-        return cls(
-            order=random.choice(orders) if chance(random, 0.4) else "as it is",
-            step=2 if chance(random, 0.1) else 1,
-            padding=random.choice((0, 0, 0, 1, 3, 8)),
-            offset=random.choice((0, 0, 1, 2, 3, 4, 7, 8)),
-            expanded=random.randrange(rank) if chance(random, 0.15) else None,
-        )
-
-    def place(self, values: Tensor) -> Tensor:
-        """The values, laid out so. Of the expanded dimension only the first is used."""
-        if self == Layout() or values.numel() == 0:
-            return values
-        dims = list(range(values.dim()))
-        if self.order == "keys and queries swapped":
-            dims[-2:] = dims[-2:][::-1]
-        elif self.order == "queries and heads swapped":
-            dims[-3:-1] = dims[-3:-1][::-1]
-        elif self.order == "reversed":
-            dims.reverse()
-        strides, stride = [0] * len(dims), self.step
-        for dim in reversed(dims):
-            if dim == self.expanded:
-                continue
-            strides[dim] = stride
-            stride = stride * values.shape[dim] + (self.padding if dim == dims[-1] else 0)
-        ends = [(size - 1) * step for size, step in zip(values.shape, strides, strict=True)]
-        filling: Any = NAN
-        if not values.is_floating_point():
-            filling = True if values.dtype == torch.bool else -1
-        storage = values.new_full((self.offset + sum(ends) + 1,), filling)
-        placed = storage.as_strided(values.shape, strides, self.offset)
-        if self.expanded is None:
-            placed.copy_(values)
-        else:
-            placed.narrow(self.expanded, 0, 1).copy_(values.narrow(self.expanded, 0, 1))
-        return placed
-
-
-class Mask(Drawn):
-    """odds: of an entry to be excluded. empty_rows: some rows are excluded as a whole."""
-
-    @classmethod
-    def draw(cls, random: Random, shape: Shape) -> "Mask | None":
-        if not chance(random, 0.4):
-            return None
-        kept = draw_broadcast(random, shape)
-        return cls(
-            shape=kept,
-            odds=random.choice((0.0, 0.1, 0.3, 0.3, 0.9, 1.0)),
-            empty_rows=chance(random, 0.3),
-            layout=Layout.draw(random, len(kept)),
-        )
-
-    def make(self, data: Data) -> Tensor:
-        mask = data.coin(self.shape, self.odds)
-        if self.empty_rows and self.shape:
-            mask |= data.coin((*self.shape[:-1], 1), 0.2)
-        return self.layout.place(mask)
-
-
-KINDS_OF_RANGES = ("any", "any", "documents", "padding", "prefix", "few keys", "nothing in places")
-
-
-class Ranges(Drawn):
-    """Of queries, or of what they share; the shape is without the keys."""
-
-    @classmethod
-    def draw(cls, random: Random, shape: Shape) -> "Ranges | None":
-        """For scores of a shape."""
-        if not chance(random, 0.35):
-            return None
-        kept = draw_broadcast(random, shape[:-1]) if len(shape) > 1 else ()
-        has_first, has_end = random.choice(
-            ((True, True), (True, True), (True, False), (False, True))
-        )
-        return cls(
-            shape=kept,
-            keys=shape[-1],
-            kind=random.choice(KINDS_OF_RANGES),
-            has_first=has_first,
-            has_end=has_end,
-            dtype=random.choice((torch.int32, torch.int32, torch.int64)),
-            first_layout=Layout.draw(random, len(kept)),
-            end_layout=Layout.draw(random, len(kept)),
-        )
-
-    def make(self, data: Data) -> oracle.Visible:
-        """Some reach beyond the keys."""
-
-        def uniform(low: float, high: float) -> Tensor:
-            return low + (high - low) * torch.rand(
-                self.shape, generator=data.generator, device=data.device
-            )
-
-        first = uniform(-0.3, 1.1) * self.keys
-        end = first + uniform(-0.1, 1.2) * self.keys
-        if self.kind == "few keys":
-            end = first + uniform(0, 20)
-        elif self.kind == "padding":
-            first, end = uniform(0, 0.6) * self.keys, uniform(0.5, 1) * self.keys
-        elif self.kind == "nothing in places":
-            end = torch.where(data.coin(self.shape, 0.5), first, end)
-        elif self.kind in ("documents", "prefix"):
-            # Along the queries, if they have ranges of their own.
-            length = self.shape[-1] if self.shape else 1
-            position = torch.arange(length, device=data.device) * self.keys / max(length, 1)
-            step = max(self.keys // 4, 1)
-            first = (position // step * step).expand(self.shape or (1,)).reshape(self.shape)
-            end = first + step if self.kind == "documents" else first + 1
-            first = first if self.kind == "documents" else torch.zeros_like(first)
-        made = [
-            layout.place(bound.floor().to(self.dtype)) if is_given else None
-            for layout, bound, is_given in (
-                (self.first_layout, first, self.has_first),
-                (self.end_layout, end, self.has_end),
-            )
-        ]
-        return made[0], made[1]
-
-
-def made(drawn: Mask | Ranges | None, data: Data) -> Any:
-    """A tensor or a pair of them; None where none was drawn."""
-    return None if drawn is None else drawn.make(data)
-
-
 BIASES = ("normal", "normal", "levels", "offset", "slope", "lowest in places", "-inf in places")
 
 
@@ -390,15 +149,6 @@ class Incoming(Drawn):
             g = self.layout.place(data.normal(shape).to(dtype))
         h = self.lse_layout.place(data.normal(lse_shape)) if self.lse else None
         return {"g": g, "h": h, "lse_gradient": self.lse}
-
-
-def unless_fused(
-    function: Callable[..., Any], fused: bool | None, *args: Any, **given: Any
-) -> None:
-    """Raises NotFusedError where a call that must run fused cannot."""
-    reasons = megasoftmax.why_not_fused(function, *args, **given) if fused else ()
-    if reasons:
-        raise NotFusedError("; ".join(map(str, reasons)))
 
 
 def spots(data: Data, shape: Shape) -> Tensor:
@@ -622,9 +372,6 @@ class Topk(Drawn):
         unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **arguments)
         function = functools.partial(megasoftmax.softmax_topk, fused=fused)
         return oracle_topk.compare(function, logits, self.k, **arguments, **incoming)[1]
-
-
-HEAD_DIMS = (1, 5, 8, 16, 20, 32, 33, 40, 64, 64, 72, 96, 128, 128, 160, 192, 255, MAX_HEAD_DIM)
 
 
 @contextmanager

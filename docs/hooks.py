@@ -1,6 +1,6 @@
 """Makes pages of files outside of docs/: README, DESIGN, CONTRIBUTING, docstrings, CSV files.
 
-Pictures of the results are drawn for the site.
+Pictures of the results are drawn for the site, and the table of GPUs is filled.
 
 Pages link to those files by their paths in the repository, so that links also work without the
 site. Here such a link becomes one to the page that has the text.
@@ -18,6 +18,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
+from gpus import gpus_table  # noqa: E402
 from pictures import PICTURES  # noqa: E402
 
 RESULTS = "benchmarks/results"
@@ -60,6 +61,8 @@ def on_page_markdown(markdown, page, **others):
     here = page.file.src_uri
     if here == "api.md":
         return OBJECT.sub(r"::: \1\n", markdown)
+    if here == "gpus.md":
+        markdown = markdown.replace("<!-- gpus -->", gpus_table())
     source = PAGES.get(here, f"docs/{here}")
     folder = posixpath.dirname(source)
 

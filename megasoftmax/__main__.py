@@ -20,11 +20,13 @@ from megasoftmax._extras import missing_extra
 from megasoftmax.build import extension, library
 from megasoftmax.explain import (
     DTYPES,
+    GPU_NAMES,
     Window,
     current_gpu,
     explain,
     explain_attention,
     explain_topk,
+    gpu_named,
 )
 from megasoftmax.limits import kernel_limits
 
@@ -216,6 +218,12 @@ def explain_call(
     relative: Annotated[
         bool, typer.Option("--relative", help="attention: with a relative bias of each head.")
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The GPU: {', '.join(GPU_NAMES)}. Default: this machine's, else an H200."
+        ),
+    ] = None,
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s of a copy. Default: as known of the GPU.")
     ] = None,
@@ -224,13 +232,11 @@ def explain_call(
         typer.Option(help="Nominal TFLOP/s of 16-bit products. Default: as known of the GPU."),
     ] = None,
 ) -> None:
-    """Tell which kernel serves a call, why, over which grid, and what it moves; needs no GPU.
-
-    Without a GPU, the answer is that of an H200.
-    """
-    gpu = current_gpu().with_rates(bandwidth, tflops)
+    """Tell which kernel serves a call, why, over which grid, and what it moves; needs no GPU."""
     skipped = None
     try:
+        device = current_gpu() if gpu is None else gpu_named(gpu)
+        device = device.with_rates(bandwidth, tflops)
         if function == "attention":
             table = attention_table(
                 explain_attention(
@@ -246,11 +252,8 @@ def explain_call(
                     bias_gradient=bias_gradient,
                     backward=backward or bias_gradient,
                     dtype=_dtype(dtype or "bf16"),
-                    multiprocessors=gpu.multiprocessors,
-                    major=gpu.major,
-                    shared_bytes=gpu.shared_bytes,
-                ),
-                gpu,
+                    gpu=device,
+                )
             )
         elif function == "softmax_topk":
             leading, columns = _dimensions(shape)
@@ -262,11 +265,8 @@ def explain_call(
                     _dtype(dtype or "fp16"),
                     masked=masked,
                     backward=backward,
-                    multiprocessors=gpu.multiprocessors,
-                    max_cluster=gpu.max_cluster,
-                    shared_bytes=gpu.shared_bytes,
-                ),
-                gpu,
+                    gpu=device,
+                )
             )
         else:
             leading, columns = _dimensions(shape)
@@ -281,11 +281,9 @@ def explain_call(
                 bias_gradient=bias_gradient,
                 dropout=dropout,
                 backward=backward or bias_gradient,
-                multiprocessors=gpu.multiprocessors,
-                max_cluster=gpu.max_cluster,
-                shared_bytes=gpu.shared_bytes,
+                gpu=device,
             )
-            table, skipped = call_table(found, gpu), skipped_table(found)
+            table, skipped = call_table(found), skipped_table(found)
     except (ValueError, extension.BuildError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -45,9 +45,10 @@ def verdict() -> str:
     return text
 
 
-def call_table(found: Explanation, gpu: Gpu) -> Table:
+def call_table(found: Explanation) -> Table:
+    """How the softmax runs."""
     direction = "backward" if found.backward else "forward"
-    units = f"up to {found.units:,} per row, batches in each: {found.batches_per_unit}"
+    segments = f"up to {found.units:,} per row, warp tiles in each: {found.batches_per_unit}"
     if found.threads is None:
         blocks, shared = "of as many rows as fit a tile", "a tile per block"
     else:
@@ -60,28 +61,36 @@ def call_table(found: Explanation, gpu: Gpu) -> Table:
         ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
         ("kind of rows", found.kind),
         ("visible columns", f"up to {found.visible_columns:,} per row"),
-        ("chunks", f"up to {found.chunks:,} per row, of 16 bytes"),
-        ("units", units if found.units else "none"),
+        ("vectors", f"up to {found.chunks:,} per row, of 16 bytes"),
+        ("segments", segments if found.units else "none"),
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", blocks),
         ("shared memory", shared),
-        *_costs(found, gpu),
+        *_costs(found),
     )
 
 
-def _costs(found: Explanation | TopkExplanation, gpu: Gpu) -> tuple[tuple[str, str], ...]:
+def _costs(found: Explanation | TopkExplanation) -> tuple[tuple[str, str], ...]:
     return (
         ("workspace", f"{found.workspace_bytes:,} bytes"),
         ("reads", f"{found.bytes_read:,} bytes at least"),
         ("writes", f"{found.bytes_written:,} bytes"),
-        ("expected time", f"{found.microseconds(gpu.bytes_per_second):.1f} µs on {gpu.name}"),
-        ("bandwidth", _bandwidth(gpu)),
+        *_time(found.microseconds(), found.gpu),
     )
 
 
-def attention_table(found: AttentionExplanation, gpu: Gpu) -> Table:
+def _time(microseconds: float, gpu: Gpu) -> tuple[tuple[str, str], ...]:
+    measured = "yes" if gpu.is_measured else "no: the kernels were not timed on such a GPU"
+    return (
+        ("expected time", f"{microseconds:.1f} µs on {gpu.name}"),
+        ("bandwidth", f"{gpu.bytes_per_second / 1e12:.2f} TB/s, {gpu.bandwidth_source}"),
+        ("measured", measured),
+    )
+
+
+def attention_table(found: AttentionExplanation) -> Table:
     """How attention runs."""
-    time = found.microseconds(gpu.bytes_per_second, gpu.flops_per_second)
+    gpu = found.gpu
     rate = f"{found.share:.0%} of {gpu.flops_per_second / 1e12:,.0f} TFLOP/s, {gpu.flops_source}"
     shared = None if found.shared_bytes is None else f"{found.shared_bytes:,} bytes per block"
     of_tile = f"{found.tile_queries} x {found.tile_keys}, queries x keys"
@@ -100,13 +109,12 @@ def attention_table(found: AttentionExplanation, gpu: Gpu) -> Table:
         ("reads", f"{found.bytes_read:,} bytes at least"),
         ("writes", f"{found.bytes_written:,} bytes at least"),
         ("products", f"{found.flops / 1e9:,.1f} GFLOP"),
-        ("expected time", f"{time:.1f} µs on {gpu.name}"),
-        ("bandwidth", _bandwidth(gpu)),
         ("rate of products", rate),
+        *_time(found.microseconds(), gpu),
     )
 
 
-def topk_table(found: TopkExplanation, gpu: Gpu) -> Table:
+def topk_table(found: TopkExplanation) -> Table:
     """How softmax_topk runs."""
     direction = "backward" if found.backward else "forward"
     return _rows(
@@ -114,12 +122,12 @@ def topk_table(found: TopkExplanation, gpu: Gpu) -> Table:
         ("why", found.why),
         ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
         ("k", f"{found.k}"),
-        ("chunks", f"up to {found.chunks:,} per row, of 16 bytes"),
+        ("vectors", f"up to {found.chunks:,} per row, of 16 bytes"),
         ("rows per block", f"{found.rows_per_block:,}"),
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", f"{found.blocks:,}, of {found.threads} threads"),
         ("shared memory", f"{found.shared_bytes:,} bytes per block"),
-        *_costs(found, gpu),
+        *_costs(found),
     )
 
 
@@ -129,10 +137,6 @@ def _rows(*rows: tuple[str, str | None]) -> Table:
         if value is not None:
             table.add_row(name, value)
     return table
-
-
-def _bandwidth(gpu: Gpu) -> str:
-    return f"{gpu.bytes_per_second / 1e12:.2f} TB/s, {gpu.bandwidth_source}"
 
 
 def skipped_table(found: Explanation) -> Table:

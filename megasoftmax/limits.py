@@ -24,6 +24,17 @@ class RowRegime:
 
 
 @dataclass(frozen=True)
+class GpuLimits:
+    """What GPUs of a compute capability have: a row of kGpus in common/limits.h."""
+
+    major: int
+    minor: int
+    shared_bytes: int  # of a block, at most
+    shared_bytes_per_sm: int
+    max_cluster: int  # blocks of a cluster; 1: there are no clusters
+
+
+@dataclass(frozen=True)
 class Limits:
     """The row regimes of the softmax, shortest rows first, and what else the headers fix."""
 
@@ -34,6 +45,7 @@ class Limits:
     constants: dict[str, int]  # of the softmax, by their names in the headers
     topk: dict[str, int]  # constants, by their names
     attention: dict[str, int]
+    gpus: tuple[GpuLimits, ...]  # by compute capability
 
 
 _limits: Limits | None = None
@@ -47,6 +59,7 @@ def kernel_limits() -> Limits:
             (CSRC / "softmax" / "limits.h").read_text(),
             topk=(CSRC / "topk" / "limits.h").read_text(),
             attention=(CSRC / "attention" / "limits.h").read_text(),
+            common=(CSRC / "common" / "limits.h").read_text(),
         )
     return _limits
 
@@ -55,7 +68,7 @@ def kernel_limits() -> Limits:
 kernel_limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def read_limits(header: str, *, topk: str = "", attention: str = "") -> Limits:
+def read_limits(header: str, *, topk: str = "", attention: str = "", common: str = "") -> Limits:
     """The tables and constants in the text of softmax/limits.h and of the other limits.h.
 
     Raises:
@@ -74,12 +87,21 @@ def read_limits(header: str, *, topk: str = "", attention: str = "") -> Limits:
         _read_constants(header),
         _read_constants(topk),
         _read_constants(attention),
+        _read_gpus(common),
     )
 
 
 def _read_constants(text: str) -> dict[str, int]:
     found = re.findall(r"\b(k[A-Z]\w*) = (\d+)(?: \* (\d+))?[,;]", text)
     return {name: int(value) * int(factor or 1) for name, value, factor in found}
+
+
+def _read_gpus(text: str) -> tuple[GpuLimits, ...]:
+    table = re.search(r"Gpu kGpus\[\] = \{\n(.*?)\n\};", text, re.DOTALL)
+    rows = re.findall(r"^\s*\{([\d, ]+)\},", table[1] if table else "", re.MULTILINE)
+    if text and not rows:
+        raise ValueError("limits.h: no table kGpus")
+    return tuple(GpuLimits(*map(int, row.split(","))) for row in rows)
 
 
 def _read_kinds(header: str) -> dict[str, tuple[str, ...]]:

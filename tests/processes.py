@@ -1,6 +1,10 @@
-"""Runs a function in several processes that form a process group, and code in a process alone."""
+"""Runs a function in several processes that form a process group, and code in a process alone.
+
+Compilers that are scripts too.
+"""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -136,3 +140,35 @@ class Forks:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait()
+
+
+# A compiler that prints much and writes what is asked for.
+COMPILER = """\
+#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 13.0, V13.0.1"; exit ;;
+  *--dryrun*) exit ;;
+  *-dumpversion*) echo {version}; exit ;;
+  *{broken}*) echo "{broken}: error: no value" >&2; seq -f "note %g" 500; exit 1 ;;
+esac
+seq -f "ptxas info : function %g" 1000
+while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made >"$2"; shift; done
+"""
+
+
+def write_compilers(
+    home: Path, *, broken: str = "nothing.cu", version: str = "12.2.0"
+) -> dict[str, str]:
+    """nvcc and g++ as scripts in home/bin; variables with which builds take them."""
+    programs = home / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
+    for name in ("nvcc", "g++"):
+        (programs / name).write_text(COMPILER.format(broken=broken, version=version))
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return {
+        "CUDA_HOME": str(home),
+        "CXX": str(programs / "g++"),
+        "MAX_JOBS": "1",
+        "PATH": path,
+    }

@@ -1,5 +1,6 @@
 """A source distribution and the wheel that it builds are complete, and nothing is a link."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import write_compilers
 
 import megasoftmax
+from megasoftmax.build import extension
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = """
@@ -36,14 +39,19 @@ def ignored(folder, names):
     return IGNORED(folder, names) | (outputs & set(names))
 
 
-def build(kind, source, folder, *settings):
-    """The one archive of this kind that the folder then holds."""
+def run_build(kind, source, folder, *settings, **environment):
+    """What it printed, without empty lines."""
     line = [sys.executable, "-c", BUILD, kind, folder, *settings]
-    environment = {"MEGASOFTMAX_BUILD": "none", "PATH": "/usr/bin:/bin"}
     result = subprocess.run(line, cwd=source, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = [line for line in (result.stdout + result.stderr).splitlines() if line]
-    found = [line for line in found if "byte-compiling is disabled" not in line]
+    return [line for line in found if "byte-compiling is disabled" not in line]
+
+
+def build(kind, source, folder, *settings):
+    """The one archive of this kind that the folder then holds, without kernels."""
+    without = {"MEGASOFTMAX_BUILD": "none", "PATH": "/usr/bin:/bin"}
+    found = run_build(kind, source, folder, *settings, **without)
     if kind != "editable":  # which says how it will be performed
         assert found == [
             "megasoftmax: pure-Python installation, nothing is compiled: MEGASOFTMAX_BUILD=none"
@@ -160,6 +168,43 @@ def test_licence_and_version(contents):
     assert fields.get_all("License-File") == ["LICENSE", "NOTICE"]
     assert sdist.keys() >= {"LICENSE", "NOTICE", "CITATION.cff", "README.md", "CHANGELOG.md"}
     assert sum(name.endswith(("licenses/LICENSE", "licenses/NOTICE")) for name in wheel) == 2
+
+
+def requirements(wheel):
+    (metadata,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(metadata.decode()).get_all("Requires-Dist")
+
+
+def test_only_builds_need_what_compiles(contents):
+    _, wheel = contents
+    found = requirements(wheel)
+    assert [each for each in found if "extra" not in each] == ["einops>=0.8", "torch>=2.11"]
+    assert {'ninja; extra == "build"', 'setuptools>=77; extra == "build"'} <= {*found}
+
+
+def test_wheel_with_kernels(tmp_path, tmp_path_factory):
+    """It has the library and all host parts; a build prints few lines. Compilers are scripts."""
+    source = copy_of_checkout(tmp_path_factory)
+    (source / "build" / "hosts").mkdir(parents=True)
+    (source / "build" / "hosts" / "one.so").write_text("host")
+    environment = os.environ | write_compilers(tmp_path / "cuda")
+    environment |= {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0a"}
+    environment["MEGASOFTMAX_LABEL"] = "sm90"
+    printed = run_build("wheel", source, tmp_path / "dist", **environment)
+    assert len(printed) < extension.PROGRESS_LINES + 5
+    (path,) = (tmp_path / "dist").iterdir()
+    label = f"{megasoftmax.__version__}+sm90-cp311-abi3-linux_"
+    assert path.name.startswith(f"megasoftmax-{label}")
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if name.endswith(".so")}
+    assert found == {"megasoftmax/_C.abi3.so": b"made\n", "megasoftmax/hosts/one.so": b"host"}
+
+    pure = build("wheel", source, tmp_path_factory.mktemp("pure"))
+    run_build("sdist", source, tmp_path / "sdist", **environment)
+    (sdist,) = (tmp_path / "sdist").iterdir()
+    assert pure.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(pure) as archive, tarfile.open(sdist) as other:
+        assert not [name for name in archive.namelist() + other.getnames() if name.endswith(".so")]
 
 
 USE = """

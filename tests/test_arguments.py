@@ -34,8 +34,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def failures(calls: int, device: str = "cpu") -> list[str]:
-    outcomes = (soak.attempt("arguments", FIRST + i, device) for i in range(calls))
-    return [soak.in_words(outcome) for outcome in outcomes if outcome.has_failed]
+    outcomes = (soak.SUITE.attempt("arguments", FIRST + i, device) for i in range(calls))
+    return [outcome.in_words() for outcome in outcomes if outcome.has_failed]
 
 
 @pytest.mark.parametrize("device", DEVICES)

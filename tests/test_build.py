@@ -1,5 +1,7 @@
 """What gets built, found and loaded, and that no kernel spills."""
 
+import functools
+import io
 import itertools
 import os
 import re
@@ -7,6 +9,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import write_compilers
 from sanitize_cases import table_of
 from typer.testing import CliRunner
 
@@ -509,10 +513,109 @@ def test_command_builds_where_it_is_told(tools, monkeypatch, command, folder):
 
 
 def test_time_left():
-    assert library.seconds_left(0, 0, 800, 4) == 200  # as on the machine that was measured
-    assert library.seconds_left(10, 100, 800, 4) == 70
-    assert library._duration(70) == "70 s"
-    assert library._duration(600) == "10 min"
+    assert extension.seconds_left(0, 0, 800, 4) == 200  # as on the machine that was measured
+    assert extension.seconds_left(10, 100, 800, 4) == 70
+    assert extension.duration(70) == "70 s"
+    assert extension.duration(600) == "10 min"
+
+
+@pytest.fixture
+def scripted(nothing_loaded, monkeypatch, tmp_path):
+    """Sources, and compilers that are scripts; a function that changes them."""
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    sources = [csrc / f"file{i}.cu" for i in range(30)] + [csrc / "bindings.cpp"]
+    for source in sources:
+        source.touch()
+
+    monkeypatch.setattr(extension, "CSRC", csrc)
+    monkeypatch.setattr(extension, "sources", lambda: sources)
+    for name, value in write_compilers(tmp_path / "cuda").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    return functools.partial(write_compilers, tmp_path / "cuda")
+
+
+def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / extension.LIBRARY_NAME).read_text() == "made\n"
+    printed = capfd.readouterr()
+    lines = (result.output + printed.out + printed.err).splitlines()
+    assert len(lines) <= 3 + extension.PROGRESS_LINES
+    assert "megasoftmax: compiling, once: 0 of 31 files, about " in result.output
+    log = (tmp_path / "build/objects/log").read_text()
+    assert log.count("ptxas info") == 32_000  # of 31 files and the linker
+
+
+def test_error_of_the_command_is_short_and_names_the_log(scripted, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    scripted(broken="file7.cu")
+    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
+    assert result.exit_code == 1
+    assert "Error: FAILED:" in result.output
+    assert "file7.cu: error: no value" in result.output
+    assert "more lines\nThe whole log: build/objects/log" in result.output
+    assert len(result.output.splitlines()) < extension.MOST_FAILURE_LINES + 20
+    assert "note 500" in (tmp_path / "build/objects/log").read_text()
+    assert not (tmp_path / "out" / extension.LIBRARY_NAME).exists()
+
+
+def test_compiler_that_torch_refuses_is_an_error(scripted, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    scripted(version="4.8.0")
+    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
+    assert result.exit_code == 1
+    assert "Error: The current installed version of " in result.output
+    assert "(4.8.0) is less than the minimum required version by CUDA 13.0" in result.output
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_bar_or_few_lines(monkeypatch, tmp_path, is_terminal):
+    """Each of 50 files takes 6 seconds."""
+    monkeypatch.setenv("MAX_JOBS", "1")
+    told = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", told)
+    clock = [0.0]
+    monkeypatch.setattr(extension, "time", SimpleNamespace(time=lambda: clock[0]))
+    sources = [tmp_path / f"file{i}.cu" for i in range(50)]
+    seconds = iter(range(50))
+    done = threading.Event()
+
+    def wait(timeout):
+        i = next(seconds, None)
+        if i is None:
+            done.set()
+            return True
+        sources[i].with_suffix(".o").touch()
+        clock[0] += 6
+        os.utime(sources[i].with_suffix(".o"), (clock[0], clock[0]))
+        return False
+
+    event = SimpleNamespace(wait=wait, set=int)
+    own = SimpleNamespace(Event=lambda: event, Thread=threading.Thread)
+    monkeypatch.setattr(extension, "threading", own)
+    with extension.progress(tmp_path, sources):
+        done.wait(10)
+    text = told.getvalue()
+    if is_terminal:
+        lines = text.split("\r")[1:]
+        assert len(lines) == 51
+        assert lines[25].startswith(
+            "[##########          ] megasoftmax: compiling, once: 25 of 50 files, about 2 min left"
+        )
+        assert text.count("\n") == 1
+    else:
+        lines = text.splitlines()
+        assert len(lines) == extension.PROGRESS_LINES + 1
+        assert lines[5] == "megasoftmax: compiling, once: 25 of 50 files, about 2 min left"
+    assert "50 of 50 files, linking" in lines[-1]
 
 
 # The cache
@@ -592,6 +695,16 @@ def test_kinds_of_rows_are_those_of_the_header():
     assert kinds["common"] == ("plain", "uneven", "limited", "masked", "costly")
     assert kinds["spread"] == (*kinds["common"], "dense")
     assert kinds["any"] == (*kinds["common"], "bias gradient")
+
+
+def test_gpus_are_read_from_their_header():
+    gpus = kernel_limits().gpus
+    assert [(gpu.major, gpu.minor) for gpu in gpus] == sorted(
+        (gpu.major, gpu.minor) for gpu in gpus
+    )
+    assert (gpus[0].major, gpus[0].minor) == extension.MIN_CAPABILITY
+    with pytest.raises(ValueError, match="no table kGpus"):
+        read_limits(LIMITS_HEADER, common="inline constexpr Gpu kOthers[] = {};")
 
 
 def test_constants_are_read_from_all_headers():

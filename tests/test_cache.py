@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,34 @@ def test_host_is_compiled_beside_the_kernels(builds, monkeypatch, is_built, valu
     build_library()  # is there: nothing is compiled
     call = "from megasoftmax.build import library; library.host()"
     assert started == [call, "waited"] * starts
+
+
+def test_host_of_a_wheel_is_taken_before_the_cache(builds, monkeypatch, tmp_path):
+    """By builds of the same release of torch, with CUDA or without, and by no other."""
+    monkeypatch.setattr(library, "_HOSTS", tmp_path / "hosts")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    built = library.build_host_into(tmp_path / "hosts")
+    assert built.name.startswith(f"torch-2.13.0-{sysconfig.get_config_var('SOABI')}-")
+    assert [*built.parent.iterdir()] == [built]
+    monkeypatch.setenv("MEGASOFTMAX_JIT", "0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert library.host_is_built()
+    assert library.host() == built
+    assert len(builds) == 1
+    for version in ("2.13.1", "2.13.0a0+git1"):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert not library.host_is_built()
+        with pytest.raises(BuildError, match="MEGASOFTMAX_JIT=0 forbids building"):
+            library.host()
+
+
+def test_missing_ninja_is_named_with_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "find_missing", lambda: "ninja")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    message = r"ninja is not installed, .*\(pip install ninja 'setuptools>=77'\)"
+    with pytest.raises(BuildError, match=message):
+        library.host()
+    assert not [*tmp_path.rglob("*.so")]
 
 
 # Who else could write the cache

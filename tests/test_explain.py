@@ -191,13 +191,13 @@ def test_reasons() -> None:
     regime = found.regime
     assert found.reasons == (
         "serves limited rows",
-        f"takes rows of at most {regime.max_chunks:,} chunks: these need up to 1,024",
+        f"takes rows of at most {regime.max_chunks:,} vectors: these need up to 1,024",
         f"wants at least {regime.min_rows:,} rows, so that one block each keeps the GPU busy: "
         "there are 500",
     )
     why = {each.index: each.why for each in found.skipped}
     most = kernel_limits().forward[0].max_chunks
-    assert why[0] == f"is not for limited rows; takes at most {most} chunks"
+    assert why[0] == f"is not for limited rows; takes at most {most} vectors"
     for index, each in why.items():
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
@@ -380,7 +380,7 @@ def test_calls_that_are_refused(
 
 
 def _properties(**given: Any) -> SimpleNamespace:
-    common = {"name": "GPU", "multi_processor_count": 100, "major": 9}
+    common = {"name": "GPU", "multi_processor_count": 100, "major": 9, "minor": 0}
     common["shared_memory_per_block_optin"] = 1000
     return SimpleNamespace(**(common | given))
 

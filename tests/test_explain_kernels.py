@@ -1,7 +1,9 @@
 """What megasoftmax.explain says of attention and top-k, by hand and by the tables of limits.h."""
 
+import csv
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ from typer.testing import CliRunner, Result
 from megasoftmax import __main__
 from megasoftmax.build import extension, library
 from megasoftmax.explain import (
+    GPU_NAMES,
     H200,
     LAUNCH_MICROSECONDS,
     common,
+    explain,
     explain_attention,
     explain_topk,
+    gpu_named,
 )
 from megasoftmax.explain.attention import (
     BACKWARD_SHARE,
@@ -23,7 +28,6 @@ from megasoftmax.explain.attention import (
     HOPPER_BACKWARD_SHARE,
     HOPPER_FORWARD_SHARE,
 )
-from megasoftmax.explain.gpu import nominal_tflops
 from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -530,11 +534,65 @@ def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) ->
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("Quadro RTX 6000", None),
     ],
 )
 def test_nominal_rate(name: str, teraflops: float | None) -> None:
-    assert nominal_tflops(name) == teraflops
+    if teraflops is None:
+        with pytest.raises(ValueError, match=f"gpu: expected one of T4, .* got '{name}'"):
+            gpu_named(name)
+    else:
+        assert gpu_named(name).flops_per_second == 1e12 * teraflops
+
+
+def test_gpus_that_were_measured_are_those_of_the_results() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    found = set()
+    for file in results.glob("*.csv"):
+        found |= {row.get("gpu") or "" for row in csv.DictReader(file.open(newline=""))}
+    measured = {gpu_named(name).name for name in found if name.startswith("NVIDIA")}
+    assert measured == {gpu.name for gpu in map(gpu_named, GPU_NAMES) if gpu.is_measured}
+
+
+# Compute capability of cards, to find what limits.h says of them.
+CARDS = {"T4": (7, 5), "A100": (8, 0), "3090": (8, 6), "L4": (8, 9), "H100": (9, 0)}
+CARDS |= {"B200": (10, 0), "5090": (12, 0)}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_named_gpus_have_what_limits_say(name: str) -> None:
+    (limits,) = (gpu for gpu in kernel_limits().gpus if (gpu.major, gpu.minor) == CARDS[name])
+    gpu = gpu_named(name)
+    assert (gpu.major, gpu.max_cluster) == (limits.major, limits.max_cluster)
+    assert gpu.shared_bytes == limits.shared_bytes
+    given = {"multiprocessors": gpu.multiprocessors, "shared_bytes": gpu.shared_bytes}
+    clusters = {"max_cluster": gpu.max_cluster}
+    for columns in (64, 50_257, 300_000):
+        found = explain(8192, columns, HALF, gpu=name)
+        assert found.gpu == gpu
+        expected = explain(8192, columns, HALF, **given, **clusters)
+        assert (found.regime, found.blocks) == (expected.regime, expected.blocks)
+        moved = 2 * 8192 * columns * 2
+        assert found.microseconds() == pytest.approx(1e6 * moved / gpu.bytes_per_second + 2)
+    topk = explain_topk(8192, 50_257, 20, HALF, gpu=gpu)
+    assert topk.regime == explain_topk(8192, 50_257, 20, HALF, **given, **clusters).regime
+    if gpu.major < 8:
+        with pytest.raises(ValueError, match="got 7, of NVIDIA T4: attention runs in plain torch"):
+            explain_attention(1, 1, 100, 64, gpu=name)
+        return
+    attention = explain_attention(4, 16, 4096, 128, gpu=name)
+    assert attention.hopper == (gpu.major == 9)
+    products = attention.flops / (attention.share * gpu.flops_per_second)
+    moving = (attention.bytes_read + attention.bytes_written) / gpu.bytes_per_second
+    assert attention.microseconds() == pytest.approx(1e6 * max(products, moving) + 2)
+
+
+@pytest.mark.parametrize("given", ["RTX 5090", "nvidia geforce rtx 5090", "5090"])
+def test_gpus_are_found_by_words(given: str) -> None:
+    assert gpu_named(given).name == "NVIDIA GeForce RTX 5090"
 
 
 def test_rates_that_are_given() -> None:
@@ -590,6 +648,21 @@ def test_command_of_attention(run: Any, relative: bool) -> None:
     assert f"{HOPPER_BACKWARD_SHARE:.0%} of 500 TFLOP/s, as given" in text
 
 
+@pytest.mark.parametrize("function", ["softmax", "softmax_topk"])
+def test_command_for_another_gpu(run: Any, function: str) -> None:
+    result = run("8192x50257", f"--function={function}", "--gpu=L4")
+    assert result.exit_code == 0, result.output
+    text = words(result.output)
+    found = (
+        explain(8192, 50257, HALF, gpu="L4")
+        if function == "softmax"
+        else explain_topk(8192, 50257, 10, HALF, gpu="L4")
+    )
+    assert f"expected time {found.microseconds():.1f} µs on NVIDIA L4" in text
+    assert "bandwidth 0.26 TB/s, 88% of its nominal 0.3 TB/s" in text
+    assert "measured no: the kernels were not timed on such a GPU" in text
+
+
 def test_command_of_topk(run: Any) -> None:
     result = run("8192x50257", "--function=softmax_topk", "--k=20", "--bandwidth=1")
     assert result.exit_code == 0, result.output
@@ -607,6 +680,8 @@ def test_command_of_topk(run: Any) -> None:
         (["8x64", "--function=attention"], "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM"),
         (["2x4x8x136", "--function=attention", "--dtype=fp32"], "head_dim: expected at most 128"),
         (["8x64", "--function=softmax_topk", "--k=65"], "k: expected at most 64, got 65"),
+        (["8x64", "--gpu=MI300"], "gpu: expected one of T4, "),
+        (["2x4x8x64", "--function=attention", "--gpu=T4"], "attention runs in plain torch there"),
     ],
 )
 def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:

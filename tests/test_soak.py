@@ -23,16 +23,16 @@ FIRST = 1000
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 25))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configuration_is_right(family, seed):
-    outcome = soak.attempt(family, seed, "cpu")
-    assert not outcome.has_failed, soak.in_words(outcome)
+    outcome = soak.SUITE.attempt(family, seed, "cpu")
+    assert not outcome.has_failed, outcome.in_words()
     assert outcome.ratio > 0 or outcome.result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seed_fixes_configuration_and_data(family):
-    first, second = (soak.attempt(family, FIRST, "cpu") for _ in range(2))
+    first, second = (soak.SUITE.attempt(family, FIRST, "cpu") for _ in range(2))
     assert (first.words, first.ratio, first.result) == (second.words, second.ratio, second.result)
-    assert first.words != soak.attempt(family, FIRST + 1, "cpu").words
+    assert first.words != soak.SUITE.attempt(family, FIRST + 1, "cpu").words
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,7 +147,7 @@ def with_nothing_excluded(function, *tensors, **given):
 )
 def test_fault_is_found_and_reproduced(family, fault, result, capsys, monkeypatch):
     monkeypatch.setattr(megasoftmax, family, functools.partial(fault, getattr(megasoftmax, family)))
-    outcomes = soak.in_this_process([family], "cpu", 60.0, FIRST)
+    outcomes = soak.SUITE.in_this_process([family], "cpu", 60.0, FIRST)
     found = next(outcome for outcome in outcomes if outcome.has_failed and result in outcome.result)
     assert soak.soak([found], [family], "cpu")[family].failures == 1
     printed = capsys.readouterr().out
@@ -169,8 +169,8 @@ def test_fault_is_found_and_reproduced(family, fault, result, capsys, monkeypatc
 @pytest.mark.gpu
 def test_soak_on_gpu(tmp_path):
     for family in FAMILIES:
-        outcomes = [soak.attempt(family, seed, "cuda") for seed in range(FIRST, FIRST + 50)]
-        failed = [soak.in_words(outcome) for outcome in outcomes if outcome.has_failed]
+        outcomes = [soak.SUITE.attempt(family, seed, "cuda") for seed in range(FIRST, FIRST + 50)]
+        failed = [outcome.in_words() for outcome in outcomes if outcome.has_failed]
         assert not failed
         assert sum(not outcome.why_not_fused for outcome in outcomes) > 25
 
@@ -180,10 +180,10 @@ def test_equal_queries_err_alike(fault, monkeypatch):
     if fault is not None:
         faulty = functools.partial(fault, megasoftmax.attention)
         monkeypatch.setattr(megasoftmax, "attention", faulty)
-    outcome = soak.attempt("attention", EQUAL_QUERIES, "cpu")
+    outcome = soak.SUITE.attempt("attention", EQUAL_QUERIES, "cpu")
     assert "queries 128" in outcome.words  # else draws have changed: another seed is needed
     assert "query layout (order queries and heads swapped, padding 1, offset 4, expanded 2)" in (
         outcome.words
     )
-    assert outcome.has_failed == (fault is not None), soak.in_words(outcome)
+    assert outcome.has_failed == (fault is not None), outcome.in_words()
     assert outcome.ratio > 0.5, "the bound is too loose to find anything"

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,6 +114,11 @@ def find_missing() -> str | None:
     return None if shutil.which("ninja", path=_programs()) else "ninja"
 
 
+def how_to_install(missing: str) -> str:
+    """What the lack of a package means, and the command against it."""
+    return f"{missing} is not installed, which compiles (pip install ninja 'setuptools>=77')"
+
+
 def check_tools() -> Nvcc:
     """The nvcc that builds the compiled part, once torch and other tools are found too.
 
@@ -128,7 +135,7 @@ def check_tools() -> Nvcc:
     if nvcc.version < MIN_NVCC:
         raise BuildError(f"nvcc {_dotted(nvcc.version)} is older than {_dotted(MIN_NVCC)}")
     if missing is not None:
-        raise BuildError(f"{missing} is not installed (pip install {missing})")
+        raise BuildError(how_to_install(missing))
     return nvcc
 
 
@@ -188,6 +195,9 @@ def architectures(nvcc_version: tuple[int, int], requested: str | None = None) -
         raise BuildError(f"none of {requested!r} is {_dotted(MIN_CAPABILITY)} or later")
     return tuple(chosen)
 
+
+PROGRESS_LINES = 10  # where stderr is no terminal
+MOST_FAILURE_LINES = 40  # of an error; the log has all
 
 # Seconds to compile files of kernels on one core of a server, for one architecture, by their names
 # without the element type.
@@ -343,12 +353,29 @@ def setup_arguments(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> dict
     """What setuptools' setup takes to build the compiled part as the extension `name`."""
     import torch
     from setuptools import Extension
+    from setuptools.errors import CCompilerError, CompileError
     from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
 
     link = f"{os.environ.get('CXX', 'c++')} -shared"
 
     class BuildLibrary(BuildExtension):
+        """Tells how far it is. `log` gets what the compilers print."""
+
+        log: Path | None = None  # by default it lies beside the objects
+
         def run(self) -> None:
+            objects = Path(self.build_temp)
+            log = self.log or (objects / "log").absolute()
+            log.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with progress(objects, sources()), ninja(log), _stdout_into(log):
+                    self._compile()
+            except RuntimeError as error:  # a BuildError, or torch refuses the C++ compiler
+                raise CompileError(str(error)) from error
+            except CCompilerError as error:  # of the linker
+                raise CompileError(f"{error}\nThe whole log: {log}") from error
+
+        def _compile(self) -> None:
             with (
                 toolchain(nvcc),
                 # cpp_extension refuses a CUDA of another major version than torch's, but the result
@@ -399,20 +426,91 @@ def build(
     with tempfile.TemporaryDirectory(dir=folder) as partial:
         distribution = Distribution(setup_arguments("_C", nvcc, architectures))
         command = distribution.get_command_obj("build_ext")
-        command.build_lib, command.build_temp = partial, str(objects)
+        command.build_lib, command.build_temp, command.log = partial, str(objects), log
         command.ensure_finalized()
-        log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with ninja(log), _stdout_into(log):
-                command.run()
-        except CCompilerError as error:  # of the linker
-            raise BuildError(f"{error}\nThe whole log: {log}") from error
+            command.run()
+        except CCompilerError as error:
+            raise BuildError(str(error)) from error
         return Path(partial, LIBRARY_NAME).replace(folder / LIBRARY_NAME)
 
 
+@contextmanager
+def progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
+    """Tells on stderr how far a build is, until the block ends: a bar, or lines without a terminal.
+
+    ninja itself could only write to stdout.
+
+    Args:
+        folder: gets the object files, each with the name of its source.
+        sources: the files to compile.
+    """
+    ended, start = threading.Event(), time.time()
+    running = min(jobs(), len(sources))
+    seconds = {source.stem: seconds_to_compile(source) for source in sources}
+    is_terminal = sys.stderr.isatty()
+
+    def seconds_of(files: list[Path]) -> float:
+        return sum(seconds.get(file.name.partition(".")[0], 0) for file in files)
+
+    def estimate(files: list[Path]) -> float:
+        # Files of an earlier build do not show the speed of this one.
+        compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
+        rest = sum(seconds.values()) - seconds_of(files) + compiled
+        return seconds_left(time.time() - start, compiled, rest, running)
+
+    def tell(done: int, left: float) -> None:
+        text = f"megasoftmax: compiling, once: {done} of {len(sources)} files, "
+        text += f"about {duration(left)} left" if done < len(sources) else "linking"
+        if is_terminal:
+            bar = "#" * (20 * done // len(sources))
+            text = f"\r[{bar:20}] {text}\x1b[K"  # up to the end of the line
+        print(text, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+
+    def report() -> None:
+        before, lines_before, left, changed = -1, -1, 0.0, start
+        while before < 0 or not ended.wait(1):
+            files = [*folder.rglob("*.o")]
+            if len(files) != before:
+                before, left, changed = len(files), estimate(files), time.time()
+            lines = PROGRESS_LINES * before // len(sources)
+            if is_terminal or lines > lines_before:
+                tell(before, max(left - (time.time() - changed), 0))
+                lines_before = lines
+        if is_terminal:
+            print(file=sys.stderr)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
+    """How long a build still takes, from the seconds that its files usually take.
+
+    Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
+    """
+    speed = compiled / elapsed if compiled > 0 else jobs
+    return max(total - compiled, 0) / speed
+
+
+def duration(seconds: float) -> str:
+    """In words: seconds below a minute and a half, else minutes."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 def first_failure(printed: str) -> str:
-    """What ninja printed, without the files that compiled before the first that did not."""
-    return printed[max(printed.find("FAILED:"), 0) :]
+    """What ninja printed of the first file that did not compile, and at most its first lines."""
+    failed = printed[max(printed.find("FAILED:"), 0) :]
+    lines = re.split(r"^\[\d+/\d+\] ", failed, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    more = len(lines) - MOST_FAILURE_LINES
+    if more > 0:
+        lines[MOST_FAILURE_LINES:] = [f"... {more:,} more lines"]
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,52 +123,93 @@ def plans() -> ctypes.CDLL:
 
 
 def host() -> Path:
-    """The C++ part of the host, a Python module; built into the cache unless an earlier run did.
+    """The C++ part of the host, a Python module: that of a wheel, or else one in the cache.
 
-    A copy of the package has one of its own.
+    It is built into the cache unless an earlier run did. A copy of the package has one of its own.
 
     Raises:
         BuildError: it is not there, and cannot be built; others could have written the cache.
     """
-    sources = sorted(extension.CSRC.glob("host/*.cpp"))
 
     def compile_into(folder: Path) -> Path:
         if os.environ.get("MEGASOFTMAX_JIT") == "0":
             raise BuildError("none is in the cache, and MEGASOFTMAX_JIT=0 forbids building")
-        missing = extension.find_missing()
-        if missing is not None:
-            raise BuildError(f"{missing} is not installed")
-        if not sources:
-            raise BuildError(f"{extension.CSRC / 'host'} has no sources")
-        with extension.programs():
-            # A file for each of at most two jobs includes the sources: reading torch's headers
-            # takes longer than compiling what follows. So names that the sources keep to
-            # themselves differ from each other.
-            count = min(2, extension.jobs())
-            units = [folder / f"host{i}.cpp" for i in range(count)]
-            for i, unit in enumerate(units):
-                unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
-            flags = [*extension.HOST_FLAGS]
-            with _progress(folder, units):
-                return _compile("megasoftmax_host", units, folder, extra_cflags=flags)
+        return _compile_host(folder)
 
-    return cache.keep(_HOST, _host_key(), compile_into)
+    return _host_of_wheel() or cache.keep(_HOST, _host_key(), compile_into)
 
 
 def host_is_built() -> bool:
     try:
-        return cache.find(_HOST, _host_key()) is not None
+        return (_host_of_wheel() or cache.find(_HOST, _host_key())) is not None
     except BuildError:
         return False
 
 
+def build_host_into(folder: Path) -> Path:
+    """Builds the C++ part of the host for this torch and this Python, as wheels have it.
+
+    setup.py puts all that lie in build/hosts into a wheel with kernels.
+
+    Args:
+        folder: gets the library, with a name that says what it serves.
+
+    Raises:
+        BuildError: a tool is missing, or a compiler failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as objects:
+        return _compile_host(Path(objects)).replace(folder / _name_of_host())
+
+
 _HOST = "megasoftmax-host"
+_HOSTS = extension.PACKAGE / "hosts"  # of a wheel
+
+
+def _compile_host(folder: Path) -> Path:
+    sources = sorted(extension.CSRC.glob("host/*.cpp"))
+    if not sources:
+        raise BuildError(f"{extension.CSRC / 'host'} has no sources")
+    with extension.programs():
+        # A file for each of at most two jobs includes the sources: reading torch's headers takes
+        # longer than compiling what follows. So names that the sources keep to themselves differ
+        # from each other.
+        count = min(2, extension.jobs())
+        units = [folder / f"host{i}.cpp" for i in range(count)]
+        for i, unit in enumerate(units):
+            unit.write_text("".join(f'#include "{source}"\n' for source in sources[i::count]))
+        named = {extension.CSRC: "csrc", Path(torch.__file__).parent: "torch"}
+        names = [f"-fmacro-prefix-map={path}={name}" for path, name in named.items()]
+        flags = [*extension.HOST_FLAGS, *names]
+        with extension.progress(folder, units):
+            return _compile(
+                "megasoftmax_host", units, folder, extra_cflags=flags, extra_ldflags=["-s"]
+            )
 
 
 def _host_key() -> str:
-    soabi = sysconfig.get_config_var("SOABI")
-    parts = torch.__version__, soabi, _PACKAGE_NAME, *extension.HOST_FLAGS
-    return extension.fingerprint(*parts, has_kernels=False)
+    return extension.fingerprint(
+        *(torch.__version__, _soabi(), _PACKAGE_NAME, *extension.HOST_FLAGS), has_kernels=False
+    )
+
+
+def _name_of_host() -> str:
+    """Its file in a wheel, which another release of torch, Python or the sources would not find.
+
+    Builds of a release of torch with CUDA and without have the same C++ ABI.
+    """
+    release = torch.__version__.partition("+")[0]
+    key = extension.fingerprint(release, _soabi(), *extension.HOST_FLAGS, has_kernels=False)
+    return f"torch-{release}-{_soabi()}-{key[:12]}.so"
+
+
+def _host_of_wheel() -> Path | None:
+    path = _HOSTS / _name_of_host() if _HOSTS.is_dir() else None
+    return path if path is not None and path.exists() else None
+
+
+def _soabi() -> str:
+    return str(sysconfig.get_config_var("SOABI"))
 
 
 def _load() -> Status:
@@ -225,8 +266,8 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
 def build_into(
     folder: Path, objects: Path, nvcc: extension.Nvcc, names: Sequence[str], log: Path
 ) -> Path:
-    """`extension.build`, which tells on stderr how far it is."""
-    with extension.toolchain(nvcc), _progress(objects, extension.sources()):
+    """`extension.build` with the tools of this machine."""
+    with extension.toolchain(nvcc):
         return extension.build(folder, objects, nvcc, names, log)
 
 
@@ -237,7 +278,7 @@ def _build_for_these_gpus() -> Path:
     sources = extension.sources()
 
     def compile_into(folder: Path) -> Path:
-        with extension.toolchain(nvcc), _progress(folder, sources):
+        with extension.toolchain(nvcc), extension.progress(folder, sources):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -303,69 +344,20 @@ def _key(names: Sequence[str]) -> str:
 
 def _compile(name: str, sources: Sequence[Path], objects: Path, **flags: Any) -> Path:
     """Builds a library in the empty folder `objects`, and loads it."""
+    missing = extension.find_missing()
+    if missing is not None:
+        raise BuildError(extension.how_to_install(missing))
     from torch.utils import cpp_extension  # slow to import
 
-    with extension.ninja(objects.with_name("log")):
-        cpp_extension.load(
-            name,
-            [str(path) for path in sources],
-            build_directory=str(objects),
-            is_python_module=False,
-            **flags,
-        )
-    return next(objects.glob("*.so"))
-
-
-@contextmanager
-def _progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
-    """Tells on stderr how far a build is; ninja itself could only write to stdout."""
-    ended, start = threading.Event(), time.time()
-    jobs = min(extension.jobs(), len(sources))
-    seconds = {source.stem: extension.seconds_to_compile(source) for source in sources}
-    total = sum(map(extension.seconds_to_compile, sources))
-    is_terminal = sys.stderr.isatty()
-
-    def seconds_of(files: list[Path]) -> float:
-        return sum(seconds.get(file.name.partition(".")[0], 0) for file in files)
-
-    def report() -> None:
-        before = None
-        while before is None or not ended.wait(1):
-            files = [*folder.rglob("*.o")]
-            if len(files) != before:
-                # Files of an earlier build do not show the speed of this one.
-                compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
-                rest = total - seconds_of(files) + compiled
-                left = seconds_left(time.time() - start, compiled, rest, jobs)
-                bar = "#" * (20 * len(files) // len(sources))
-                line = f"megasoftmax: compiling, once: {len(files)} of {len(sources)} files"
-                print(
-                    f"{f'[{bar:20}] ' if is_terminal else ''}{line}, about {_duration(left)} left",
-                    end="   \r" if is_terminal else "\n",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            before = len(files)
-        if is_terminal:
-            print(file=sys.stderr)
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
     try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
-    """How long a build still takes, from the seconds that its files usually take.
-
-    Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
-    """
-    speed = compiled / elapsed if compiled > 0 else jobs
-    return max(total - compiled, 0) / speed
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        with extension.ninja(objects.with_name("log")):
+            cpp_extension.load(
+                name,
+                [str(path) for path in sources],
+                build_directory=str(objects),
+                is_python_module=False,
+                **flags,
+            )
+    except RuntimeError as error:  # a BuildError, or torch refuses the C++ compiler
+        raise BuildError(str(error)) from error
+    return next(objects.glob("*.so"))

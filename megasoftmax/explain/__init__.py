@@ -6,12 +6,20 @@ files compiled alone where there is none.
 
 from megasoftmax.explain.attention import AttentionExplanation, explain_attention
 from megasoftmax.explain.common import DTYPES, Window
-from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS, Gpu, current_gpu
+from megasoftmax.explain.gpu import (
+    GPU_NAMES,
+    H200,
+    LAUNCH_MICROSECONDS,
+    Gpu,
+    current_gpu,
+    gpu_named,
+)
 from megasoftmax.explain.softmax import PACK_BYTES, Explanation, explain
 from megasoftmax.explain.topk import TopkExplanation, explain_topk
 
 __all__ = [
     "DTYPES",
+    "GPU_NAMES",
     "H200",
     "LAUNCH_MICROSECONDS",
     "PACK_BYTES",
@@ -24,4 +32,5 @@ __all__ = [
     "explain",
     "explain_attention",
     "explain_topk",
+    "gpu_named",
 ]

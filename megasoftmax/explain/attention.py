@@ -16,7 +16,7 @@ from megasoftmax.explain.common import (
     visible_entries,
     window_of,
 )
-from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS
+from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS, Gpu, device_of
 from megasoftmax.limits import kernel_limits
 
 # Of the nominal rate of matrix products, at head dimension 128 without a bias, measured on an H200.
@@ -51,19 +51,23 @@ class AttentionExplanation:
     workspace_bytes: int
     pairs: int  # of queries and keys that see each other, over batches and heads
 
+    gpu: Gpu
     bytes_read: int  # fewest: each tensor once
     bytes_written: int
     flops: int  # of the matrix products of visible pairs
 
-    def microseconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+    def microseconds(
+        self, bytes_per_second: float | None = None, flops_per_second: float | None = None
+    ) -> float:
         """The longer of what the fewest bytes and the products take, with the launch.
 
         Args:
-            bytes_per_second: of a copy.
-            flops_per_second: nominal; the kernels reach `share` of it.
+            bytes_per_second: of a copy. Default: of the GPU.
+            flops_per_second: nominal; the kernels reach `share` of it. Default: of the GPU.
         """
-        moving = (self.bytes_read + self.bytes_written) / bytes_per_second
-        computing = self.flops / (self.share * flops_per_second)
+        moved = self.bytes_read + self.bytes_written
+        moving = moved / (bytes_per_second or self.gpu.bytes_per_second)
+        computing = self.flops / (self.share * (flops_per_second or self.gpu.flops_per_second))
         return 1e6 * max(moving, computing) + LAUNCH_MICROSECONDS
 
     @property
@@ -96,9 +100,10 @@ def explain_attention(
     bias_gradient: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    multiprocessors: int = H200.multiprocessors,
-    major: int = H200.major,
-    shared_bytes: int = H200.shared_bytes,
+    gpu: Gpu | str = H200,
+    multiprocessors: int | None = None,
+    major: int | None = None,
+    shared_bytes: int | None = None,
 ) -> AttentionExplanation:
     """Explains a call of `megasoftmax.attention`, on tensors without broadcast dimensions.
 
@@ -113,9 +118,10 @@ def explain_attention(
         bias_gradient: the backward pass computes that of the bias.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16, bfloat16 or float32.
-        multiprocessors, shared_bytes: of the GPU; see `Gpu`.
-        major: of the GPU's compute capability, 8 or more, such as 9 for an H200. With 9, code for
-            9.0a is assumed, as `megasoftmax build` compiles it.
+        gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
+        multiprocessors, shared_bytes: in place of the GPU's own.
+        major: in place of that of the GPU's compute capability, 8 or more. With 9, code for 9.0a is
+            assumed, as `megasoftmax build` compiles it.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -130,8 +136,12 @@ def explain_attention(
     if bias and relative:
         raise ValueError("relative: a call has one bias")
     least = kernel_limits().attention["kLeastMajor"]
-    if major < least:
-        raise ValueError(f"major: expected at least {least}, the first with kernels, got {major}")
+    device = device_of(gpu, multiprocessors, None, shared_bytes, major)
+    if device.major < least:
+        raise ValueError(
+            f"major: expected at least {least}, the first with kernels, got {device.major}, of "
+            f"{device.name}: attention runs in plain torch there"
+        )
     has_bias = bias or relative
     bias_dtype = bias_dtype or dtype
     is_stray = bias_gradient and not (backward and has_bias)
@@ -147,9 +157,9 @@ def explain_attention(
         has_float_bias=bias_dtype == torch.float32,
         is_relative=relative,
         is_backward=backward,
-        multiprocessors=multiprocessors,
-        major=major,
-        shared_bytes=shared_bytes,
+        multiprocessors=device.multiprocessors,
+        major=device.major,
+        shared_bytes=device.shared_bytes,
     )
     plan = _Plan()
     plans().megasoftmax_explain_attention(ctypes.byref(call), ctypes.byref(plan))
@@ -196,6 +206,7 @@ def explain_attention(
         blocks=plan.blocks,
         workspace_bytes=workspace_bytes,
         pairs=pairs,
+        gpu=device,
         bytes_read=read,
         bytes_written=written,
         flops=flops,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megasoftmax.build import library
-from megasoftmax.explain.gpu import LAUNCH_MICROSECONDS
+from megasoftmax.explain.gpu import LAUNCH_MICROSECONDS, Gpu
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -23,13 +23,18 @@ def plans() -> ctypes.CDLL:
 class Moved:
     """An explanation of a call whose time is that of the bytes that it moves."""
 
+    gpu: Gpu
     bytes_read: int
     bytes_written: int
 
-    def microseconds(self, bytes_per_second: float) -> float:
-        """The time that the fewest bytes take at such a bandwidth, with the launch."""
+    def microseconds(self, bytes_per_second: float | None = None) -> float:
+        """The time that the fewest bytes take, with the launch.
+
+        Args:
+            bytes_per_second: of a copy. Default: of the GPU.
+        """
         moved = self.bytes_read + self.bytes_written
-        return 1e6 * moved / bytes_per_second + LAUNCH_MICROSECONDS
+        return 1e6 * moved / (bytes_per_second or self.gpu.bytes_per_second) + LAUNCH_MICROSECONDS
 
 
 def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1, -1)) -> None:

@@ -6,20 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megasoftmax.limits import GpuLimits, kernel_limits
+
 MEASURED_SHARE = 0.88  # of a GPU's nominal bandwidth that a copy reaches
 LAUNCH_MICROSECONDS = 2.0  # of a small kernel among others in a CUDA graph, roughly
-
-# Nominal rates of dense 16-bit matrix products, in TFLOP/s, by the first of these words in the name
-# of a GPU.
-NOMINAL_TFLOPS = {
-    "B200": 2250,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "H800": 989,
-    "A100": 312,
-    "A800": 312,
-}
 
 
 @dataclass(frozen=True)
@@ -35,6 +25,7 @@ class Gpu:
     bandwidth_source: str
     flops_per_second: float  # nominal, of dense 16-bit matrix products
     flops_source: str
+    is_measured: bool = False  # the project timed its kernels on such a GPU
 
     def with_rates(self, terabytes: float | None, teraflops: float | None) -> "Gpu":
         """This GPU with rates that the caller knows, in TB/s and TFLOP/s."""
@@ -46,53 +37,146 @@ class Gpu:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-H200 = Gpu(
-    "NVIDIA H200",
-    9,
-    132,
-    16,
-    232448,
-    4.27e12,
-    "measured copy bandwidth of an H200",
-    1e12 * NOMINAL_TFLOPS["H200"],
-    "nominal rate of an H200",
+@dataclass(frozen=True)
+class _Known:
+    """A GPU by its data sheet."""
+
+    words: str  # all are in the name that torch gives
+    capability: tuple[int, int]
+    multiprocessors: int
+    terabytes: float  # nominal bandwidth, TB/s
+    teraflops: float  # nominal, of dense 16-bit products with sums in float32
+    copied_terabytes: float | None = None  # what a copy reached, if that was measured
+    is_measured: bool = False
+
+
+# From NVIDIA's data sheets of the products; of GeForce RTX from the white papers of their
+# architectures: Ampere GA102, Ada and Blackwell. The first with all words in a name is taken.
+_KNOWN = (
+    _Known("T4", (7, 5), 40, 0.320, 65),
+    _Known("A100 40GB", (8, 0), 108, 1.555, 312),
+    _Known("A100 PCIe", (8, 0), 108, 1.935, 312),
+    _Known("A100", (8, 0), 108, 2.039, 312),
+    _Known("A800", (8, 0), 108, 2.039, 312),
+    _Known("A10", (8, 6), 72, 0.600, 125),
+    _Known("A40", (8, 6), 84, 0.696, 149.7),
+    _Known("3090", (8, 6), 82, 0.936, 71),
+    _Known("4090", (8, 9), 128, 1.008, 165.2),
+    _Known("L4", (8, 9), 58, 0.300, 121),
+    _Known("L40S", (8, 9), 142, 0.864, 362),
+    _Known("H200", (9, 0), 132, 4.8, 989, copied_terabytes=4.27, is_measured=True),
+    _Known("H100 PCIe", (9, 0), 114, 2.0, 756),
+    _Known("H100", (9, 0), 132, 3.35, 989, is_measured=True),
+    _Known("H800", (9, 0), 132, 3.35, 989),
+    _Known("B200", (10, 0), 148, 8.0, 2250),
+    _Known("5090", (12, 0), 170, 1.792, 209.5),
 )
+GPU_NAMES = tuple(known.words for known in _KNOWN)
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU that this machine need not have.
+
+    Args:
+        name: one of `GPU_NAMES`, such as "L4" or "H100 PCIe", or a name with such words in it, such
+            as "NVIDIA GeForce RTX 4090".
+
+    Raises:
+        ValueError: no such GPU is known.
+    """
+    known = _find(name)
+    if known is None:
+        raise ValueError(f"gpu: expected one of {', '.join(GPU_NAMES)}, got {name!r}")
+    limits = _limits(known.capability)
+    bandwidth, source = _bandwidth(known)
+    series = "GeForce RTX " if known.words.isdigit() else ""
+    return Gpu(
+        f"NVIDIA {series}{known.words}",
+        known.capability[0],
+        known.multiprocessors,
+        limits.max_cluster,
+        limits.shared_bytes,
+        bandwidth,
+        source,
+        1e12 * known.teraflops,
+        f"nominal rate of {_of(known.words)}",
+        known.is_measured,
+    )
 
 
 def current_gpu() -> Gpu:
     """The current GPU; an H200 where torch sees none.
 
-    Where torch does not tell its memory's clock and width, the bandwidth is that of an H200 too. So
-    is the rate of matrix products of a GPU that NOMINAL_TFLOPS does not name.
+    Where torch does not tell its memory's clock and width, the bandwidth is that of the data sheet,
+    or of an H200 for a GPU without one here. So is the rate of its matrix products.
     """
     if not torch.cuda.is_available():
         return H200
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    max_cluster = 16 if properties.major in (9, 10) else 8 if properties.major > 8 else 1
+    known = _find(properties.name)
     kilohertz = getattr(properties, "memory_clock_rate", 0)
     bits = getattr(properties, "memory_bus_width", 0)
     nominal = 2 * 1e3 * kilohertz * bits / 8  # two transfers per clock
     if nominal:
         bandwidth, source = MEASURED_SHARE * nominal, f"{MEASURED_SHARE:.0%} of its nominal one"
+    elif known is not None:
+        bandwidth, source = _bandwidth(known)
     else:
         bandwidth, source = H200.bytes_per_second, H200.bandwidth_source
-    teraflops = nominal_tflops(properties.name)
     return Gpu(
         properties.name,
         properties.major,
         properties.multi_processor_count,
-        max_cluster,
+        _limits((properties.major, properties.minor)).max_cluster,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # by stubs
         bandwidth,
         source,
-        H200.flops_per_second if teraflops is None else 1e12 * teraflops,
-        H200.flops_source if teraflops is None else "its nominal rate",
+        H200.flops_per_second if known is None else 1e12 * known.teraflops,
+        H200.flops_source if known is None else "its nominal rate",
+        known is not None and known.is_measured,
     )
 
 
-def nominal_tflops(name: str) -> float | None:
-    """By the name of a GPU, such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
-    for words, rate in NOMINAL_TFLOPS.items():
-        if all(re.search(rf"\b{word}\b", name) for word in words.split()):
-            return rate
-    return None
+def _find(name: str) -> _Known | None:
+    words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    return next((gpu for gpu in _KNOWN if {*gpu.words.upper().split()} <= words), None)
+
+
+def _limits(capability: tuple[int, int]) -> GpuLimits:
+    """Of the last compute capability of common/limits.h that is not later."""
+    found = [gpu for gpu in kernel_limits().gpus if (gpu.major, gpu.minor) <= capability]
+    return (found or kernel_limits().gpus)[-1]
+
+
+def _bandwidth(known: _Known) -> tuple[float, str]:
+    """Of a copy, in bytes a second, and where it is from."""
+    if known.copied_terabytes is not None:
+        return 1e12 * known.copied_terabytes, f"measured copy bandwidth of {_of(known.words)}"
+    share = f"{MEASURED_SHARE:.0%} of its nominal {known.terabytes:g} TB/s"
+    return 1e12 * MEASURED_SHARE * known.terabytes, share
+
+
+def device_of(
+    gpu: Gpu | str,
+    multiprocessors: int | None,
+    max_cluster: int | None,
+    shared_bytes: int | None,
+    major: int | None = None,
+) -> Gpu:
+    """A GPU or the one of a name, with what is given in place of its own."""
+    found = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    given = {
+        "multiprocessors": multiprocessors,
+        "max_cluster": max_cluster,
+        "shared_bytes": shared_bytes,
+        "major": major,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+def _of(words: str) -> str:
+    return f"an {words}" if words[0] in "AHL" else f"a {words}"
+
+
+H200 = gpu_named("H200")

@@ -19,7 +19,7 @@ from megasoftmax.explain.common import (
     visible_entries,
     window_of,
 )
-from megasoftmax.explain.gpu import H200
+from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import RowRegime, kernel_limits
 
 PACK_BYTES = 16
@@ -36,7 +36,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Explanation(Moved):
-    """How the kernels serve a call. A chunk is 16 bytes."""
+    """How the kernels serve a call. `chunks` are vectors of 16 bytes, `units` segments."""
 
     rows: int
     columns: int
@@ -44,7 +44,7 @@ class Explanation(Moved):
     backward: bool
     kind: str  # of the rows: one of Rows in limits.h, such as "plain" or "bias gradient"
     visible_columns: int  # of the widest row
-    chunks: int  # the most that a row can need
+    chunks: int  # vectors, the most that a row can need
 
     index: int  # of the regime in `Limits.forward` or `Limits.backward`
     regime: RowRegime
@@ -53,13 +53,14 @@ class Explanation(Moved):
 
     blocks_per_row: int
     rows_at_a_time: int | None  # over the whole GPU; None for rows that do not lie over all of it
-    units: int  # of the widest row; 0 for rows without units
-    batches_per_unit: int  # likewise
+    units: int  # segments of the widest row; 0 for rows without segments
+    batches_per_unit: int  # warp tiles of a segment, likewise
     threads: int | None  # of a block; None for tiles, whose launcher sizes blocks and grid
     blocks: int | None  # of the grid; None also where as many as run at a time take rows in turn
     shared_bytes: int | None  # of a block, beside what kernels declare themselves; as `threads`
     workspace_bytes: int
 
+    gpu: Gpu
     bytes_read: int  # fewest: what a row sees is read once
     bytes_written: int
 
@@ -76,9 +77,10 @@ def explain(
     bias_gradient: bool = False,
     dropout: bool = False,
     backward: bool = False,
-    multiprocessors: int = H200.multiprocessors,
-    max_cluster: int = H200.max_cluster,
-    shared_bytes: int = H200.shared_bytes,
+    gpu: Gpu | str = H200,
+    multiprocessors: int | None = None,
+    max_cluster: int | None = None,
+    shared_bytes: int | None = None,
 ) -> Explanation:
     """Explains a call without a bias, on contiguous tensors of `dtype`, in and out.
 
@@ -94,7 +96,8 @@ def explain(
         dropout: entries are dropped. The backward pass then reads the scores in place of the
             probabilities.
         backward: explains the backward pass.
-        multiprocessors, max_cluster, shared_bytes: of the GPU; see `Gpu`.
+        gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
+        multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
@@ -103,6 +106,7 @@ def explain(
     limits = window_of(causal, window)
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
+    device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     call = _Call(
         rows=rows,
         columns=columns,
@@ -114,9 +118,9 @@ def explain(
         is_backward=backward,
         has_bias_gradient=bias_gradient,
         has_dropout=dropout,
-        multiprocessors=multiprocessors,
-        shared_bytes=shared_bytes,
-        max_cluster=max_cluster,
+        multiprocessors=device.multiprocessors,
+        shared_bytes=device.shared_bytes,
+        max_cluster=device.max_cluster,
     )
     plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()
     plans().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
@@ -151,6 +155,7 @@ def explain(
         blocks=plan.blocks or None,
         shared_bytes=None if is_tile else plan.shared_bytes,
         workspace_bytes=plan.workspace_bytes,
+        gpu=device,
         bytes_read=visible * read,
         bytes_written=rows * columns * dtype.itemsize * outputs,
     )
@@ -185,7 +190,7 @@ def _in_words(obstacles: int, regime: RowRegime, kind: str, call: _Call) -> list
     """Why a regime does not serve such rows: bits of Obstacle in limits.h."""
     why = (
         f"is not for {kind} rows",
-        f"takes at most {regime.max_chunks or 0:,} chunks",
+        f"takes at most {regime.max_chunks or 0:,} vectors",
         f"wants at least {regime.min_rows:,} rows",
         f"wants clusters of {regime.blocks_per_row} blocks, more than the GPU's {call.max_cluster}",
         f"wants more than {call.shared_bytes:,} bytes of shared memory",
@@ -218,7 +223,9 @@ def _check(
 def _reasons(regime: RowRegime, plan: _Plan, rows: int, kind: str) -> tuple[str, ...]:
     """Why a regime serves such rows."""
     chunks, blocks_per_row = plan.chunks, plan.blocks_per_row
-    longest = "any length" if regime.max_chunks is None else f"at most {regime.max_chunks:,} chunks"
+    longest = (
+        "any length" if regime.max_chunks is None else f"at most {regime.max_chunks:,} vectors"
+    )
     blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
     found = [
         f"serves {kind} rows",

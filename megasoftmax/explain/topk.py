@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megasoftmax.explain.common import Moved, check_call, integers, plans
-from megasoftmax.explain.gpu import H200
+from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import kernel_limits
 
 _STATISTICS_BYTES = 3 * 4  # of a row
@@ -18,7 +18,7 @@ _INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class TopkExplanation(Moved):
-    """How the kernels serve a call. A chunk is 16 bytes."""
+    """How the kernels serve a call. `chunks` are vectors of 16 bytes."""
 
     rows: int
     columns: int
@@ -35,6 +35,7 @@ class TopkExplanation(Moved):
     shared_bytes: int  # of a block, beside what kernels declare themselves
     workspace_bytes: int
 
+    gpu: Gpu
     bytes_read: int  # fewest: each logit once
     bytes_written: int
 
@@ -47,9 +48,10 @@ def explain_topk(
     *,
     masked: bool = False,
     backward: bool = False,
-    multiprocessors: int = H200.multiprocessors,
-    max_cluster: int = H200.max_cluster,
-    shared_bytes: int = H200.shared_bytes,
+    gpu: Gpu | str = H200,
+    multiprocessors: int | None = None,
+    max_cluster: int | None = None,
+    shared_bytes: int | None = None,
 ) -> TopkExplanation:
     """Explains a call of `megasoftmax.softmax_topk` on contiguous logits, without a bias.
 
@@ -59,13 +61,15 @@ def explain_topk(
         dtype: float16, bfloat16 or float32, of logits and probabilities.
         masked: with a bool mask, counted as large as the logits.
         backward: explains the backward pass.
-        multiprocessors, max_cluster, shared_bytes: of the GPU; see `Gpu`.
+        gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
+        multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
 
     Raises:
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
         BuildError: there is no compiled part and no C++ compiler.
     """
     _check(rows, columns, k, dtype)
+    device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     call = _Call(
         rows=rows,
         columns=columns,
@@ -73,9 +77,9 @@ def explain_topk(
         element_bytes=dtype.itemsize,
         is_masked=masked,
         is_backward=backward,
-        multiprocessors=multiprocessors,
-        shared_bytes=shared_bytes,
-        max_cluster=max_cluster,
+        multiprocessors=device.multiprocessors,
+        shared_bytes=device.shared_bytes,
+        max_cluster=device.max_cluster,
     )
     plan = _Plan()
     plans().megasoftmax_explain_topk(ctypes.byref(call), ctypes.byref(plan))
@@ -98,6 +102,7 @@ def explain_topk(
         blocks=plan.blocks,
         shared_bytes=plan.shared_bytes,
         workspace_bytes=plan.workspace_bytes,
+        gpu=device,
         bytes_read=logits
         + mask_bytes
         + (results + rows * k * dtype.itemsize if backward else 0),  # and the gradient of the k
@@ -124,14 +129,14 @@ class _Plan(ctypes.Structure):
 
 
 def _why(regime: str, plan: _Plan, rows: int) -> str:
-    chunks = f"rows of up to {plan.chunks:,} chunks"
+    vectors = f"rows of up to {plan.chunks:,} vectors"
     if regime == "tile":
-        return f"{chunks}, dense and without a mask, share tiles of shared memory"
+        return f"{vectors}, contiguous and without a mask, share tiles of shared memory"
     if plan.blocks_per_row > 1:
-        return f"{chunks}; {rows:,} rows keep the GPU busy with {plan.blocks_per_row} blocks each"
+        return f"{vectors}; {rows:,} rows keep the GPU busy with {plan.blocks_per_row} blocks each"
     if plan.rows_per_block > 1:
-        return f"{chunks}: {plan.rows_per_block} share a block"
-    return f"{chunks}; {rows:,} rows keep the GPU busy with one block each"
+        return f"{vectors}: {plan.rows_per_block} share a block"
+    return f"{vectors}; {rows:,} rows keep the GPU busy with one block each"
 
 
 def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,309 @@
+"""What `megasoftmax check` draws: calls whose results the reference in float32 decides.
+
+Scores are normal, so that an error of each result follows from the rounding of its inputs: `_noise`
+is the relative error of a probability or of a product of rounded numbers. Rules that need other
+values, such as NaN in excluded entries, are left to the tests of the project.
+"""
+
+import math
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megasoftmax
+from megasoftmax import RelativeBias
+from megasoftmax.check.draws import (
+    BFLOAT,
+    FLOAT,
+    HALF,
+    HEAD_DIMS,
+    MAX_K,
+    Data,
+    Drawn,
+    Layout,
+    Mask,
+    Ranges,
+    Shape,
+    chance,
+    draw_broadcast,
+    draw_columns,
+    draw_most,
+    draw_size,
+    draw_window,
+    made,
+    unless_fused,
+)
+from megasoftmax.check.suite import Deviation, Suite
+
+Deviations = dict[str, Deviation]
+SCALES = (1.0, 0.125, -0.7)
+
+
+class Softmax(Drawn):
+    """A softmax over the last dimension, with the gradients of scores and bias."""
+
+    family = "softmax"
+
+    @classmethod
+    def draw(cls, random: Random, usual: int) -> "Softmax":
+        dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
+        columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
+        queries = draw_size(random, most // columns)
+        heads = random.choice((1, 2, 3))
+        shape = (max(most // (columns * queries * heads), 1), heads, queries, columns)
+        return cls(
+            shape=shape,
+            dtype=dtype,
+            layout=Layout.draw(random),
+            scale=random.choice(SCALES),
+            bias=draw_broadcast(random, shape[:-1]) if chance(random, 0.4) else None,
+            dropout=random.choice((0.1, 0.5)) if chance(random, 0.2) else 0.0,
+            **_draw_excluded(random, shape),
+        )
+
+    def compare(self, data: Data, fused: bool | None) -> Deviations:
+        scores = self.layout.place(data.normal(self.shape).to(self.dtype))
+        incoming = data.normal(self.shape).to(self.dtype)
+        bias = None
+        if self.bias is not None:  # whole rows, along which kernels do not sum
+            bias = data.normal((*self.bias, self.shape[-1])).to(self.dtype)
+        given = {"scale": self.scale, **_excluded(self, data)}
+        drops: dict[str, Any] = {}
+        if self.dropout > 0:
+            seed = torch.tensor([math.prod(self.shape)], device=scores.device)
+            drops = {"dropout": self.dropout, "seed": seed}
+        unless_fused(megasoftmax.softmax, fused, scores, bias=bias, **given, **drops)
+
+        def run(fused: bool | None, *tensors: Tensor | None) -> list[Tensor]:
+            leaves = _leaves(tensors[:2])
+            p = megasoftmax.softmax(leaves[0], bias=leaves[1], fused=fused, **given, **drops)
+            return [p.detach(), *_gradients(p, tensors[2], leaves)]
+
+        tensors = scores, bias, incoming
+        actual, expected = run(fused, *tensors), run(False, *_in_float(tensors))
+        wide = _in_float(tensors)
+        p = megasoftmax.softmax(wide[0], bias=wide[1], fused=False, **given)
+        kept = p / (1 - self.dropout)
+        errors = _score_errors(p, kept, wide[2].abs(), (kept * wide[2].abs()).sum(-1, True))
+        allowed = [kept, abs(self.scale) * errors]
+        names = ["probabilities", "gradient of scores"]
+        if bias is not None:
+            allowed.append(errors.sum_to_size(bias.shape))
+            names.append("gradient of bias")
+        return _deviations(names, actual, expected, allowed, self.dtype)
+
+
+class Topk(Drawn):
+    """softmax_topk, with the gradient of the logits."""
+
+    family = "softmax_topk"
+
+    @classmethod
+    def draw(cls, random: Random, usual: int) -> "Topk":
+        dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
+        columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
+        shape = (draw_size(random, most // columns), columns)
+        return cls(
+            shape=shape,
+            dtype=dtype,
+            k=random.randint(1, min(columns, MAX_K)),
+            layout=Layout.draw(random, 2),
+            scale=random.choice(SCALES) if dtype != FLOAT else 1.0,  # logits keep their order
+            mask=Mask.draw(random, shape),
+        )
+
+    def compare(self, data: Data, fused: bool | None) -> Deviations:
+        logits = self.layout.place(data.normal(self.shape).to(self.dtype))
+        incoming = data.normal((self.shape[0], self.k)).to(self.dtype)
+        given = {"scale": self.scale, "mask": made(self.mask, data)}
+        unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **given)
+
+        def run(fused: bool | None, *tensors: Tensor | None) -> tuple[list[Tensor], Tensor]:
+            leaves = _leaves(tensors[:1])
+            p, indices = megasoftmax.softmax_topk(leaves[0], self.k, fused=fused, **given)[:2]
+            return [p.detach(), *_gradients(p, tensors[1], leaves)], indices
+
+        actual, indices = run(fused, logits, incoming)
+        wide = _in_float((logits, incoming))
+        expected, expected_indices = run(False, *wide)
+        p = megasoftmax.softmax(wide[0], fused=False, **given)
+        dense = torch.zeros_like(p).scatter(-1, expected_indices, wide[1].abs())
+        errors = _score_errors(p, p, dense, (p * dense).sum(-1, True))
+        allowed = [expected[0], abs(self.scale) * errors]
+        found = _deviations(
+            ["probabilities", "gradient of logits"], actual, expected, allowed, self.dtype
+        )
+        is_other = (indices != expected_indices) & (expected[0] > 0)
+        count = int(is_other.sum())
+        found["indices"] = Deviation(math.inf if count else 0.0, f"{count} others")
+        return found
+
+
+class Attention(Drawn):
+    """Attention, with the gradients of query, key, value and bias. relative: a RelativeBias."""
+
+    family = "attention"
+
+    @classmethod
+    def draw(cls, random: Random, usual: int) -> "Attention":
+        most = draw_most(random, usual)
+        key_heads = random.choice((1, 1, 2, 3))
+        heads = key_heads * random.choice((1, 1, 2, 4))
+        batch = random.choice((1, 2, 3))
+        pairs = max(most // (batch * heads), 16)
+        longest = max(pairs // 64, 64)  # keys and values are tensors too
+        keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
+        is_decoding = chance(random, 0.2)
+        queries = random.randint(1, 16) if is_decoding else draw_size(random, pairs // keys)
+        shape = (batch, heads, queries, keys)
+        kind = random.choices(("none", "dense", "relative"), (50, 35, 15))[0]
+        head_dim = random.choice(HEAD_DIMS)
+        return cls(
+            shape=shape,
+            key_heads=key_heads,
+            head_dim=head_dim,
+            value_dim=head_dim if chance(random, 0.5) else random.choice(HEAD_DIMS),
+            dtype=random.choice((HALF, BFLOAT, FLOAT)),
+            layout=Layout.draw(random, 3),
+            bias=(random.choice((1, batch)), heads) if kind == "dense" else None,
+            relative=kind == "relative",
+            **_draw_excluded(random, shape),
+        )
+
+    def compare(self, data: Data, fused: bool | None) -> Deviations:
+        batch, heads, queries, keys = self.shape
+        group = heads // self.key_heads
+
+        def normal(*shape: int) -> Tensor:
+            return data.normal(shape).to(self.dtype)
+
+        query = self.layout.place(normal(batch, heads, queries, self.head_dim))
+        key = self.layout.place(normal(batch, self.key_heads, keys, self.head_dim))
+        value = normal(batch, self.key_heads, keys, self.value_dim)
+        incoming = normal(batch, heads, queries, self.value_dim)
+        bias = None
+        if self.relative:
+            bias = normal(heads, queries + keys - 1)
+        elif self.bias is not None:
+            bias = normal(*self.bias, queries, keys)
+        given, scale = _excluded(self, data), self.head_dim**-0.5
+
+        def as_bias(leaf: Tensor | None) -> Any:
+            return RelativeBias(leaf) if self.relative and leaf is not None else leaf
+
+        def run(fused: bool | None, *tensors: Tensor | None) -> list[Tensor]:
+            leaves = _leaves(tensors[:4])
+            output = megasoftmax.attention(
+                *leaves[:3], bias=as_bias(leaves[3]), fused=fused, **given
+            )
+            return [output.detach(), *_gradients(output, tensors[4], leaves)]
+
+        tensors = query, key, value, bias, incoming
+        unless_fused(
+            megasoftmax.attention, fused, query, key, value, bias=as_bias(bias), **given
+        )
+        actual, wide = run(fused, *tensors), _in_float(tensors)
+        expected = run(False, *wide)
+
+        q, k, v, b, g = wide
+        k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+        dense = as_bias(b).dense(queries, keys) if self.relative else b
+        p = megasoftmax.softmax(q @ k.mT, scale=scale, bias=dense, fused=False, **given)
+        sums = p @ v.abs()
+        incoming_of_p = g.abs() @ v.abs().mT
+        errors = _score_errors(p, p, incoming_of_p, (g.abs() * sums).sum(-1, True))
+
+        def of_key_heads(each: Tensor) -> Tensor:
+            return each.unflatten(1, (self.key_heads, group)).sum(2)
+
+        allowed = [
+            sums,
+            scale * errors @ k.abs(),
+            of_key_heads(scale * errors.mT @ q.abs()),
+            of_key_heads(p.mT @ g.abs()),
+        ]
+        names = ["output", *(f"gradient of {name}" for name in ("query", "key", "value"))]
+        if b is not None:
+            table = torch.zeros_like(b).requires_grad_()
+            dense = as_bias(table).dense(queries, keys) if self.relative else table.expand(self.shape)
+            allowed.append(torch.autograd.grad(dense.expand(self.shape), table, errors)[0])
+            names.append("gradient of bias")
+        return _deviations(names, actual, expected, allowed, self.dtype)
+
+
+SUITE = Suite(
+    families={each.family: each for each in (Softmax, Topk, Attention)},
+    shares={"softmax": 0.35, "softmax_topk": 0.15, "attention": 0.5},
+    usual={"cuda": 2**17, "cpu": 2**13},
+)
+
+
+def _draw_excluded(random: Random, shape: Shape) -> dict[str, Any]:
+    return {
+        "mask": Mask.draw(random, shape),
+        "causal": chance(random, 0.3),
+        "window": draw_window(random, shape[-1]),
+        "ranges": Ranges.draw(random, shape),
+    }
+
+
+def _excluded(case: Drawn, data: Data) -> dict[str, Any]:
+    """The arguments of a call that exclude entries."""
+    return {
+        "mask": made(case.mask, data),
+        "causal": case.causal,
+        "window": case.window,
+        "visible": made(case.ranges, data),
+    }
+
+
+def _leaves(tensors: Any) -> list[Any]:
+    return [None if each is None else each.detach().requires_grad_() for each in tensors]
+
+
+def _in_float(tensors: Any) -> list[Any]:
+    return [None if each is None else each.float() for each in tensors]
+
+
+def _gradients(result: Tensor, incoming: Tensor | None, leaves: list[Any]) -> tuple[Tensor, ...]:
+    given = [leaf for leaf in leaves if leaf is not None]
+    return torch.autograd.grad(result, given, incoming)
+
+
+def _score_errors(p: Tensor, kept: Tensor, incoming: Tensor, sums: Tensor) -> Tensor:
+    """What the gradient of a logit, p * (incoming - sums), is rounded of, times `_noise`.
+
+    kept: probabilities that multiply `incoming`: with dropout, larger ones.
+    """
+    return kept * incoming + p * sums
+
+
+def _noise(dtype: torch.dtype) -> float:
+    """Four roundings to the type, and what float32 loses of logits and sums."""
+    return 4 * torch.finfo(dtype).eps + 5e-5
+
+
+def _deviations(
+    names: list[str],
+    actual: list[Tensor],
+    expected: list[Tensor],
+    allowed: list[Tensor],
+    dtype: torch.dtype,
+) -> Deviations:
+    limits = torch.finfo(dtype)
+    found = {}
+    for name, ours, theirs, bound in zip(names, actual, expected, allowed, strict=True):
+        error = (ours.float() - theirs).abs()
+        # An entry without a visible pair is 0 exactly. Others may be numbers below the normal ones.
+        most = _noise(dtype) * bound + (bound > 0) * limits.smallest_normal * limits.eps
+        ratio = torch.where(error == 0, 0.0, error / most).nan_to_num(nan=math.inf, posinf=math.inf)
+        worst = float(ratio.max()) if ratio.numel() else 0.0
+        index = int(ratio.flatten().argmax()) if ratio.numel() else 0
+        message = ""
+        if ratio.numel():
+            got, wanted = ours.flatten()[index], theirs.flatten()[index]
+            message = f"expected {float(wanted):.6g}, got {float(got):.6g}, entry {index}"
+        found[name] = Deviation(worst, message)
+    return found
