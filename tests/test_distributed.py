@@ -222,29 +222,21 @@ WHOLE = dict.fromkeys(("output", "lse", *QKV, "bias", "sink"))
 
 SPLITS = {
     "softmax, batches": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 0, "mask": 0},
+        *(softmax_with_all, SCORES, {"scores": 0, "mask": 0}),
         {"p": 0, "lse": 0, "scores": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "softmax, heads": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 1, "bias": 0, "sink": 0},
+        *(softmax_with_all, SCORES, {"scores": 1, "bias": 0, "sink": 0}),
         {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
         compiles=True,
     ),
     "softmax, heads of what is replicated": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 1},
+        *(softmax_with_all, SCORES, {"scores": 1}),
         {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
     ),
     "softmax, ranges of batches": Split(
-        softmax_of_ranges,
-        {"scores": SCORES["scores"]} | bounds(4, 1, 5, keys=7),
-        {"scores": 0, "first": 0, "end": 0},
-        {"p": 0, "lse": 0, "scores": 0},
+        *(softmax_of_ranges, {"scores": SCORES["scores"]} | bounds(4, 1, 5, keys=7)),
+        *({"scores": 0, "first": 0, "end": 0}, {"p": 0, "lse": 0, "scores": 0}),
         compiles=True,
     ),
     "softmax, ranges of heads": Split(
@@ -257,16 +249,12 @@ SPLITS = {
         softmax_with_all, SCORES, {}, dict.fromkeys(("p", "lse", "scores", "bias", "sink"))
     ),
     "softmax, keys": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 3},
+        *(softmax_with_all, SCORES, {"scores": 3}),
         dict.fromkeys(("p", "lse", "scores", "bias", "sink")),
         sends=True,
     ),
     "softmax, twice": Split(
-        gradients_of_softmax,
-        SCORES,
-        {"scores": 1, "bias": 0, "sink": 0},
+        *(gradients_of_softmax, SCORES, {"scores": 1, "bias": 0, "sink": 0}),
         {"d_scores": 1, "d_bias": 0, "d_sink": 0, "scores": 1, "sink": 0},
     ),
     "columns, before": Split(
@@ -276,55 +264,40 @@ SPLITS = {
         softmax_over_one, {"scores": double(4, 5, 6, seed=0)}, {"scores": 2}, {"p": 2, "lse": 1}
     ),
     "top-k, batches": Split(
-        topk,
-        LOGITS,
-        {"logits": 0, "mask": 0},
+        *(topk, LOGITS, {"logits": 0, "mask": 0}),
         {"p": 0, "indices": 0, "lse": 0, "logits": 0, "bias": PARTIAL},
         compiles=True,
     ),
     "top-k, rows": Split(topk, LOGITS, {"logits": 1}, {"p": 1, "lse": 1, "logits": 1}),
     "attention, batches": Split(
-        attention,
-        of_attention(4, 2, 1, 4),
-        OF_BATCHES,
+        *(attention, of_attention(4, 2, 1, 4), OF_BATCHES),
         {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "attention, ranges of batches": Split(
-        attention_of_ranges,
-        with_ranges(4, 2, 1, 4),
-        dict.fromkeys((*QKV, "first", "end"), 0),
+        *(attention_of_ranges, with_ranges(4, 2, 1, 4), dict.fromkeys((*QKV, "first", "end"), 0)),
         {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "attention, ranges of heads": Split(
-        attention_of_ranges,
-        with_ranges(4, 2, 1, 1),
+        *(attention_of_ranges, with_ranges(4, 2, 1, 1)),
         OF_HEADS | dict.fromkeys(("first", "end", "blocks"), 1),
         {"output": 1, "lse": 1, "query": 1, "key": 1, "bias": PARTIAL, "sink": 0},
         compiles=True,
     ),
     "attention, batches that share a bias": Split(
-        attention_through_ops,
-        without_sink(4, 2, 2, 1),
-        OF_BATCHES | {"bias": 0},
+        *(attention_through_ops, without_sink(4, 2, 2, 1), OF_BATCHES | {"bias": 0}),
         {"output": 0, "query": 0, "bias": 0},
     ),
     "attention, heads": Split(
-        attention,
-        of_attention(4, 2, 4, 2),
-        OF_HEADS | {"bias": 1, "sink": 0},
+        *(attention, of_attention(4, 2, 4, 2), OF_HEADS | {"bias": 1, "sink": 0}),
         {"output": 1, "lse": 1, "query": 1, "key": 1, "value": 1, "bias": 1, "sink": 0},
         compiles=True,
     ),
     "attention, heads that share all": Split(
-        attention_through_ops,
-        without_sink(6, 1, 4, 1),
-        {"query": 1},
+        *(attention_through_ops, without_sink(6, 1, 4, 1), {"query": 1}),
         {"output": 1, "query": 1, "key": PARTIAL, "value": PARTIAL, "bias": PARTIAL},
     ),
     "attention, tables of heads": Split(
-        attention,
-        with_table(4, 4),
-        OF_HEADS | {"table": 0},
+        *(attention, with_table(4, 4), OF_HEADS | {"table": 0}),
         {"output": 1, "query": 1, "key": 1, "table": 0, "sink": 0},
     ),
     # 3 heads of keys are shared out as 2 and 1, and 12 of queries as 6 and 6.

@@ -3,6 +3,7 @@
 import itertools
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -89,6 +90,16 @@ def _both_passes(call, inputs, gradient):
     leaves = [each.detach().requires_grad_() for each in inputs]
     output = call(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def _both_ways(q, k, v, gradient, **options):
+    """By torch's attention and by the reference, which are close."""
+    found, expected = (
+        _both_passes(partial(megasoftmax.attention, **options, fused=fused), (q, k, v), gradient)
+        for fused in (None, False)
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+    return found
 
 
 def _relative_error(found, expected):
@@ -321,17 +332,7 @@ def test_excluded_scores_that_are_not_finite(by, value, by_sdpa):
         "window": {"window": (1, 0)},
         "bias": {"mask": excluded, "bias": torch.where(excluded, -INF, 0.5)},
     }[by]
-    gradient = normal(*q.shape, device="cpu", seed=5)
-    found, expected = (
-        _both_passes(
-            lambda *given, fused=fused: megasoftmax.attention(*given, **options, fused=fused),
-            (q, k, v),
-            gradient,
-        )
-        for fused in (None, False)
-    )
-    for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    found = _both_ways(q, k, v, normal(*q.shape, device="cpu", seed=5), **options)
     assert found[0][0, 0, :5].isfinite().all()
     assert len(by_sdpa) == 1
 
@@ -370,16 +371,7 @@ def test_incoming_gradient_that_is_not_finite(value, by_sdpa):
     q, k, v = tensors("cpu", heads=(2, 2), lengths=(6, 6))
     gradient = normal(*q.shape, device="cpu", seed=5)
     gradient[0, 0, 2, 0] = value
-    found, expected = (
-        _both_passes(
-            lambda *given, fused=fused: megasoftmax.attention(*given, causal=True, fused=fused),
-            (q, k, v),
-            gradient,
-        )
-        for fused in (None, False)
-    )
-    for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    found = _both_ways(q, k, v, gradient, causal=True)
     assert found[2][0, 0, 3:].isfinite().all()
     assert by_sdpa == [True]
 

@@ -31,6 +31,16 @@ def check(scores, **arguments):
     return oracle.check(softmax_on(scores.device.type), scores, **arguments)
 
 
+def results_of(scores, g, h=None, *, learns_bias=False, **arguments):
+    """Probabilities, log-sum-exp, and the gradients of the scores and of the bias."""
+    leaves = [scores.detach().requires_grad_()]
+    if learns_bias:
+        leaves.append(arguments["bias"].requires_grad_())
+    p, lse = softmax_on(scores.device.type)(leaves[0], return_lse=True, **arguments)
+    incoming = (p, g) if h is None else ((p, lse), (g, h))
+    return [p.detach(), lse.detach(), *torch.autograd.grad(incoming[0], leaves, incoming[1])]
+
+
 # Variants, each of which every row regime must meet
 
 
@@ -941,12 +951,9 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
     g = oracle.random_like(scores, 1)
 
     def run(batches):
-        part = scores[batches].detach().requires_grad_()
         rows = None if mask is None else mask[batches]
-        p, lse = softmax_on(device)(
-            part, scale=0.7, mask=rows, causal=causal, sink=sink, return_lse=True
-        )
-        return [p.detach(), lse.detach(), *torch.autograd.grad(p, part, g[batches])]
+        options = {"scale": 0.7, "mask": rows, "causal": causal, "sink": sink}
+        return results_of(scores[batches], g[batches], **options)
 
     whole = run(slice(None))
     parts = [slice(0, 1), slice(0, 2), slice(0, 5)]
@@ -983,22 +990,12 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(variant, columns,
 
     def run(batches):
         arguments = {name: tensor[:batches].clone() for name, tensor in of_rows.items()}
-        leaves = [scores[:batches].clone().requires_grad_()]
-        if variant == "gradient of bias":
-            leaves.append(arguments["bias"].requires_grad_())
-        p, lse = megasoftmax.softmax(
-            leaves[0],
-            scale=0.7,
-            causal=variant == "causal",
-            sink=0.5 if variant == "sink" else None,
-            dropout=0.3 if variant == "dropout" else 0.0,
-            seed=seed,
-            return_lse=True,
-            fused=True,
-            **arguments,
-        )
-        gradients = torch.autograd.grad((p, lse), leaves, (g[:batches], h[:batches]))
-        return [p.detach(), lse.detach(), *gradients]
+        arguments |= {"scale": 0.7, "causal": variant == "causal", "seed": seed}
+        arguments["sink"] = 0.5 if variant == "sink" else None
+        arguments["dropout"] = 0.3 if variant == "dropout" else 0.0
+        learns = variant == "gradient of bias"
+        rows = (scores[:batches].clone(), g[:batches], h[:batches])
+        return results_of(*rows, learns_bias=learns, **arguments)
 
     whole = run(300)
     for batches in (1, 8, 64):
@@ -1021,9 +1018,7 @@ def test_very_long_rows_have_the_bits_of_few_in_every_turn(rows, columns, few, d
     g = normal(rows, columns, device="cuda", dtype=dtype, seed=1)
 
     def run(part):
-        leaf = scores[part].clone().requires_grad_()
-        p, lse = megasoftmax.softmax(leaf, scale=0.7, return_lse=True, fused=True)
-        return [p.detach(), lse.detach(), *torch.autograd.grad(p, leaf, g[part])]
+        return results_of(scores[part].clone(), g[part], scale=0.7)
 
     many = run(slice(0, rows))
     # Where rows begin in memory must not depend on the slice.
@@ -1145,13 +1140,12 @@ def test_rows_that_blocks_take_in_turn(variant, dtype):
     )
 
     def run(some):
-        leaf, arguments = scores[:, :, some].clone().requires_grad_(), {}
+        arguments = {}
         if variant == "ranges":
             arguments["visible"] = (first[..., some], (first + length)[..., some])
         elif variant == "mask":
             arguments["mask"] = g[:, :, some] > 0.5
-        p = megasoftmax.softmax(leaf, fused=True, **arguments)
-        return p.detach(), *torch.autograd.grad(p, leaf, g[:, :, some])
+        return results_of(scores[:, :, some].clone(), g[:, :, some], **arguments)
 
     # As many run at a time. Rows that begin in the same place of a line have the same bits.
     whole, few = run(slice(rows)), 64
