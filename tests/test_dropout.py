@@ -791,42 +791,40 @@ def test_shards_and_rings_on_gpus(tmp_path):
 # Messages
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dropout": -0.1}, ValueError, r"^dropout: expected a number from 0 to 1, got -0\.1$"),
-        ({"dropout": 1.5}, ValueError, r"^dropout: expected a number from 0 to 1, got 1\.5$"),
-        ({"dropout": math.nan}, ValueError, r"^dropout: expected a number from 0 to 1, got nan$"),
-        ({"dropout": "0.1"}, TypeError, r"^dropout: expected a number from 0 to 1, got str$"),
-        ({"dropout": True}, TypeError, r"^dropout: expected a number from 0 to 1, got bool$"),
-        (
-            {"seed": 5},
-            TypeError,
-            "^seed: expected None or a tensor of int64, got int; pass torch.tensor",
+ZEROS = partial(torch.zeros, dtype=torch.int64)
+WRONG = {
+    ValueError: [
+        *(
+            ({"dropout": x}, f"dropout: expected a number from 0 to 1, got {x}$")
+            for x in (-0.1, 1.5, math.nan)
         ),
+        ({"seed": ZEROS(2)}, r"seed: expected one element, got shape \(2,\)$"),
         (
-            {"seed": torch.zeros(1, dtype=torch.int32)},
-            TypeError,
-            r"^seed: expected None or a tensor of int64, got a tensor of torch\.int32$",
-        ),
-        (
-            {"seed": torch.zeros(2, dtype=torch.int64)},
-            ValueError,
-            r"^seed: expected one element, got shape \(2,\)$",
-        ),
-        (
-            {"seed": torch.zeros(1, dtype=torch.int64, device="meta")},
-            ValueError,
-            r"^seed: expected device cpu, as (scores|query), got meta$",
+            {"seed": ZEROS(1, device="meta")},
+            r"seed: expected device cpu, as (scores|query), got meta$",
         ),
     ],
+    TypeError: [
+        ({"dropout": "0.1"}, "dropout: expected a number from 0 to 1, got str$"),
+        ({"dropout": True}, "dropout: expected a number from 0 to 1, got bool$"),
+        ({"seed": 5}, "seed: expected None or a tensor of int64, got int; pass torch.tensor"),
+        (
+            {"seed": torch.zeros(1, dtype=torch.int32)},
+            r"seed: expected None or a tensor of int64, got a tensor of torch\.int32$",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "message"),
+    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
 )
-def test_messages(options, error, message):
+def test_messages(error, options, message):
     x = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(error, match=message):
-        softmax(x, **options)
-    with pytest.raises(error, match=message):
-        attention(x, x, x, **options)
+    for function, tensors in ((softmax, [x]), (attention, [x, x, x])):
+        with pytest.raises(error, match=f"^{message}"):
+            function(*tensors, **options)
 
 
 def test_columns_are_not_dropped():

@@ -119,6 +119,12 @@ def record_calls(monkeypatch, function):
     return calls
 
 
+def attend(implementation, *given, layer=None, **options):
+    """Output and probabilities of an attention function."""
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    return function(torch.nn.Module() if layer is None else layer, *given, **options)
+
+
 def queries_and_keys(tensors):
     """Of the arguments of attention, or of softmax."""
     if len(tensors) == 1:
@@ -168,9 +174,8 @@ def test_gpt2_upcast_keeps_float32_scores(implementation, autocast):
     query, key, value = (torch.randn(3, 2, 4, 9, 8) * 10).bfloat16()
     expected, _ = layer._upcast_and_reordered_attn(query, key, value)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        actual, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-            layer, query, key, value, None, scaling=layer.scaling, is_causal=False
-        )
+        options = {"layer": layer, "scaling": layer.scaling, "is_causal": False}
+        actual, _ = attend(implementation, query, key, value, None, **options)
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
 
 
@@ -355,16 +360,10 @@ def test_generate(implementation, member, cache, padding, device):
     ours, eager = build_pair(implementation, member, device)
     batch = build_batch(padding, device)
     del batch["labels"]
-    options = {
-        "max_new_tokens": 16,
-        # T5's most probable token is the last one again, for its embedding is.
-        "do_sample": member == "t5",
-        "top_k": 0,
-        "cache_implementation": cache,
-        "disable_compile": True,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    # T5's most probable token is the last one again, for its embedding is.
+    options = {"max_new_tokens": 16, "do_sample": member == "t5", "top_k": 0}
+    options |= {"cache_implementation": cache, "disable_compile": True}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
     generated = []
     for model in (ours, eager):
         torch.manual_seed(7)
@@ -583,8 +582,7 @@ def test_mask_for_fewer_keys_is_for_the_newest(implementation, overlay, padded):
     bias = torch.randn(1, 4, 3, 9)
     mask = integration.make_mask(**given)
     assert isinstance(mask, integration.PaddingMask)
-    call = ALL_ATTENTION_FUNCTIONS[implementation]
-    actual, _ = call(torch.nn.Module(), query, key, value, mask, position_bias=bias)
+    actual, _ = attend(implementation, query, key, value, mask, position_bias=bias)
     added = bias[..., -7:].masked_fill(~sdpa_mask(**given, allow_is_causal_skip=False), -torch.inf)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key[:, :, -7:], value[:, :, -7:], added
@@ -610,7 +608,7 @@ def test_mask_for_other_keys_is_refused(implementation, kind):
     }[kind]()
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 7, 8)
     with pytest.raises(ValueError, match=r"attention_mask: expected .*7.*, got .*[59]"):
-        ALL_ATTENTION_FUNCTIONS[implementation](torch.nn.Module(), query, key, key, mask)
+        attend(implementation, query, key, key, mask)
 
 
 def test_mask_that_excludes_nothing_is_for_any_keys(implementation):
@@ -619,8 +617,7 @@ def test_mask_that_excludes_nothing_is_for_any_keys(implementation):
     mask = integration.make_mask(1, 3, 3, mask_function=both, allow_is_bidirectional_skip=True)
     assert isinstance(mask, integration.PaddingMask)
     query, key, value = (torch.randn(1, 4, n, 8) for n in (3, 7, 7))
-    call = ALL_ATTENTION_FUNCTIONS[implementation]
-    actual, _ = call(torch.nn.Module(), query, key, value, mask)
+    actual, _ = attend(implementation, query, key, value, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
@@ -659,14 +656,8 @@ def test_padded_causal_training_needs_no_square_mask(implementation, family, mon
 )
 def test_mask_is_that_of_sdpa(queries, keys, query_offset, key_offset, tokens):
     keep = torch.rand(2, tokens, generator=torch.Generator().manual_seed(6)) > 0.3
-    sizes = {
-        "batch_size": 2,
-        "q_length": queries,
-        "kv_length": keys,
-        "q_offset": query_offset,
-        "kv_offset": key_offset,
-        "attention_mask": keep,
-    }
+    sizes = {"batch_size": 2, "q_length": queries, "kv_length": keys, "q_offset": query_offset}
+    sizes |= {"kv_offset": key_offset, "attention_mask": keep}
     expected = sdpa_mask(**sizes, allow_is_causal_skip=False)
     needs_tensor = integration.make_mask(**sizes, allow_is_causal_skip=False)
     assert needs_tensor.equal(expected)
@@ -754,8 +745,7 @@ def test_prefill_of_a_static_cache_sees_no_unused_keys(implementation, family, m
 def test_unused_keys_without_a_mask_are_cut_off(implementation, monkeypatch):
     calls = record_calls(monkeypatch, FUNCTIONS[implementation])
     query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 12, 8)
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
-    function(torch.nn.Module(), query, key, key, None, is_causal=True)
+    attend(implementation, query, key, key, None, is_causal=True)
     ((tensors, options),) = calls
     assert queries_and_keys(tensors) == (9, 9)
     assert options["causal"] is True
@@ -803,15 +793,9 @@ def test_window_without_a_mask(implementation, causal):
     distance = torch.arange(9)[:, None] - torch.arange(9)
     visible = (distance >= 0) & (distance < 3) if causal else distance.abs() <= 3
     scores = (query @ key.transpose(-1, -2) / math.sqrt(8)).masked_fill(~visible, -torch.inf)
-    output, probabilities = ALL_ATTENTION_FUNCTIONS[implementation](
-        torch.nn.Module().eval(),
-        query,
-        key,
-        value,
-        None,
-        dropout=0.5,
-        is_causal=causal,
-        sliding_window=3,
+    options = {"dropout": 0.5, "is_causal": causal, "sliding_window": 3}
+    output, probabilities = attend(
+        *(implementation, query, key, value, None), layer=torch.nn.Module().eval(), **options
     )
     torch.testing.assert_close(output, (scores.softmax(-1) @ value).transpose(1, 2))
     assert output.is_contiguous()
@@ -826,9 +810,7 @@ def test_window_beside_a_mask_is_that_of_the_mask(implementation):
     query, key, value = torch.randn(3, 2, 4, 9, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     for mask in (integration.make_mask(2, 9, 9), torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9)):
-        output, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-            torch.nn.Module().eval(), query, key, value, mask, sliding_window=3
-        )
+        output, _ = attend(implementation, query, key, value, mask, sliding_window=3)
         torch.testing.assert_close(output, expected.transpose(1, 2))
 
 
@@ -838,9 +820,7 @@ def test_softcap_and_its_gradients(implementation, dtype):
     torch.manual_seed(5)
     tensors = [(torch.randn(2, 4, 9, 8) * 3).to(dtype).requires_grad_() for _ in range(3)]
     keep = torch.rand(2, 1, 9, 9) > 0.3
-    output, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-        torch.nn.Module(), *tensors, keep, scaling=0.7, softcap=50.0
-    )
+    output, _ = attend(implementation, *tensors, keep, scaling=0.7, softcap=50.0)
     actual = torch.autograd.grad(output.double().square().sum(), tensors)
 
     query, key, value = (tensor.double() for tensor in tensors)
@@ -919,15 +899,10 @@ def test_position_bias_and_its_gradient(implementation, mask):
     keep[..., 0] = True
     excluded = ~keep[:, :, :1] if mask == "padding" else ~keep
     added = torch.randn(2, 1, 9, 9)
-    given = {
-        "none": None,
-        "padding": integration.PaddingMask(excluded, causal=False, keys=9),
-        "bool": keep,
-        "float": added,
-    }[mask]
-    output, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-        torch.nn.Module(), query, key, value, given, position_bias=bias, scaling=0.5
-    )
+    padding = integration.PaddingMask(excluded, causal=False, keys=9)
+    given = {"none": None, "padding": padding, "bool": keep, "float": added}[mask]
+    options = {"position_bias": bias, "scaling": 0.5}
+    output, _ = attend(implementation, query, key, value, given, **options)
     actual = torch.autograd.grad(output.square().sum(), bias)[0]
 
     scores = (query @ key.transpose(-1, -2) * 0.5 + bias)[..., :9]
