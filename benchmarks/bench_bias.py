@@ -151,7 +151,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     )
 
 
-main = measure.table("bias.csv", CASES, rows_of, FIELDS, rounds=10)
+main = measure.command("bias.csv", CASES, rows_of, FIELDS, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -135,7 +135,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         yield row
 
 
-main = measure.table("decoding.csv", cases(), rows_of, FIELDS, rounds=7)
+main = measure.command("decoding.csv", cases(), rows_of, FIELDS, rounds=7)
 
 if __name__ == "__main__":
     typer.run(main)

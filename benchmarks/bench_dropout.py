@@ -104,7 +104,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     return run.rows(ways, ("forward", measure.BOTH), figures)
 
 
-main = measure.table("dropout.csv", CASES, rows_of, rounds=10)
+main = measure.command("dropout.csv", CASES, rows_of, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

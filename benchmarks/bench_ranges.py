@@ -227,7 +227,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         yield from notes(run, case)
 
 
-main = measure.table("ranges.csv", CASES, rows_of, FIELDS, rounds=10)
+main = measure.command("ranges.csv", CASES, rows_of, FIELDS, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

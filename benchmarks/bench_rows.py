@@ -133,7 +133,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     )
 
 
-main = measure.table("rows.csv", cases(), rows_of, rounds=15, stream=measure.own_stream)
+main = measure.command("rows.csv", cases(), rows_of, rounds=15, stream=measure.own_stream)
 
 if __name__ == "__main__":
     typer.run(main)

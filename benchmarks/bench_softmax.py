@@ -112,7 +112,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     return run.beside_copy(ways, scores, fewest, gradient=lambda output: gradient)
 
 
-main = measure.table("softmax.csv", CASES, rows_of, rounds=15)
+main = measure.command("softmax.csv", CASES, rows_of, rounds=15)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -127,7 +127,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     return run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
 
 
-main = measure.table("topk.csv", CASES, rows_of, rounds=9, stream=measure.own_stream)
+main = measure.command("topk.csv", CASES, rows_of, rounds=9, stream=measure.own_stream)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -544,7 +544,7 @@ def benchmark(
     return decorate
 
 
-def table(
+def command(
     file: str,
     cases: Iterable[Case],
     rows_of: Callable[[Run, Any], Iterable[Row]],
